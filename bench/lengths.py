@@ -1,0 +1,66 @@
+"""Sample sizes the packing benches run on: real lengths, a mixture at full size, and generated native resolutions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.specs import SampleTable
+
+DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+REAL_FILES = ("ai2d_train_12k_lengths.json", "chartqa_train_18k_lengths.json", "docvqa_train_10k_lengths.json")
+MIXTURE_FILE = "mixture_1m24_lengths.parquet"
+
+
+def read_real(folder: Path) -> SampleTable | None:
+    """The three real sets as one table of tiles and tokens, or None if the files are not there."""
+    files = [folder / name for name in REAL_FILES]
+    if not all(file.exists() for file in files):
+        return None
+    rows = [
+        (row["vit_num"], row["token_num"], i) for i, file in enumerate(files) for row in json.loads(file.read_text())
+    ]
+    columns = np.array(rows, np.int64)
+    names = tuple(name.partition("_train")[0] for name in REAL_FILES)
+    return make_table(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int32), names, "tiles")
+
+
+def read_mixture(folder: Path) -> SampleTable | None:
+    """The mixture of 1.24 million samples, or None if the file is not there."""
+    if not (folder / MIXTURE_FILE).exists():
+        return None
+    from pyarrow import parquet
+
+    table = parquet.read_table(folder / MIXTURE_FILE)
+    names, source = np.unique(table["source"].to_numpy(zero_copy_only=False).astype(str), return_inverse=True)
+    v, t = (table[name].to_numpy().astype(np.int64) for name in ("vit_num", "token_num"))
+    return make_table(v, t, source.astype(np.int32), tuple(names.tolist()), "tiles")
+
+
+def generate_native(num_samples: int, seed: int = 0) -> SampleTable:
+    """Native-resolution sizes with heavy tails: 15 % text only, single images, several, small ones, 5 % video.
+
+    Shape only, no claim of realism: log-normal patches in steps of 4, four patches to a token, log-normal text.
+    """
+    r = np.random.default_rng(seed)
+    kind = r.choice(5, num_samples, p=[0.15, 0.5, 0.15, 0.15, 0.05])
+    median = np.array([0, 2500, 9000, 700, 15000])[kind]
+    patches = (median * np.exp(r.normal(0, 0.8, num_samples))).astype(np.int64) // 4 * 4
+    tokens = patches // 4 + np.exp(r.normal(np.log(250), 1.1, num_samples)).astype(np.int64) + 20
+    names = ("text", "image", "several images", "small image", "video")
+    return make_table(patches, tokens, kind.astype(np.int32), names, "patches")
+
+
+def make_table(v, t, source, names, unit) -> SampleTable:
+    return SampleTable(
+        num_images=np.minimum(v, 1),
+        num_patches=v,
+        num_tokens=t,
+        patches_sq=v,
+        patches_windowed=v,
+        source=source,
+        source_names=names,
+        patch_unit=unit,
+    )

@@ -1,0 +1,85 @@
+"""Batches as trainers make them without packing: a fixed number of samples, padded to the longest.
+
+They are what the side by side compares with (OmniBal, arXiv 2407.20761, table 3); limits play no part in them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from trimtab.balance.groups import Groups
+from trimtab.balance.rng import permutation
+from trimtab.specs import FloatArray, IntArray
+
+MEGA_STEPS = 50
+"""Steps among which `device_group` looks for samples of one length: Transformers' `group_by_length` sorts as many."""
+
+
+def batch_randomly(num_samples: int, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
+    """Batches along a shuffle."""
+    return Groups(permutation(num_samples, seed, epoch, 0x726E64), _batch_bounds(num_samples, batch_size, dp))
+
+
+def batch_by_length(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
+    """LLaVA's grouping: the samples of each step, longest first, each to the rank with the least so far.
+
+    The shuffle decides which samples make a step and ranks get equally many, so nothing of the shuffle is lost.
+    """
+    order = permutation(len(lengths), seed, epoch, 0x6C656E)
+    bounds = _batch_bounds(len(lengths), batch_size, dp)
+    _deal_steps(lengths, order, bounds, dp)
+    return Groups(order, bounds)
+
+
+def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
+    """Every rank gets samples of one length at the same time: dp neighbours in length, one for each rank.
+
+    `MEGA_STEPS` steps of the shuffle are sorted by length and cut into rows of dp; the rows are shuffled, and a step is
+    as many rows as a batch has samples.
+    """
+    n = len(lengths)
+    num_rows = -(-n // dp)
+    slots = np.full(num_rows * dp, -1, np.int64)
+    slots[:n] = permutation(n, seed, epoch, 0x646576)
+    block = max(1, round(MEGA_STEPS * batch_size)) * dp
+    for number, first in enumerate(range(0, n, block)):
+        part = slots[first : min(first + block, n)]
+        part[:] = part[np.argsort(lengths[part], kind="stable")]
+        rows = slots[first : first + block].reshape(-1, dp)
+        rows[:] = rows[permutation(len(rows), seed, epoch, number, 0x726F77)]
+    num_steps = -(-num_rows // max(1, int(batch_size)))
+    step_of_row = np.arange(num_rows) * num_steps // num_rows
+    batch = (step_of_row[:, None] * dp + np.arange(dp)).reshape(-1)
+    by_batch = np.argsort(batch, kind="stable")
+    by_batch = by_batch[slots[by_batch] >= 0]
+    counts = np.bincount(batch[by_batch], minlength=0)
+    return Groups(slots[by_batch], np.concatenate([[0], np.cumsum(counts[counts > 0])]).astype(np.int64))
+
+
+def _batch_bounds(num_samples: int, batch_size: float, dp: int) -> IntArray:
+    """Offsets of batches of equal size or one less, a multiple of dp of them where there are samples enough."""
+    wanted = int(np.ceil(num_samples / batch_size))
+    num_batches = min(num_samples, -(-wanted // dp) * dp)
+    return np.arange(num_batches + 1, dtype=np.int64) * num_samples // max(1, num_batches)
+
+
+@njit(cache=True, nogil=True)
+def _deal_steps(lengths: FloatArray, order: IntArray, bounds: IntArray, dp: int) -> None:
+    num_batches = len(bounds) - 1
+    total = np.empty(dp)
+    filled = np.empty(dp, np.int64)
+    for first in range(0, num_batches, dp):
+        last = min(first + dp, num_batches)
+        step = order[bounds[first] : bounds[last]].copy()
+        step = step[np.argsort(-lengths[step], kind="mergesort")]
+        total[:] = 0.0
+        filled[:] = 0
+        for sample in step:
+            rank = -1
+            for r in range(last - first):
+                if filled[r] < bounds[first + r + 1] - bounds[first + r] and (rank < 0 or total[r] < total[rank]):
+                    rank = r
+            order[bounds[first + rank] + filled[rank]] = sample
+            filled[rank] += 1
+            total[rank] += lengths[sample]

@@ -1,0 +1,56 @@
+"""Packs as plain arrays while they are made, and the changes that whole steps ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.specs import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Samples in packs: pack p holds members[offsets[p]:offsets[p + 1]]."""
+
+    members: IntArray
+    offsets: IntArray
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+
+def split_packs(groups: Groups, fullness: FloatArray, extra: int) -> Groups:
+    """`extra` packs more: those with the most samples are cut in two where half of `fullness` (per sample) is reached.
+
+    The halves go to the end, so that they meet in the same steps. Unchanged if there are too few samples for so many.
+    """
+    if groups.num_packs + extra > len(groups.members):
+        return groups
+    while extra > 0:
+        counts = np.diff(groups.offsets)
+        chosen = np.argsort(-counts, kind="stable")[:extra]
+        chosen = chosen[counts[chosen] >= 2]
+        parts = np.split(groups.members, groups.offsets[1:-1])
+        halves: list[IntArray] = []
+        for p in chosen:
+            filled = np.cumsum(fullness[parts[p]])
+            cut = min(int(np.searchsorted(filled, filled[-1] / 2)) + 1, len(parts[p]) - 1)
+            halves += [parts[p][:cut], parts[p][cut:]]
+        taken = set(chosen.tolist())
+        packs = [part for p, part in enumerate(parts) if p not in taken] + halves
+        groups = Groups(np.concatenate(packs), _offsets_of([len(pack) for pack in packs]))
+        extra -= len(chosen)
+    return groups
+
+
+def insert_singles(groups: Groups, singles: IntArray, places: IntArray) -> Groups:
+    """Each of `singles` as a pack of its own, before the pack whose number `places` gives."""
+    starts = np.append(groups.offsets[:-1], groups.offsets[-1])[places]
+    counts = np.insert(np.diff(groups.offsets), places, 1)
+    return Groups(np.insert(groups.members, starts, singles), _offsets_of(counts))
+
+
+def _offsets_of(counts: IntArray | list[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -1,0 +1,191 @@
+"""How well packs and steps are balanced, and what that cost in randomness.
+
+Symbols as in the OmniBal paper (arXiv 2407.20761): t_i the length of sample i, t_max the longest of its batch of B;
+T_i the work of rank i in one step, T_max the largest of the N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceReport:
+    """Every figure of one packing and its schedule. A *row* is what the ranks run at the same time: one pack each."""
+
+    method: str
+    order: str
+    dp: int
+    num_samples: int
+    num_packed: int
+    num_oversize: int  # left out, by the user's own choice
+    num_packs: int
+    lower_bound_packs: int
+    packs_over_bound: float  # num_packs / lower_bound_packs
+    num_over_limit: int  # packs above a limit
+    samples_per_pack: float
+    num_steps: int
+    num_empty_slots: int
+    pad_ratio: float  # share of the computed tokens that is padding
+    dist_ratio_vit: float
+    dist_ratio_llm: float
+    dist_ratio_cost: float
+    utilisation: float  # share of the ranks' time that is useful, if every row waits for its slowest rank
+    utilisation_accumulated: float  # the same if only steps wait: num_microbatches packs a rank between two waits
+    fill_vit: float  # share of the packs' patch limit that is used
+    fill_llm: float
+    shuffle_chi2: float | None  # of sources per step, per degree of freedom: 1.0 is random; None: one source only
+    shuffle_acf1: float | None  # serial correlation of the steps' mean sample length: 0.0 is random
+
+
+def lower_bound_packs(totals: IntArray, limits: tuple[int, ...]) -> int:
+    """No packing has fewer packs: max over columns of ceil(sum / limit)."""
+    return max((-(-int(total) // limit) for total, limit in zip(totals, limits, strict=True)), default=0)
+
+
+def pad_ratio(lengths: FloatArray, offsets: IntArray) -> float:
+    """Share of padding when each batch is padded to its longest: sum_i (t_max - t_i) / (t_max B), ratio of sums.
+
+    Batch b holds lengths[offsets[b]:offsets[b + 1]]. The paper's formula is for one batch; over batches its numerators
+    and denominators are summed, which weighs long batches as much as they cost.
+    """
+    if len(offsets) < 2:
+        return 0.0
+    longest = np.maximum.reduceat(lengths, offsets[:-1])
+    computed = float((longest * np.diff(offsets)).sum())
+    return 1.0 - float(lengths.sum()) / computed if computed > 0 else 0.0
+
+
+def dist_ratio(work: FloatArray) -> float:
+    """Share of the ranks' time spent waiting: sum_i (T_max - T_i) / (T_max N) = 1 - mean / max, mean over rows.
+
+    `work` is (rows, N); an empty slot works 0. Rows in which nobody works count as balanced.
+    """
+    if work.size == 0:
+        return 0.0
+    largest = work.max(axis=1)
+    idle = 1.0 - work.mean(axis=1) / np.where(largest > 0, largest, 1.0)
+    return float(np.where(largest > 0, idle, 0.0).mean())
+
+
+def utilisation(useful: FloatArray, computed: FloatArray) -> float:
+    """Useful work over what the ranks have time for: sum / (N sum over rows of the largest computed work).
+
+    Both are (rows, N). A row lasts as long as its slowest rank; padding is computed but not useful.
+    """
+    time = float(computed.max(axis=1).sum()) * computed.shape[1] if computed.size else 0.0
+    return float(useful.sum()) / time if time > 0 else 1.0
+
+
+def shuffle_chi2(histograms: IntArray) -> float | None:
+    """Mean over steps of the chi-square of the step's source histogram against the whole, per degree of freedom.
+
+    `histograms` is (steps, sources). 1.0 is what a random order gives; less is more even than random, more clustered.
+    None if fewer than two sources occur.
+    """
+    histograms = histograms[:, histograms.sum(axis=0) > 0]
+    sizes = histograms.sum(axis=1, keepdims=True)
+    histograms, sizes = histograms[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
+    if histograms.shape[1] < 2 or len(histograms) < 2:
+        return None
+    expected = sizes * (histograms.sum(axis=0) / histograms.sum())
+    chi2 = ((histograms - expected) ** 2 / expected).sum(axis=1)
+    # the whole is what the steps add up to: that takes one step's worth of freedom
+    return float(chi2.sum() / (len(histograms) - 1) / (histograms.shape[1] - 1))
+
+
+def serial_correlation(values: FloatArray) -> float | None:
+    """Lag-1 autocorrelation of a series, None if it is shorter than 3; 0 where it does not vary."""
+    if len(values) < 3:
+        return None
+    centred = values - values.mean()
+    variance = float((centred * centred).sum())
+    return float((centred[1:] * centred[:-1]).sum()) / variance if variance > 0 else 0.0
+
+
+def report_balance(
+    samples: SampleTable,
+    packing: Packing,
+    schedule: Schedule,
+    *,
+    cost: FloatArray,
+    padded_cost: FloatArray | None = None,
+    padded: bool = False,
+) -> BalanceReport:
+    """All figures of a packing. `cost` is per sample; `padded` says that batches are padded to their longest sample.
+
+    Then ranks compute B t_max tokens, and `padded_cost` per sample in place of `cost`; tokens that are padding fill no
+    limit and are not useful work. dist ratios are taken per row over the ranks, empty slots of the last rows included.
+    A sample above a limit, packed alone by the user's choice, adds one pack to the lower bound.
+    """
+    dp, num_packs = int(schedule.table.shape[1]), packing.num_packs
+    v = packing.sums(samples.num_patches).astype(np.float64)
+    t = packing.sums(samples.num_tokens).astype(np.float64)
+    c = packing.sums(cost).astype(np.float64)
+    computed_t, computed_c = t, c
+    pad = 0.0
+    if padded:
+        lengths = samples.num_tokens[packing.indices].astype(np.float64)
+        pad = pad_ratio(lengths, packing.offsets)
+        if num_packs:
+            computed_t = np.maximum.reduceat(lengths, packing.offsets[:-1]) * np.diff(packing.offsets)
+        computed_c = c if padded_cost is None else packing.sums(padded_cost).astype(np.float64)
+
+    rows = np.ascontiguousarray(schedule.table.transpose(0, 2, 1)).reshape(-1, dp)
+    rows = rows[(rows >= 0).any(axis=1)]
+    num_empty = int((schedule.table < 0).sum())
+    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1)[packing.indices]
+    alone = (sizes > np.array(packing.limits)).any(axis=1)
+    bound = lower_bound_packs(sizes[~alone].sum(axis=0), packing.limits) + int(alone.sum())
+    step_of_pack = np.empty(num_packs, np.int64)
+    steps, _, _ = np.nonzero(schedule.table >= 0)
+    step_of_pack[schedule.table[schedule.table >= 0]] = steps
+    step_of_sample = np.repeat(step_of_pack, np.diff(packing.offsets))
+    num_sources = int(samples.source.max()) + 1 if len(samples) else 1
+    histograms = np.bincount(
+        step_of_sample * num_sources + samples.source[packing.indices], minlength=schedule.num_steps * num_sources
+    ).reshape(-1, num_sources)
+    per_step = np.bincount(step_of_sample, minlength=schedule.num_steps)
+    tokens = np.bincount(step_of_sample, samples.num_tokens[packing.indices], minlength=schedule.num_steps)
+    used = per_step > 0
+
+    limits = packing.limits
+    room = max(1, num_packs)
+    return BalanceReport(
+        method=packing.method,
+        order=schedule.order,
+        dp=dp,
+        num_samples=len(samples),
+        num_packed=len(packing.indices),
+        num_oversize=len(packing.oversize),
+        num_packs=num_packs,
+        lower_bound_packs=bound,
+        packs_over_bound=num_packs / bound if bound else 1.0,
+        num_over_limit=int(((v > limits[0]) | (t > limits[1])).sum()),
+        samples_per_pack=len(packing.indices) / room,
+        num_steps=schedule.num_steps,
+        num_empty_slots=num_empty,
+        pad_ratio=pad,
+        dist_ratio_vit=dist_ratio(_work(v, rows)),
+        dist_ratio_llm=dist_ratio(_work(computed_t, rows)),
+        dist_ratio_cost=dist_ratio(_work(computed_c, rows)),
+        utilisation=utilisation(_work(c, rows), _work(computed_c, rows)),
+        utilisation_accumulated=utilisation(
+            _work(c, schedule.table).sum(axis=2), _work(computed_c, schedule.table).sum(axis=2)
+        ),
+        fill_vit=float(v.sum()) / (room * limits[0]),
+        fill_llm=float(t.sum()) / (room * limits[1]),
+        shuffle_chi2=shuffle_chi2(histograms),
+        shuffle_acf1=serial_correlation(tokens[used] / per_step[used]),
+    )
+
+
+def _work(per_pack: FloatArray, slots: IntArray) -> FloatArray:
+    """Work of each slot; 0 where it is empty."""
+    if len(per_pack) == 0:
+        return np.zeros(slots.shape)
+    return np.where(slots >= 0, per_pack[np.maximum(slots, 0)], 0.0)

@@ -1,0 +1,235 @@
+"""Samples to packs under two limits at once, and packs to the steps and ranks of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
+from trimtab.balance.cost import CostWeights, default_cost
+from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
+from trimtab.balance.groups import Groups, insert_singles, split_packs
+from trimtab.balance.metrics import BalanceReport, report_balance
+from trimtab.errors import PackingError, join_problems
+from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+
+Method = Literal["balanced", "isf", "random", "length_group", "device_group"]
+METHODS: tuple[Method, ...] = ("balanced", "isf", "random", "length_group", "device_group")
+PADDED_METHODS: tuple[Method, ...] = ("random", "length_group", "device_group")
+"""Methods that know no limits: batches of about `batch_size` samples, padded to their longest."""
+
+Oversize = Literal["error", "alone", "skip"]
+OVERSIZE: tuple[Oversize, ...] = ("error", "alone", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackResult:
+    """Packs, and who runs them when."""
+
+    packing: Packing
+    schedule: Schedule
+
+
+def pack_samples(
+    samples: SampleTable,
+    *,
+    limits: tuple[int, int],
+    dp: int = 1,
+    num_microbatches: int = 1,
+    method: Method = "balanced",
+    order: Order = "random",
+    cost: CostWeights | FloatArray | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    oversize: Oversize = "error",
+    fill: float | None = None,
+    num_rounds: int = NUM_ROUNDS,
+    tolerance: float = TOLERANCE,
+    filters: tuple[int, int] | None = None,
+    iterations: int = 10,
+    batch_size: float = 4,
+) -> PackResult:
+    """Packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
+
+    Every sample is in exactly one pack or, with `oversize="skip"`, in `packing.oversize`; no pack is above a limit but
+    those of one oversize sample (`"alone"`). The number of packs is a multiple of `dp` where there are samples enough,
+    so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
+
+    `cost` is what a sample costs (see `CostWeights`) or one number per sample; without it that of a 6B + 20B model.
+    `fill` and `num_rounds` belong to `balanced`, `filters` and `iterations` to `isf`, `batch_size` to the padded
+    methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to the order of that name.
+    """
+    n = len(samples)
+    _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)
+    per_sample = cost_column(samples, cost)
+    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
+    above = (sizes > np.array(limits, np.int64)).any(axis=1) & (method not in PADDED_METHODS)
+    large, small = np.flatnonzero(above), np.flatnonzero(~above)
+    if len(large) and oversize == "error":
+        raise PackingError(_describe_oversize(samples, large, limits))
+    num_alone = len(large) if oversize == "alone" else 0
+    columns, column_cost = sizes[small], per_sample[small]
+
+    if len(small) == 0:
+        groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
+    elif method == "balanced":
+        groups = pack_balanced(
+            columns,
+            column_cost,
+            limits=limits,
+            dp=dp,
+            seed=seed,
+            epoch=epoch,
+            fill=fill,
+            num_rounds=num_rounds,
+            num_others=num_alone,
+        )
+    elif method == "isf":
+        from trimtab.balance.isf import pack_isf
+
+        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, seed=seed, epoch=epoch)
+    else:
+        groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
+
+    missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
+    if missing:
+        groups = split_packs(groups, (columns / np.array(limits)).max(axis=1), missing)
+    groups = Groups(small[groups.members], groups.offsets)
+    if num_alone:
+        from trimtab.balance.rng import permutation
+
+        # places of the shuffle: the oversize samples are where any other pack could be
+        slots = np.sort(permutation(groups.num_packs + num_alone, seed, epoch, 3)[:num_alone])
+        shuffled = large[permutation(num_alone, seed, epoch, 4)]
+        groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
+    packing = Packing(
+        offsets=groups.offsets,
+        indices=groups.members,
+        limits=tuple(limits),
+        oversize=large if oversize == "skip" else np.empty(0, np.int64),
+        method=method,
+        seed=seed,
+    )
+    assert len(packing.indices) + len(packing.oversize) == n, "a sample was lost"
+    pack_sums = np.column_stack([packing.sums(sizes), packing.sums(per_sample)]).astype(np.float64)
+    schedule = dispatch_packs(
+        pack_sums,
+        dp=dp,
+        num_microbatches=num_microbatches,
+        order=order,
+        seed=seed,
+        epoch=epoch,
+        tolerance=tolerance,
+    )
+    return PackResult(packing=packing, schedule=schedule)
+
+
+def report_packing(
+    samples: SampleTable, result: PackResult, *, cost: CostWeights | FloatArray | None = None
+) -> BalanceReport:
+    """All figures of what `pack_samples` returned, with the same `cost`.
+
+    Batches of the padded methods count what padding adds. With a cost of one number per sample that cannot be known
+    exactly: it is scaled by padded over own tokens.
+    """
+    packing = result.packing
+    per_sample = cost_column(samples, cost)
+    if packing.method not in PADDED_METHODS or packing.num_packs == 0:
+        return report_balance(samples, packing, result.schedule, cost=per_sample)
+    own = samples.num_tokens.astype(np.float64)
+    longest = np.maximum.reduceat(own[packing.indices], packing.offsets[:-1])
+    padded = own.copy()
+    padded[packing.indices] = np.repeat(longest, np.diff(packing.offsets))
+    if cost is None or isinstance(cost, CostWeights):
+        padded_cost = per_sample + (cost or default_cost(samples)).of_padding(own, padded)
+    else:
+        padded_cost = per_sample * padded / np.where(own > 0, own, 1.0)
+    return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
+
+
+def warm_up() -> None:
+    """Compile or load the compiled loops, so that a measured run contains none of it."""
+    small = SampleTable(
+        num_images=np.ones(40, np.int64),
+        num_patches=np.arange(40, dtype=np.int64) % 5,
+        num_tokens=np.arange(40, dtype=np.int64) + 1,
+        patches_sq=np.ones(40, np.int64),
+        patches_windowed=np.ones(40, np.int64),
+        source=np.zeros(40, np.int32),
+        patch_unit="tiles",
+    )
+    for method in METHODS:
+        pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
+
+
+def cost_column(samples: SampleTable, cost: CostWeights | FloatArray | None) -> FloatArray:
+    """Cost of each sample: by weights, as given, or of the default model."""
+    if cost is None:
+        cost = default_cost(samples)
+    if isinstance(cost, CostWeights):
+        return cost.of(samples)
+    column = np.asarray(cost, np.float64)
+    if column.shape != (len(samples),):
+        raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")
+    if not (np.isfinite(column).all() and (column >= 0).all()):
+        raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
+    return column
+
+
+def _batch(method: Method, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
+    from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
+
+    if method == "random":
+        return batch_randomly(len(lengths), batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
+    if method == "length_group":
+        return batch_by_length(lengths, batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
+    return batch_by_device(lengths, batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
+
+
+def _check(
+    samples: SampleTable,
+    limits: tuple[int, int],
+    dp: int,
+    method: Method,
+    oversize: Oversize,
+    fill: float | None,
+    num_rounds: int,
+    batch_size: float,
+) -> None:
+    problems = []
+    if method not in METHODS:
+        problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")
+    if oversize not in OVERSIZE:
+        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
+    if len(limits) != 2 or any(limit < 1 for limit in limits):
+        problems.append(f"limits {limits} hold no sample: give max_patches and max_tokens, 1 or more each")
+    if dp < 1:
+        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
+    if fill is not None and not 0.5 <= fill <= 1.0:
+        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
+    if num_rounds < 1:
+        problems.append(f"num_rounds {num_rounds} improves nothing: give 1 or more (default {NUM_ROUNDS})")
+    if batch_size < 1:
+        problems.append(f"batch_size {batch_size} is less than a sample: give 1 or more")
+    negative = np.flatnonzero((samples.num_patches < 0) | (samples.num_tokens < 0))
+    if len(negative):
+        name = samples.sample_id(int(negative[0]))
+        problems.append(f"sample {name} has a negative size ({len(negative)} such): give sizes from 0")
+    if problems:
+        raise PackingError(join_problems(problems))
+
+
+def _describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
+    """All samples above a limit, a line each."""
+    lines = [
+        f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
+        'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and listed)'
+    ]
+    for row in rows.tolist():
+        lines.append(
+            f"  sample {samples.sample_id(row)}: {samples.num_patches[row]} {samples.patch_unit}, "
+            f"{samples.num_tokens[row]} tokens"
+        )
+    return join_problems(lines)

@@ -1,0 +1,65 @@
+"""Integer random numbers inside compiled loops: SplitMix64, the same stream on every machine and Python.
+
+A stream is one uint64 in an array, `state[0]`. Generator: Steele, Lea & Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014 (the constants are those of its section 5).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+UIntArray = npt.NDArray[np.uint64]
+
+_U = np.uint64
+_MASK = (1 << 64) - 1
+
+
+def make_stream(*keys: int) -> UIntArray:
+    """A stream for a tuple of integers (seed, epoch, purpose, ...): any change of any of them gives another stream."""
+    state = 0x6A09E667F3BCC909  # fractional part of sqrt(2): any constant
+    for key in keys:
+        state = _mix((state ^ (key & _MASK)) & _MASK)
+    return np.array([state], np.uint64)
+
+
+def _mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def next_u64(state: UIntArray) -> np.uint64:
+    """The next 64 bits of the stream."""
+    state[0] = state[0] + _U(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+    mixed: np.uint64 = z ^ (z >> _U(31))
+    return mixed
+
+
+@njit(cache=True, nogil=True, inline="always")
+def below(state: UIntArray, n: int) -> np.int64:
+    """An integer of [0, n), n < 2**32: high half of 32 bits times n; its bias is under n / 2**32."""
+    return np.int64(((next_u64(state) >> _U(32)) * _U(n)) >> _U(32))
+
+
+@njit(cache=True, nogil=True)
+def shuffle(items: npt.NDArray[np.int64], state: UIntArray) -> None:
+    """Fisher-Yates, in place."""
+    for i in range(len(items) - 1, 0, -1):
+        j = below(state, i + 1)
+        held = items[i]
+        items[i] = items[j]
+        items[j] = held
+
+
+def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
+    """A shuffle of range(n) that the keys alone decide."""
+    order = np.arange(n, dtype=np.int64)
+    shuffle(order, make_stream(*keys))
+    return order

@@ -1,0 +1,176 @@
+"""`balanced` over a whole data set: windows of packs along the shuffled stream, what does not fit carried on.
+
+Symbols: k limited columns, D = k + 1 columns per sample, the last of them the cost; P packs a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.balance.pair import Goal, make_packs, make_scratch
+from trimtab.balance.rng import UIntArray
+from trimtab.balance.window import Effort, deal, evict, improve, repair, sum_columns, unload
+from trimtab.specs import FloatArray, IntArray
+
+PENALTY = 1e3
+"""What a pack above a limit costs, per limit's worth of excess; the largest other difference costs about 1."""
+
+MAX_AGE = 4
+"""Windows a sample may be carried on before its window gets more packs instead."""
+
+MAX_CARRY = 0.01
+"""A window that carries on more than this share of its packs' worth asks for less full ones."""
+
+LAST_WINDOWS = 2.5
+"""What is left is packed as one window once it is less than this many: nothing can be carried on from the last."""
+
+LESS_FULL, FULLER, LEAST_FULL = 0.001, 0.0002, 0.9
+"""Steps in which the fill follows what turns out possible, and its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Streamed:
+    """Packs in the order of the stream: pack p holds members[offsets[p]:offsets[p + 1]]."""
+
+    members: IntArray  # positions in the shuffled stream
+    offsets: IntArray
+    num_carried: int  # times a sample went on to the next window
+    oldest: int  # windows the most patient sample was carried on
+    num_grown: int  # times a window was given more packs
+
+
+def pack_stream(
+    columns: FloatArray,
+    bounds: FloatArray,
+    weights: FloatArray,
+    *,
+    dp: int,
+    num_others: int,
+    window_packs: int,
+    effort: Effort,
+    fill: float,
+    state: UIntArray,
+) -> Streamed:
+    """Pack a shuffled stream; every sample fits a pack alone, and is in exactly one pack of the result.
+
+    Each window takes its share of what is left, so the fill is even to the very end. Packs of a window are a multiple
+    of dp, so each window is whole steps; the last one leaves room for `num_others` packs made elsewhere, and is smaller
+    only if there are fewer samples. What a window cannot hold is carried on; later windows are filled up to half way
+    between `fill` and full before packs are added for it.
+
+    Ends: the last window, and one with a sample too old to be carried, grows until it holds all; it does at the latest
+    when it has a pack per sample.
+    """
+    n, D = columns.shape
+    k = D - 1
+    left = sum_columns(columns)[:k]  # of samples not yet packed
+    members, counts = [], []
+    num_packs, num_carried, oldest, num_grown = 0, 0, 0, 0
+    highest = fill
+    planned = _round_up(_packs_for(left, bounds) / fill + num_others, dp) - num_others
+    carried, age = np.empty(0, np.int64), np.empty(0, np.int64)
+    position = 0
+    while position < n or len(carried):
+        ceiling = 0.5 + 0.5 * fill
+        packs_left = planned - num_packs
+        while packs_left < 1 or _packs_for(left, bounds) > ceiling * packs_left:
+            packs_left += dp
+        planned = num_packs + packs_left
+        num_left = n - position + len(carried)
+        last = packs_left < LAST_WINDOWS * window_packs
+        P = packs_left if last else window_packs
+        taken = num_left
+        if not last:
+            taken = _count_share(
+                columns[:, :k], carried, position, P / packs_left, left, bounds[:k] * (ceiling * P), bounds
+            )
+            last = taken == num_left
+        fresh = taken - len(carried)
+        chosen = np.concatenate([carried, np.arange(position, position + fresh)])
+        age = np.concatenate([age, np.zeros(fresh, np.int64)])
+        position += fresh
+
+        window = columns[chosen]
+        total = sum_columns(window)
+        P = min(P, taken)
+        scratch = make_scratch(taken)
+        evicted = np.empty(taken, np.int64)
+        tried, growth = False, dp
+        while True:
+            mean = np.where(total > 0, total, 1.0) / P
+            goal = Goal(bounds, np.where(total > 0, weights / mean**2, 0.0), PENALTY / bounds)
+            # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
+            share = np.append(1.0 / bounds[:k], min(1.0, _packs_for(total[:k], bounds) / P) / mean[k])
+            packs = make_packs(P, taken, D)
+            deal(window, share, packs)
+            improve(window, packs, goal, effort, state, scratch)
+            repair(window, packs, goal, state, scratch)
+            improve(window, packs, goal, effort.shortened(), state, scratch)
+            out = evicted[: evict(window, packs, bounds, age, evicted)]
+            if taken <= P or not (len(out) and (last or age[out].max() >= MAX_AGE)):
+                break
+            tried = not tried  # another deal of the same packs may hold them all
+            if tried:
+                continue
+            P = min(taken, P + max(growth, _round_up(_packs_for(sum_columns(window[out])[:k], bounds), dp)))
+            growth *= 2  # few trials, however far from possible the fill is
+            num_grown += 1
+
+        packed, sizes = unload(packs, state)
+        members.append(chosen[packed])
+        counts.append(sizes)
+        num_packs += len(sizes)
+        left = left - total[:k] + sum_columns(window[out])[:k]
+        carried, age = chosen[out], age[out] + 1
+        num_carried += len(out)
+        oldest = max(oldest, int(age.max(initial=0)))
+        if _packs_for(sum_columns(window[out])[:k], bounds) > MAX_CARRY * P:
+            fill = max(min(fill, LEAST_FULL), fill - LESS_FULL)
+        elif len(out) == 0:
+            fill = min(highest, fill + FULLER)
+    return Streamed(
+        members=np.concatenate(members),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        num_carried=num_carried,
+        oldest=oldest,
+        num_grown=num_grown,
+    )
+
+
+def _packs_for(total: FloatArray, bounds: FloatArray) -> float:
+    """Packs that the fullest column fills, as a real number."""
+    return float((total / bounds[: len(total)]).max())
+
+
+def _round_up(packs: float, multiple: int) -> int:
+    return max(1, int(np.ceil(packs / multiple - 1e-9))) * multiple
+
+
+def _count_share(
+    sizes: FloatArray,
+    carried: IntArray,
+    position: int,
+    share: float,
+    left: FloatArray,
+    room: FloatArray,
+    bounds: FloatArray,
+) -> int:
+    """Samples to take, all carried ones first: until the fullest column has its share or another one no more room."""
+    fullest = int(np.argmax(left / bounds[: len(left)]))
+    num_left = len(sizes) - position + len(carried)
+    guess = int(1.05 * share * num_left) + 64
+    while True:
+        guess = min(num_left, max(guess, len(carried)))
+        taken = np.concatenate([sizes[carried], sizes[position : position + guess - len(carried)]])
+        fits = np.ones(guess, bool)
+        for d in range(len(room)):
+            total = taken[:, d].cumsum()
+            fits &= (total - 0.5 * taken[:, d] <= share * left[d]) if d == fullest else (total <= room[d])
+        stops = np.flatnonzero(~fits[len(carried) :])
+        if len(stops):
+            return max(1, len(carried) + int(stops[0]))
+        if guess == num_left:
+            return num_left
+        guess *= 2

@@ -1,0 +1,310 @@
+"""One window of `balanced`: deal samples to packs, improve pairs of packs round by round, send back what does not fit.
+
+Symbols as in `pair`: D columns, the last of them the cost; P packs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, split_pair
+from trimtab.balance.rng import UIntArray, below, next_u64, shuffle
+from trimtab.specs import FloatArray, IntArray
+
+NUM_BUCKETS = 1024
+ALL_AGAIN = 8  # every eighth round packs that nothing could improve are tried again
+REPAIR_TRIES = 24  # partners of a pack above its limit, each time it is looked at
+REPAIR_PASSES = 6
+SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays above a limit
+SHAKE_FREE = 8
+
+
+class Effort(NamedTuple):
+    """How long a window is improved; see docs/packing.md for what each buys."""
+
+    num_rounds: int
+    num_full_rounds: int  # rounds in which all packs take part; later ones leave out pairs that are alike
+    alike: float  # relative difference below which two packs count as alike
+    patience: int  # failures in a row after which a pack rests
+    max_free: int  # samples of a pair that may change side at once
+
+    def shortened(self) -> Effort:
+        """What is enough after a repair has moved a few packs."""
+        return self._replace(num_rounds=self.num_rounds // 4, num_full_rounds=0)
+
+
+@njit(cache=True, nogil=True)
+def sum_columns(sizes: FloatArray) -> FloatArray:
+    """Sums of (n, D) columns, added in order: the same bits on every machine."""
+    n, D = sizes.shape
+    total = np.zeros(D)
+    for i in range(n):
+        for d in range(D):
+            total[d] += sizes[i, d]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, start: IntArray) -> None:
+    """The first n of `chosen` in about ascending order of key (exact between buckets), in linear time."""
+    smallest, largest = key[chosen[0]], key[chosen[0]]
+    for i in range(n):
+        smallest = min(smallest, key[chosen[i]])
+        largest = max(largest, key[chosen[i]])
+    if largest - smallest <= 1e-12 * max(abs(largest), abs(smallest)):
+        out[:n] = chosen[:n]
+        return
+    scale = (NUM_BUCKETS - 1e-6) / (largest - smallest)
+    start[:] = 0
+    for i in range(n):
+        start[np.int64((key[chosen[i]] - smallest) * scale) + 1] += 1
+    for k in range(NUM_BUCKETS):
+        start[k + 1] += start[k]
+    for i in range(n):
+        bucket = np.int64((key[chosen[i]] - smallest) * scale)
+        out[start[bucket]] = chosen[i]
+        start[bucket] += 1
+
+
+@njit(cache=True, nogil=True)
+def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
+    """Largest sample first (about), each to the emptiest pack (a heap), by the fullest of its columns.
+
+    `fill` turns a column into a share of a pack. Of packs equally full the one with fewer samples is served first, so
+    samples of size zero spread too.
+    """
+    n, D = sizes.shape
+    P = len(packs.head)
+    key = np.zeros(n)
+    for i in range(n):
+        for d in range(D):
+            key[i] = max(key[i], sizes[i, d] * fill[d])
+    order = np.empty(n, np.int64)
+    _sort_by_buckets(key, np.arange(n), n, order, np.empty(NUM_BUCKETS + 1, np.int64))
+    level = np.zeros(P)
+    heap = np.arange(P)
+    for position in range(n - 1, -1, -1):
+        i = order[position]
+        p = heap[0]
+        packs.after[i] = packs.head[p]
+        packs.head[p] = i
+        packs.num_held[p] += 1
+        full = 0.0
+        for d in range(D):
+            packs.sums[p, d] += sizes[i, d]
+            full = max(full, packs.sums[p, d] * fill[d])
+        full += 1e-6 * packs.num_held[p]
+        k = 0
+        while True:
+            child = 2 * k + 1
+            if child >= P:
+                break
+            if child + 1 < P and level[child + 1] < level[child]:
+                child += 1
+            if level[child] >= full:
+                break
+            level[k], heap[k] = level[child], heap[child]
+            k = child
+        level[k], heap[k] = full, p
+
+
+@njit(cache=True, nogil=True)
+def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
+    """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair anew.
+
+    The direction is each column in turn, then a random mix of them. What two packs differ by is halved or better by
+    every success, so extremes meet in the middle; those that are alike, or that failed `patience` times, are skipped.
+    """
+    P, D = packs.sums.shape
+    mean = np.zeros(D)
+    for p in range(P):
+        for d in range(D):
+            mean[d] += packs.sums[p, d] / P
+    direction = np.zeros(D)
+    key = np.empty(P)
+    chosen = np.empty(P, np.int64)
+    order = np.empty(P, np.int64)
+    start = np.empty(NUM_BUCKETS + 1, np.int64)
+    failures = np.zeros(P, np.int64)
+    for r in range(effort.num_rounds):
+        n = 0
+        for p in range(P):
+            if failures[p] < effort.patience or r % ALL_AGAIN == ALL_AGAIN - 1:
+                chosen[n] = p
+                n += 1
+        if n < 2:
+            continue
+        turn = (r + 1) % (D + 1)
+        for d in range(D):
+            share = 1.0 if turn == d else 0.0
+            if turn == D:
+                share = np.float64(next_u64(state) >> np.uint64(11)) / 2.0**52 - 1.0
+            direction[d] = share / mean[d] if mean[d] > 0 else 0.0
+        for i in range(n):
+            p = chosen[i]
+            key[p] = 0.0
+            for d in range(D):
+                key[p] += direction[d] * packs.sums[p, d]
+        _sort_by_buckets(key, chosen, n, order, start)
+        for i in range(n // 2):
+            a, b = order[i], order[n - 1 - i]
+            if r >= effort.num_full_rounds and key[b] - key[a] < effort.alike:
+                break
+            if split_pair(sizes, packs, a, b, goal, effort.max_free, state, scratch):
+                failures[a] = 0
+                failures[b] = 0
+            else:
+                failures[a] += 1
+                failures[b] += 1
+
+
+@njit(cache=True, nogil=True)
+def _overflows(sums: FloatArray, limits: FloatArray, p: int) -> bool:
+    for d in range(len(limits)):  # noqa: SIM110  (any() would make a generator in compiled code)
+        if sums[p, d] > limits[d]:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _partner(sums: FloatArray, limits: FloatArray, p: int, first: int) -> int:
+    """The first pack from `first` on with which all of pack p would fit two packs; p itself if there is none."""
+    P, D = sums.shape
+    q = first
+    for _ in range(P):
+        room = q != p
+        for d in range(D):
+            if sums[p, d] + sums[q, d] > 2.0 * limits[d]:
+                room = False
+        if room:
+            return q
+        q = q + 1 if q + 1 < P else 0
+    return p
+
+
+@njit(cache=True, nogil=True)
+def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> int:
+    """Share each pack above a limit, exactly, with packs that leave room for both; the number of those that remain.
+
+    Where that fails, *shake* and try again: the pack and some pairs that have room are shared under the opposite
+    weights, which gathers scattered room in one pack and mixes large samples with small ones.
+    """
+    P = packs.sums.shape[0]
+    limits = goal.limits
+    shaken = Goal(limits, -goal.weights, goal.penalties)
+    for attempt in range(REPAIR_PASSES):
+        num_left = 0
+        for p in range(P):
+            tries = 0
+            while tries < REPAIR_TRIES and _overflows(packs.sums, limits, p):
+                tries += 1
+                q = _partner(packs.sums, limits, p, below(state, P))
+                if q == p:
+                    break
+                split_pair(sizes, packs, p, q, goal, MAX_FREE, state, scratch)
+        for p in range(P):
+            if _overflows(packs.sums, limits, p):
+                num_left += 1
+                if attempt + 1 < REPAIR_PASSES:
+                    q = below(state, P)
+                    if q != p:
+                        split_pair(sizes, packs, p, q, shaken, SHAKE_FREE, state, scratch)
+                    for _ in range(SHAKEN_PAIRS):
+                        a = _partner(packs.sums, limits, p, below(state, P))
+                        b = _partner(packs.sums, limits, p, below(state, P))
+                        if a != b and a != p and b != p:
+                            split_pair(sizes, packs, a, b, shaken, SHAKE_FREE, state, scratch)
+        if num_left == 0:
+            break
+    return num_left
+
+
+@njit(cache=True, nogil=True)
+def evict(sizes: FloatArray, packs: Packs, limits: FloatArray, age: IntArray, evicted: IntArray) -> int:
+    """Take samples out of packs above a limit until none is; their number, and they in `evicted`.
+
+    From each such pack goes the youngest sample, of equal age the one that leaves the least above the limits, then the
+    smallest; each is put into the fullest pack that still has room, if one has.
+    """
+    P, D = packs.sums.shape
+    num_evicted = 0
+    for p in range(P):
+        while _overflows(packs.sums, limits, p):
+            best, best_before, best_age, best_key = -1, -1, 0, 0.0
+            before = -1
+            item = packs.head[p]
+            while item >= 0:
+                excess, size = 0.0, 0.0
+                for d in range(D):
+                    if limits[d] < np.inf:
+                        excess += max(0.0, packs.sums[p, d] - sizes[item, d] - limits[d]) / limits[d]
+                        size += sizes[item, d] / limits[d]
+                key = 1e3 * excess + size
+                if best < 0 or age[item] < best_age or (age[item] == best_age and key < best_key):
+                    best, best_before, best_age, best_key = item, before, age[item], key
+                before = item
+                item = packs.after[item]
+            _unlink(sizes, packs, p, best, best_before)
+            evicted[num_evicted] = best
+            num_evicted += 1
+    kept = 0
+    for e in range(num_evicted):
+        item = evicted[e]
+        target, target_fill = -1, -1.0
+        for p in range(P):
+            fits, fill = True, 0.0
+            for d in range(D):
+                total = packs.sums[p, d] + sizes[item, d]
+                if total > limits[d]:
+                    fits = False
+                if limits[d] < np.inf:
+                    fill += total / limits[d]
+            if fits and fill > target_fill:
+                target, target_fill = p, fill
+        if target >= 0:
+            packs.after[item] = packs.head[target]
+            packs.head[target] = item
+            packs.num_held[target] += 1
+            for d in range(D):
+                packs.sums[target, d] += sizes[item, d]
+        else:
+            evicted[kept] = item
+            kept += 1
+    return kept
+
+
+@njit(cache=True, nogil=True)
+def _unlink(sizes: FloatArray, packs: Packs, p: int, item: int, before: int) -> None:
+    if before < 0:
+        packs.head[p] = packs.after[item]
+    else:
+        packs.after[before] = packs.after[item]
+    packs.after[item] = -1
+    packs.num_held[p] -= 1
+    for d in range(sizes.shape[1]):
+        packs.sums[p, d] -= sizes[item, d]
+
+
+@njit(cache=True, nogil=True)
+def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
+    """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
+    P = len(packs.head)
+    order = np.arange(P)
+    shuffle(order, state)
+    members = np.empty(packs.num_held.sum(), np.int64)
+    counts = np.empty(P, np.int64)
+    num_members, num_packs = 0, 0
+    for p in order:
+        if packs.num_held[p] == 0:
+            continue
+        item = packs.head[p]
+        while item >= 0:
+            members[num_members] = item
+            num_members += 1
+            item = packs.after[item]
+        counts[num_packs] = packs.num_held[p]
+        num_packs += 1
+    return members, counts[:num_packs].copy()

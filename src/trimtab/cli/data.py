@@ -1,0 +1,98 @@
+"""What `size` and `plan` share: the options that say how a data set is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from trimtab.samples.table import SizingResult
+    from trimtab.specs import ModelSpec
+
+DataArgument = Annotated[
+    list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(help="tokenizer.json or its folder; without it tokens are estimated."),
+]
+TemplateOption = Annotated[Path | None, typer.Option(help="Chat template, where it does not lie beside the tokenizer.")]
+MediaRootOption = Annotated[Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")]
+AllowOutsideOption = Annotated[bool, typer.Option("--allow-outside", help="Read images outside the media root too.")]
+ExifOption = Annotated[
+    Literal["ignore", "apply"], typer.Option(help="Turn images as their EXIF flag says; most trainers ignore it.")
+]
+OnBadOption = Annotated[Literal["error", "skip"], typer.Option(help="Stop at bad samples, or leave them out, listed.")]
+MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="A sample with more tokens is a bad one.")]
+SourceKeyOption = Annotated[str | None, typer.Option(help="Field of a record that names its data set; else its file.")]
+NumberIdsOption = Annotated[bool, typer.Option("--number-ids", help="Number repeated ids instead of refusing them.")]
+SpecialTokensOption = Annotated[
+    Literal["template", "processor"],
+    typer.Option(help="Special tokens: as the chat template writes them, or as the model's processor adds them."),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes, one per core by default; never change a result.")
+]
+ResumeOption = Annotated[Path | None, typer.Option(help="Folder that keeps finished chunks, to go on after a kill.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a data set is read, as the user chose."""
+
+    tokenizer: Path | None = None
+    chat_template: Path | None = None
+    special_tokens: Literal["template", "processor"] = "template"
+    media_root: Path | None = None
+    allow_outside: bool = False
+    exif: Literal["ignore", "apply"] = "ignore"
+    on_bad: Literal["error", "skip"] = "error"
+    max_length: int | None = None
+    source_key: str | None = None
+    number_ids: bool = False
+    workers: int | None = None
+    resume: Path | None = None
+
+
+def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> SizingResult:
+    """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load one saved table."""
+    import os
+
+    from trimtab.cli.output import log, progress
+    from trimtab.models.images import rule_in_sample
+    from trimtab.samples.size import size_samples
+    from trimtab.samples.table import is_saved_table, load_sizing
+    from trimtab.samples.tokens import MARKUPS
+
+    if len(data) == 1 and data[0].is_file() and is_saved_table(data[0]):
+        return load_sizing(data[0])
+    with progress("sizing") as advance:
+        result = size_samples(
+            data,
+            image_rule=model.image_rule,
+            rule_in_sample=rule_in_sample,
+            tokenizer=reading.tokenizer,
+            chat_template=reading.chat_template,
+            image_markup=MARKUPS.get(model.family),
+            special_tokens=reading.special_tokens,
+            media_root=reading.media_root,
+            allow_outside=reading.allow_outside,
+            exif=reading.exif,
+            max_tokens=reading.max_length,
+            unique_ids=not reading.number_ids,
+            source_key=reading.source_key,
+            on_bad=reading.on_bad,
+            workers=reading.workers or os.cpu_count() or 1,
+            resume_dir=reading.resume,
+            progress=advance,
+        )
+    for bad in result.bad:
+        log(f"skipped {bad}")
+    if result.table.patch_unit == "tiles":
+        return result
+    sentence = f"Sizes are those of {model.name}, image rule {model.image_rule}."
+    return replace(result, assumptions=(*result.assumptions, sentence))

@@ -1,0 +1,53 @@
+"""`trimtab describe`: a model's layers and parameters from its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import JsonOption, console, print_json
+
+ConfigArgument = Annotated[
+    str, typer.Argument(help="config.json, a folder holding it, or a shipped description (Qwen2.5-VL-7B).")
+]
+PreprocessorOption = Annotated[
+    Path | None, typer.Option(help="preprocessor_config.json, where it does not lie beside CONFIG.")
+]
+MaxPixelsOption = Annotated[
+    int | None, typer.Option(min=1, help="Your own limit of an image's pixels (native-resolution models).")
+]
+MaxTilesOption = Annotated[
+    int | None, typer.Option(min=1, help="Your own limit of an image's tiles, thumbnail aside (tiling models).")
+]
+
+
+def describe(config: ConfigArgument, preprocessor: PreprocessorOption = None, as_json: JsonOption = False) -> None:
+    """Print layers in forward order, parameters per tower, tied weights and forbidden cuts."""
+    from trimtab.models.describe import describe as describe_model
+
+    model = describe_model(config, preprocessor=preprocessor)
+    towers = {tower: model.num_tower_params(tower) for tower in ("vision", "projector", "language")}
+    if as_json:
+        layers = [asdict(layer) for layer in model.layers]
+        print_json(
+            {
+                "name": model.name,
+                "family": model.family,
+                "num_params": {**towers, "total": model.num_params},
+                "num_layers": len(layers),
+                "layers": layers,
+                "tied": model.tied,
+                "forbidden_cuts": sorted(model.forbidden_cuts),
+                "forbidden_cut_reason": model.forbidden_cut_reason,
+                "image_rule": model.image_rule.name,
+                "vocab_size": model.vocab_size,
+                "notes": model.notes,
+            }
+        )
+        return
+    from trimtab.report.tables import print_model
+
+    print_model(model, console())

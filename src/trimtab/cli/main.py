@@ -1,0 +1,79 @@
+"""`trimtab`: one file per verb; bad input ends with one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from trimtab import __version__
+from trimtab.cli import export
+from trimtab.cli.check import check
+from trimtab.cli.demo import demo
+from trimtab.cli.describe import describe
+from trimtab.cli.image_size import image_size
+from trimtab.cli.pack import pack
+from trimtab.cli.plan import plan
+from trimtab.cli.report import report
+from trimtab.cli.size import size
+from trimtab.errors import TrimtabError
+
+app = typer.Typer(
+    help="Balance data, pipeline stages and memory of vision-language models; write the decisions as one plan.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(demo)
+app.command("plan")(plan)
+app.command("check")(check)
+app.command("report")(report)
+app.add_typer(export.app, name="export")
+app.command("describe")(describe)
+app.command("image-size")(image_size)
+app.command("size")(size)
+app.command("pack")(pack)
+
+_INSTALL_HINTS = {
+    "pyarrow": "data",
+    "orjson": "data",
+    "PIL": "data",
+    "tokenizers": "data",
+    "jinja2": "data",
+    "torch": "torch",
+    "transformers": "torch",
+    "ray": "ray",
+}
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        typer.echo(f"trimtab {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; the one place where errors become messages and exit codes."""
+    try:
+        app()
+    except TrimtabError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        extra = _INSTALL_HINTS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        _fail(f"this needs {error.name}, which is not installed: pip install 'trimtab[{extra}]'")
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away: nothing is wrong, nobody is left to tell
+        sys.exit(0)
+
+
+def _fail(message: str) -> None:
+    if "--json" in sys.argv:
+        print(json.dumps({"error": message}))
+    print(f"trimtab: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,75 @@
+"""What every verb prints: one JSON object on stdout, or text; progress and logs go to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+_SHOW_AFTER_S = 1.0
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object, non-finite numbers as null."""
+    sys.stdout.write(json.dumps(_finite(content), allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_finite(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, str):  # a NumPy scalar
+        value = value.item()
+    if isinstance(value, float) and value - value != 0.0:
+        return None
+    return value
+
+
+def console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+
+
+def log(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for `callback(done, total)`, shown on a terminal once the work has taken a second."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+    )
+    started, task = time.monotonic(), bar.add_task(label, total=None)
+
+    def update(done: int, total: int) -> None:
+        if not bar.live.is_started and time.monotonic() - started > _SHOW_AFTER_S:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()

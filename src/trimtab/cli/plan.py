@@ -1,0 +1,182 @@
+"""`trimtab plan`: from a model, a data set and a cluster to one reviewable plan."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trimtab.cli.data import (
+    AllowOutsideOption,
+    DataArgument,
+    ExifOption,
+    MaxLengthOption,
+    MediaRootOption,
+    NumberIdsOption,
+    OnBadOption,
+    ResumeOption,
+    SourceKeyOption,
+    SpecialTokensOption,
+    TemplateOption,
+    TokenizerOption,
+    WorkersOption,
+)
+from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
+from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.pack import OrderOption, OversizeOption
+
+_NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
+
+
+def plan(
+    context: typer.Context,
+    config: ConfigArgument,
+    data: DataArgument,
+    cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
+    out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
+    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
+    preprocessor: PreprocessorOption = None,
+    max_pixels: MaxPixelsOption = None,
+    max_tiles: MaxTilesOption = None,
+    tokenizer: TokenizerOption = None,
+    chat_template: TemplateOption = None,
+    special_tokens: SpecialTokensOption = "template",
+    media_root: MediaRootOption = None,
+    allow_outside: AllowOutsideOption = False,
+    exif: ExifOption = "ignore",
+    on_bad: OnBadOption = "error",
+    max_length: MaxLengthOption = None,
+    source_key: SourceKeyOption = None,
+    number_ids: NumberIdsOption = False,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel degree; default: chosen.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline degree; default: chosen.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel degree; default: chosen.")] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Packs per rank and step; default: 4 x pp.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per step on average, instead of --num-microbatches.")
+    ] = None,
+    max_patches: Annotated[int | None, typer.Option(min=1, help="Most ViT patches of a pack; default: chosen.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most LLM tokens of a pack; default: chosen.")] = None,
+    schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], typer.Option(help="Pipeline schedule.")] = "1F1B",
+    num_chunks: Annotated[int, typer.Option(min=1, help="Virtual stages per device (Interleaved1F1B).")] = 1,
+    method: Annotated[Literal["balanced", "isf"], typer.Option(help="How packs are made.")] = "balanced",
+    order: OrderOption = "random",
+    oversize: OversizeOption = "error",
+    recompute: Annotated[
+        Literal["auto", "none", "full"], typer.Option(help="Which layers recompute: as memory demands, none, all.")
+    ] = "auto",
+    memory: Annotated[str | None, typer.Option(help="Memory of one device to plan with, as in 80GiB.")] = None,
+    reserve: Annotated[str, typer.Option(help="Share of the memory kept free, as in 6%.")] = "6%",
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO sharding over data-parallel ranks.")] = 1,
+    optimizer: Annotated[
+        Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"], typer.Option(help="Decides bytes of state.")
+    ] = "adamw",
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of weights and activations.")] = "bf16",
+    attention: Annotated[Literal["flash", "sdpa", "eager"], typer.Option(help="Attention as it will run.")] = "flash",
+    fused_kernels: Annotated[
+        bool, typer.Option("--fused-kernels", help="Norms, rotary and gates as single kernels (TE, Liger).")
+    ] = False,
+    freeze: Annotated[
+        list[str] | None, typer.Option(help="A tower that is not trained: vision, projector or language.")
+    ] = None,
+    target: Annotated[
+        Literal["megatron"] | None, typer.Option("--for", help="Only cuts that this framework can express.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 0,
+    workers: WorkersOption = None,
+    resume: ResumeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
+    from trimtab.adapters.megatron import unsupported_cuts
+    from trimtab.cli.data import Reading, size_data
+    from trimtab.cli.show import data_files, parse_share, parse_towers, plan_json, plan_with_progress, write_all
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.models.describe import describe
+    from trimtab.plan.options import PlanOptions, PlanOrigin
+    from trimtab.units import parse_bytes
+
+    model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
+    if target == "megatron":
+        model = replace(model, forbidden_cuts=model.forbidden_cuts | unsupported_cuts(model))
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node)
+    options = PlanOptions(
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        num_microbatches=num_microbatches,
+        global_batch=global_batch,
+        max_patches=max_patches,
+        max_tokens=max_tokens,
+        schedule=schedule,
+        num_chunks=num_chunks,
+        method=method,
+        order=order,
+        oversize=oversize,
+        seed=seed,
+        recompute=recompute,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        reserve=parse_share(reserve),
+        zero_stage=zero_stage,
+        optimizer=optimizer,
+        dtype=dtype,
+        attention=attention,
+        fused_kernels=fused_kernels,
+        frozen_towers=parse_towers(freeze or []),
+    )
+    sized = size_data(
+        model,
+        data,
+        Reading(
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            special_tokens=special_tokens,
+            media_root=media_root,
+            allow_outside=allow_outside,
+            exif=exif,
+            on_bad=on_bad,
+            max_length=max_length,
+            source_key=source_key,
+            number_ids=number_ids,
+            workers=workers,
+            resume=resume,
+        ),
+    )
+    origin = PlanOrigin(
+        command=_canonical_command(context),
+        data_files=data_files(data),
+        num_skipped=len(sized.bad),
+        assumptions=sized.assumptions,
+    )
+    details = plan_with_progress(model, sized.table, devices, options, origin)
+    paths = write_all(details, out)
+    if as_json:
+        print_json(plan_json(details, paths))
+        return
+    from trimtab.report.text import print_plan
+
+    print_plan(details, console())
+    print("\n".join(f"{name}: {path}" for name, path in paths.items()))
+
+
+def _canonical_command(context: typer.Context) -> str:
+    """The command with every option that was given and changes the plan, in one order however it was typed."""
+    words = ["trimtab", "plan"]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        value = context.params.get(name)
+        if name in _NOT_IN_THE_PLAN or value == parameter.default or value in (None, [], ()):
+            continue
+        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        if parameter.param_type_name == "argument":
+            words += values
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            words += [word for v in values for word in (parameter.opts[0], v)]
+    return shlex.join(words)

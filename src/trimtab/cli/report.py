@@ -1,0 +1,35 @@
+"""`trimtab report`: a plan as one HTML page and one trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.check import PlanArgument
+from trimtab.cli.output import JsonOption, console, print_json
+
+
+def report(
+    plan: PlanArgument,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and trace.json; else PLAN's own.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
+    from trimtab.files import write_atomically
+    from trimtab.plan.reload import load_details
+    from trimtab.report.html import html_report
+    from trimtab.report.text import print_plan
+    from trimtab.report.trace import chrome_trace
+
+    details = load_details(plan)
+    folder = out or (plan if plan.is_dir() else plan.parent)
+    html, trace = folder / "report.html", folder / "trace.json"
+    write_atomically(html, html_report(details))
+    write_atomically(trace, chrome_trace(details))
+    if as_json:
+        print_json({"report": str(html), "trace": str(trace)})
+        return
+    print_plan(details, console())
+    print(f"report: {html}\ntrace:  {trace}")

@@ -1,0 +1,81 @@
+"""What `plan` and `demo` share: planning with progress bars, writing everything, and the figures as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from trimtab.errors import PlanError
+from trimtab.files import fingerprint_file, write_atomically
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import DataFile
+from trimtab.report.html import html_report
+from trimtab.report.trace import chrome_trace
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable, Tower
+
+
+def data_files(paths: Sequence[Path]) -> tuple[DataFile, ...]:
+    """Each file as the user named it, with its fingerprint."""
+    return tuple(
+        DataFile(path=str(path), num_bytes=path.stat().st_size, blake2b=fingerprint_file(path)) for path in paths
+    )
+
+
+def parse_share(text: str) -> float:
+    """ "6%" or "0.06" as 0.06."""
+    try:
+        value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise PlanError(f"{text!r} is not a share: write it as 6% or 0.06") from None
+    return value
+
+
+def parse_towers(names: Sequence[str]) -> tuple[Tower, ...]:
+    """Names of towers, each once."""
+    unknown = [name for name in names if name not in get_args(Tower)]
+    if unknown:
+        raise PlanError(f"tower {unknown[0]!r} was to be frozen, and models have vision, projector and language")
+    return tuple(cast(Tower, name) for name in dict.fromkeys(names))
+
+
+def plan_with_progress(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, origin: PlanOrigin
+) -> PlanDetails:
+    """`make_plan` with one bar for all its steps."""
+    from trimtab.cli.output import progress
+
+    with progress("planning") as advance:
+        return make_plan(
+            model,
+            samples,
+            cluster,
+            options,
+            origin=origin,
+            progress=lambda _step, done, total: advance(done, total),
+        )
+
+
+def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
+    """Plan, tables, report and trace."""
+    paths = {"plan": write_plan(details, folder), "report": folder / "report.html", "trace": folder / "trace.json"}
+    write_atomically(paths["report"], html_report(details))
+    write_atomically(paths["trace"], chrome_trace(details))
+    return paths
+
+
+def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Decisions, estimates and where the files are."""
+    plan = details.plan
+    return {
+        "summary": plan.summary,
+        "files": {name: str(path) for name, path in paths.items()},
+        "decisions": asdict(plan.decisions),
+        "estimates": asdict(plan.estimates),
+        "num_samples": plan.inputs.data.num_samples,
+        "num_skipped": plan.inputs.data.num_skipped,
+        "assumptions": plan.assumptions,
+    }

@@ -1,0 +1,278 @@
+"""What one layer keeps between forward and backward, tensor by tensor, and the memory traffic of its small kernels.
+
+The tensors are those PyTorch's autograd keeps for the modules of Transformers 5 (or for fused kernels of the same
+arithmetic), found by reading which operands each operation's backward needs; a storage counts once, whatever views it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trimtab.costs.flops import Matmul, layer_matmuls, local_heads
+from trimtab.costs.settings import CostSettings
+from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One tensor kept for backward, in bytes for each row on this device."""
+
+    name: str
+    row_bytes: float = 0.0
+    pair_bytes: float = 0.0  # for each (query row, key row) pair: unfused attention alone
+    for_weights: bool = False  # needed for the gradient of a weight alone, so not kept where the weight is frozen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Kernels that only move memory, in bytes read and written for each row on this device, forward."""
+
+    name: str
+    row_bytes: float = 0.0
+    pair_bytes: float = 0.0
+    num_kernels: int = 1
+
+
+def uses_dense_pairs(layer: LayerSpec, settings: CostSettings) -> bool:
+    """Whether the language model's attention computes every pair of its rows, masked ones too.
+
+    Eager attention always does; SDPA does as soon as it is handed a mask (packing, sliding window), for then it
+    cannot use its causal kernel.
+    """
+    a = layer.attention
+    if a is None or layer.tower != "language":
+        return False
+    return settings.attention == "eager" or (settings.attention == "sdpa" and (settings.packed or a.window is not None))
+
+
+def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
+    """Every tensor the layer keeps when nothing is recomputed.
+
+    Not counted: rotary tables, masks and indices shared by all layers; dropout masks; random-number state; where SDPA
+    follows a partial rotary embedding (GLM, Phi-3) the copy of its result, w H d; the fp32 input of GLM's router.
+    """
+    w = settings.item_bytes
+    if layer.kind == "block":
+        return tuple(_kept_by_block(layer, settings))
+    if layer.kind == "projector":
+        first, *others = layer_matmuls(layer, settings.dims.tp)
+        kept = _kept_by_norm(layer, layer.hidden_size, settings) if layer.norm is not None else []
+        kept.append(Kept(name="projector input", row_bytes=w * first.in_width, for_weights=True))
+        for product in others:
+            kept.append(Kept(name="activation input", row_bytes=w * product.in_width))
+            kept.append(Kept(name="activation output", row_bytes=w * product.in_width, for_weights=True))
+        return tuple(kept)
+    if layer.kind == "head":
+        (product,) = layer_matmuls(layer, settings.dims.tp)
+        return (
+            Kept(
+                name="head input", row_bytes=w * layer.hidden_size / settings.row_share(layer.tower), for_weights=True
+            ),
+            Kept(name="logits", row_bytes=w * product.out_width),  # the model's output object holds them
+            Kept(name="log-softmax", row_bytes=4 * product.out_width),
+        )
+    if layer.kind == "norm":
+        return tuple(_kept_by_norm(layer, layer.hidden_size, settings, share=settings.row_share(layer.tower)))
+    if layer.tower == "vision":  # patch embedding: the pixels
+        return tuple(
+            Kept(name="pixels", row_bytes=w * p.in_width, for_weights=True)
+            for p in layer_matmuls(layer, settings.dims.tp)
+        )
+    return (Kept(name="token ids", row_bytes=8, for_weights=True),)
+
+
+def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
+    """Bytes for each row under the tier "selective": input, result of every matrix product, attention's result.
+
+    What torch's selective activation checkpointing holds with a policy that saves `mm`, `addmm` and the fused
+    attention: norms, rotary, activation and gate are computed again from them, which costs memory traffic and no FLOPs.
+    Results of row-parallel products are kept after their reduction, so no collective runs twice. Unfused (eager)
+    attention is recomputed whole: its scores would be quadratic.
+    """
+    w, share = settings.item_bytes, settings.row_share(layer.tower)
+    total = w * layer.hidden_size / share
+    for product in layer_matmuls(layer, settings.dims.tp):
+        total += w * product.out_width * product.visits / (share if product.reduced else 1)
+    if layer.attention is not None and settings.attention != "eager":
+        total += _attention_result_bytes(layer.attention, settings)
+    return total
+
+
+def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ...]:
+    """Elementwise kernels of the forward pass; backward moves about twice as much.
+
+    PyTorch runs each operation of an unfused norm, rotary embedding or gate as one kernel that reads its operands
+    and writes its result. Not counted: dropout, layout copies of attention's inputs.
+    """
+    w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
+    if layer.kind == "head":
+        (product,) = layer_matmuls(layer, settings.dims.tp)
+        # cast to fp32, then log-softmax reads and writes it
+        return (Traffic(name="loss", row_bytes=(w + 4 + 8) * product.out_width, num_kernels=4),)
+    if layer.kind == "embed":
+        return (Traffic(name="embedding", row_bytes=2 * w * layer.output_size, num_kernels=2),)
+    if layer.kind == "norm":
+        return (_norm_traffic(layer, h / share, settings),)
+    if layer.kind == "projector":
+        _, *others = layer_matmuls(layer, settings.dims.tp)
+        moved = [Traffic(name="activation", row_bytes=2 * w * p.in_width) for p in others]
+        return (*([_norm_traffic(layer, h, settings)] if layer.norm is not None else []), *moved)
+    return tuple(_block_traffic(layer, settings))
+
+
+def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
+    w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
+    kept: list[Kept] = []
+    for _ in range(layer.num_norms if layer.norm is not None else 0):
+        kept += _kept_by_norm(layer, h, settings, share=share)
+    if layer.attention is not None:
+        kept.append(Kept(name="qkv input", row_bytes=w * h / share, for_weights=True))
+        kept += _kept_by_attention(layer, layer.attention, settings)
+    if layer.layer_scale:
+        kept += [Kept(name="scaled half", row_bytes=w * h / share, for_weights=True)] * 2
+    if layer.mlp is not None:
+        kept.append(Kept(name="mlp input", row_bytes=w * h / share, for_weights=True))
+        kept += _kept_by_mlp(layer, layer.mlp, settings)
+    return kept
+
+
+def _kept_by_norm(layer: LayerSpec, width: float, settings: CostSettings, *, share: int = 1) -> list[Kept]:
+    """A norm over `width` values, without its result (which the product behind it keeps).
+
+    LayerNorm and fused norms keep their input and fp32 statistics. RMSNorm in PyTorch operations keeps the fp32 copy
+    (squared, and scaled by the rsqrt) and the normed values that the weight multiplies.
+    """
+    w = settings.item_bytes
+    if layer.norm == "layer_norm" or settings.fused_kernels:
+        return [Kept(name="norm input", row_bytes=(w * width + (8 if layer.norm == "layer_norm" else 4)) / share)]
+    scaled = 4 if layer.norm == "rms_norm_fp32" else w
+    return [
+        Kept(name="norm input, fp32", row_bytes=(4 * width + 4) / share),
+        Kept(name="normed, before weight", row_bytes=scaled * width / share, for_weights=True),
+    ]
+
+
+def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSettings) -> list[Kept]:
+    w, heads = settings.item_bytes, local_heads(a, settings.dims.tp)
+    q, k, v = heads.query * a.head_dim, heads.kv * a.head_dim, heads.kv * a.value_head_dim
+    result = heads.query * a.value_head_dim
+    kept: list[Kept] = []
+    if a.qk_norm:
+        per_head = layer.tower == "language"  # InternViT norms all heads together
+        for width, count in ((q, heads.query), (k, heads.kv)):
+            num = count if per_head else 1
+            kept += _kept_by_norm(_with_rms_norm(layer), width / num, settings) * num
+    repeats = settings.attention == "eager" or uses_dense_pairs(layer, settings)
+    if repeats and heads.kv != heads.query:  # a mask, or unfused attention, needs k and v copied to every query head
+        k, v = q, heads.query * a.value_head_dim
+        kept += [Kept(name="q", row_bytes=w * q), Kept(name="k, v repeated", row_bytes=w * (k + v))]
+    elif a.fused_qkv:
+        kept += [Kept(name="q, k", row_bytes=w * (q + k)), Kept(name="qkv that v views", row_bytes=w * (q + k + v))]
+    else:
+        kept.append(Kept(name="q, k, v", row_bytes=w * (q + k + v)))
+    if settings.attention == "eager":
+        # softmax in fp32, then cast to the dtype of the values; InternViT, alone to scale its layers, does not upcast
+        upcast = 4 if w < 4 and not layer.layer_scale else 0
+        kept.append(Kept(name="scores", pair_bytes=heads.query * (upcast + w)))
+        kept.append(Kept(name="attention result", row_bytes=w * result, for_weights=True))
+    else:
+        kept.append(Kept(name="attention result, logsumexp", row_bytes=_attention_result_bytes(a, settings)))
+        if uses_dense_pairs(layer, settings):  # Transformers' masks are boolean, and SDPA casts them in every layer
+            kept.append(Kept(name="mask", pair_bytes=w))
+        if _joins_segments(layer, settings):
+            kept.append(Kept(name="joined segments", row_bytes=w * result, for_weights=True))
+    return kept
+
+
+def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[Kept]:
+    w, kept = settings.item_bytes, []
+    if m.num_experts is None:
+        return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
+    visits = m.experts_per_token or 1
+    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * visits))  # softmax; indices and weights
+    kept.append(Kept(name="expert input", row_bytes=w * layer.hidden_size * visits, for_weights=True))
+    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.tp, settings)
+    kept.append(Kept(name="expert result", row_bytes=w * layer.hidden_size * visits))  # weighed by the router
+    if m.shared_intermediate_size:
+        kept += _kept_by_activation("shared", m, m.shared_intermediate_size / settings.dims.tp, settings)
+    return kept
+
+
+def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSettings) -> list[Kept]:
+    """Activation and gate over `width` values, and the input of the product behind them."""
+    bytes_ = settings.item_bytes * width
+    kept = [Kept(name=f"{name} activation input", row_bytes=bytes_)]
+    if m.gated:
+        kept.append(Kept(name=f"{name} up", row_bytes=bytes_))
+    if (m.gated or m.quick_gelu) and not settings.fused_kernels:
+        kept.append(Kept(name=f"{name} {'sigmoid' if m.quick_gelu else 'activation output'}", row_bytes=bytes_))
+    kept.append(Kept(name=f"{name} down input", row_bytes=bytes_, for_weights=True))
+    return kept
+
+
+def _attention_result_bytes(a: AttentionSpec, settings: CostSettings) -> float:
+    """Result and fp32 logsumexp of fused attention."""
+    query = local_heads(a, settings.dims.tp).query
+    return query * (settings.item_bytes * a.value_head_dim + 4.0)
+
+
+def _joins_segments(layer: LayerSpec, settings: CostSettings) -> bool:
+    """Towers that pack images into one row (Qwen-VL's, which fuse q, k, v) run SDPA per image and join the results."""
+    a = layer.attention
+    return a is not None and a.fused_qkv and layer.tower == "vision" and settings.attention == "sdpa"
+
+
+def _with_rms_norm(layer: LayerSpec) -> LayerSpec:
+    """The layer as its q and k norms see it: RMSNorms in every family, of the layer's own kind if it has one."""
+    return replace(layer, norm="rms_norm") if layer.norm in ("layer_norm", None) else layer
+
+
+def _norm_traffic(layer: LayerSpec, width: float, settings: CostSettings) -> Traffic:
+    w = settings.item_bytes
+    if layer.norm == "layer_norm" or settings.fused_kernels:
+        return Traffic(name="norm", row_bytes=2 * w * width)
+    # cast, square, mean, scale, cast, weight (Gemma: scale, weight, cast)
+    last = (8 + 4 + w) if layer.norm == "rms_norm_fp32" else (4 + w + 2 * w)
+    return Traffic(name="norm", row_bytes=((w + 4) + 8 + 4 + 8 + last) * width, num_kernels=6)
+
+
+def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
+    w, share, fused = settings.item_bytes, settings.row_share(layer.tower), settings.fused_kernels
+    h = layer.hidden_size / share
+    moved = [Traffic(name="residual", row_bytes=2 * 3 * w * h, num_kernels=2)]
+    if layer.norm is not None:
+        moved += [_norm_traffic(layer, h, settings)] * layer.num_norms
+    if layer.layer_scale:
+        moved.append(Traffic(name="layer scale", row_bytes=2 * 2 * w * h, num_kernels=2))
+    if (a := layer.attention) is not None:
+        heads = local_heads(a, settings.dims.tp)
+        rotated = (heads.query + heads.kv) * a.head_dim
+        if a.qk_norm:
+            moved.append(_norm_traffic(_with_rms_norm(layer), rotated, settings))
+        if layer.tower == "language" or a.fused_qkv:  # towers with separate q, k, v add positions to their patches
+            # two products, rotate (negate half, join), add; towers of the Qwen-VL kind do it in fp32
+            unfused = 9 * w if layer.tower == "language" else 36 + 2 * (w + 4)
+            steps = 2 * w if fused else unfused
+            moved.append(Traffic(name="rotary", row_bytes=steps * rotated, num_kernels=2 if fused else 10))
+        if _joins_segments(layer, settings):
+            moved.append(Traffic(name="join segments", row_bytes=2 * w * heads.query * a.value_head_dim))
+        if settings.attention == "eager":
+            # scores written; scaled; masked; softmax to fp32; cast; read
+            moved.append(Traffic(name="scores", pair_bytes=heads.query * (6 * w + (w + 4) + (4 + w)), num_kernels=5))
+    if (m := layer.mlp) is not None:
+        width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
+        per_value = _activation_bytes(m, w, fused=fused)
+        moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
+    return moved
+
+
+def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
+    if m.gated:
+        return 3 * w if fused else 5 * w  # activate, multiply
+    return 7 * w if m.quick_gelu and not fused else 2 * w
+
+
+def count_kernels(matmuls: tuple[Matmul, ...], traffic: tuple[Traffic, ...], layer: LayerSpec) -> int:
+    """Kernels one forward launches."""
+    attention = 1 if layer.attention is not None else 0
+    return len(matmuls) + sum(t.num_kernels for t in traffic) + attention

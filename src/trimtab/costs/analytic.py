@@ -1,0 +1,284 @@
+"""Seconds and bytes of one layer by formula: products at the device's flop/s, everything else at its bytes/s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.costs.activations import (
+    count_kernels,
+    kept_by_layer,
+    layer_traffic,
+    selective_bytes,
+    uses_dense_pairs,
+)
+from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.state import bytes_per_param, local_params, tied_copy_params
+from trimtab.specs import (
+    NUM_WORK_TERMS,
+    WORK_TERMS,
+    DeviceSpec,
+    LayerCost,
+    LayerSpec,
+    RecomputeTier,
+)
+
+KERNEL_S = 2e-6
+"""Assumed: start and drain of one kernel on a busy stream. A host that cannot launch fast enough costs more."""
+
+COLLECTIVE_S = 10e-6
+"""Assumed: latency of one collective among the devices of a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What a layer's backward must compute."""
+
+    inputs: bool  # something trainable lies before it
+    weights: bool  # it is trainable itself
+
+    @property
+    def any(self) -> bool:
+        return self.inputs or self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkColumns:
+    """Which of WORK_TERMS a layer's rows and attended pairs are counted in."""
+
+    rows: int
+    pairs: int
+    rows_per_unit: float
+    pair_share: float  # pairs computed for each squared row: 1/2 when causal
+
+
+def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str]) -> list[Gradients]:
+    """What each layer's backward computes, given the towers that do not train.
+
+    Pixels and token ids have no gradient, and a frozen layer passes none on to nothing: a frozen tower with nothing
+    trainable before it has no backward at all, one behind trainable layers has the half for its inputs.
+    """
+    result, reached = [], False
+    for layer in layers:
+        weights = layer.tower not in frozen
+        starts = layer.kind == "embed" and layer.tower != "projector"  # pixels and ids; not a newline among features
+        result.append(Gradients(inputs=reached and not starts, weights=weights))
+        reached = reached or weights
+    return result
+
+
+def cost_layer(
+    layer: LayerSpec, gradients: Gradients, device: DeviceSpec, settings: CostSettings, *, group: int
+) -> LayerCost:
+    """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
+
+    forward = products / (peak x efficiency) + elementwise traffic / (bandwidth x efficiency) + weights read once
+        + kernels x KERNEL_S + tensor-parallel collectives, one after the other (none overlaps another).
+    backward = products x (1 for inputs + 1 for weights) + attention x 2.5 (fused: scores computed again; unfused 2)
+        + twice the traffic + collectives.
+    A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
+    and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
+    Not counted: optimizer step and data-parallel reduction (once a step, not for each micro-batch), host time.
+    """
+    runs_backward = gradients.any and not layer.unread
+    columns = find_columns(layer, settings)
+    seconds = _LayerSeconds.measure(layer, device, settings)
+    scale = _Scale(columns)
+    pair_factor = 2.0 if settings.attention == "eager" else 2.5
+    first_only = _first_product_share(layer, settings) if not gradients.inputs else 0.0
+    passes = (1.0 if gradients.inputs else 1.0 - first_only) + (1.0 if gradients.weights else 0.0)
+    if layer.kind == "embed":
+        passes = 1.0 if gradients.weights else 0.0
+    forward = scale.terms(
+        rows=seconds.products + seconds.traffic + seconds.collectives,
+        pairs=seconds.attention + seconds.pair_traffic,
+        once=seconds.once + seconds.gather,
+    )
+    again = scale.terms(
+        rows=seconds.products + seconds.traffic + seconds.collectives,
+        pairs=seconds.attention + seconds.pair_traffic,
+        once=seconds.once,
+    )
+    backward = scale.terms()
+    if runs_backward:
+        backward = scale.terms(
+            rows=passes * seconds.products
+            + 2 * seconds.traffic
+            + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
+            pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
+            once=2 * seconds.once + seconds.gather + (seconds.scatter if gradients.weights else 0.0),
+        )
+    kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
+    none_bytes = scale.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
+    tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=none_bytes)]
+    if not runs_backward:
+        tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=scale.terms())]
+    elif layer.kind == "block":
+        tiers += _recompute_tiers(layer, settings, seconds, scale, again)
+    transient = _transient_bytes(layer, settings, scale, none_bytes) if runs_backward else scale.terms()
+    params = local_params(layer, settings.dims.tp)
+    if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
+        params = tied_copy_params(layer, settings.dims.tp)
+    return LayerCost(
+        name=layer.name,
+        tower=layer.tower,
+        kind=layer.kind,
+        forward_s=forward,
+        backward_s=backward,
+        output_bytes=scale.output_terms(layer, settings),
+        state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
+        num_params=params,
+        tiers=tuple(tiers),
+        transient_bytes=_add(transient, scale.terms(once=_gathered_bytes(params, settings))),
+        group=group,
+    )
+
+
+def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
+    """Rows count in "patches" or "tokens"; pairs in the squares, or the windowed squares where a window cuts them.
+
+    Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`. Even those count each sample's square,
+    for no work term holds the square of a whole pack: a lower bound for packs of several samples.
+    """
+    tower = "tokens" if layer.tower == "language" else "patches"
+    a = layer.attention
+    dense = uses_dense_pairs(layer, settings)
+    windowed = a is not None and a.window is not None and not dense
+    return WorkColumns(
+        rows=WORK_TERMS.index(tower),
+        pairs=WORK_TERMS.index(f"{tower}_windowed" if windowed else f"{tower}_sq"),
+        rows_per_unit=layer.rows_per_input,
+        pair_share=0.5 if a is not None and a.causal and not dense else 1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerSeconds:
+    """Forward seconds of one layer: for each row, for each computed pair, and once for each micro-batch."""
+
+    products: float
+    traffic: float
+    collectives: float  # sums over tp, or their halves under sequence parallel
+    regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
+    attention: float
+    pair_traffic: float
+    once: float
+    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
+    scatter: float  # ZeRO-3: gradients to them
+
+    @classmethod
+    def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
+        e, w, tp, dp = settings.efficiency, settings.item_bytes, settings.dims.tp, settings.dims.dp
+        # fp32 products run as TF32, at half the bf16 rate on every device of the table
+        peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
+        bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
+        matmuls, traffic = layer_matmuls(layer, tp), layer_traffic(layer, settings)
+        num_collectives = sum(p.reduced for p in matmuls) if tp > 1 else 0
+        if tp > 1 and layer.kind in ("embed", "head") and layer.tower == "language":
+            num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
+        # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
+        row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
+        ring = 2.0 * row * (tp - 1) / tp / link
+        weights = sum(p.in_width * p.out_width for p in matmuls)
+        gather = 0.0
+        if settings.zero_stage == 3:
+            dp_link = settings.dp_bytes_per_s or device.link_bytes_per_s * e.link
+            gather = local_params(layer, tp) * w * (dp - 1) / dp / dp_link
+        return cls(
+            products=sum(p.flops for p in matmuls) / (peak * e.matmul),
+            traffic=sum(t.row_bytes for t in traffic) / bandwidth,
+            collectives=num_collectives * ring,
+            regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
+            attention=attention_flops_per_pair(layer.attention, tp) / (peak * e.attention) if layer.attention else 0.0,
+            pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
+            once=weights * w / bandwidth
+            + count_kernels(matmuls, traffic, layer) * KERNEL_S
+            + num_collectives * COLLECTIVE_S,
+            gather=gather,
+            scatter=gather,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Puts per-row, per-pair and per-micro-batch figures into their WORK_TERMS."""
+
+    columns: WorkColumns
+
+    def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
+        values = [0.0] * NUM_WORK_TERMS
+        values[0] = float(once)
+        values[self.columns.rows] = float(rows * self.columns.rows_per_unit)
+        values[self.columns.pairs] = float(pairs * self.columns.pair_share)
+        return tuple(values)
+
+    def output_terms(self, layer: LayerSpec, settings: CostSettings) -> tuple[float, ...]:
+        """Bytes of the rows that leave, per device: split over tp only under sequence parallel."""
+        values = [0.0] * NUM_WORK_TERMS
+        share = settings.row_share(layer.tower)
+        values[self.columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
+        return tuple(values)
+
+
+def _recompute_tiers(
+    layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, scale: _Scale, again: tuple[float, ...]
+) -> list[RecomputeTier]:
+    """The tiers "selective" (`selective_bytes`) and "full".
+
+    full keeps the layer's input and runs the whole forward again, collectives included. Implementations that stop
+    once the last needed tensor is there skip the last product: 0.71-0.86 of a forward, or all of it where the layer
+    scales or norms its last result. The price here is the whole forward: an upper bound.
+    """
+    row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
+    eager = settings.attention == "eager"
+    kernels = sum(t.num_kernels for t in layer_traffic(layer, settings))
+    extra = scale.terms(
+        rows=seconds.traffic,
+        pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
+        once=kernels * KERNEL_S,
+    )
+    return [
+        RecomputeTier(
+            name="selective",
+            extra_backward_s=extra,
+            saved_bytes=scale.terms(rows=selective_bytes(layer, settings)),
+        ),
+        RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row)),
+    ]
+
+
+def _transient_bytes(
+    layer: LayerSpec, settings: CostSettings, scale: _Scale, none_bytes: tuple[float, ...]
+) -> tuple[float, ...]:
+    """What is live only while the layer runs backward.
+
+    Blocks: the layer materialised again, if it recomputes. Head: beside logits and log-softmax (kept), backward holds
+    the fp32 gradients before and behind the softmax, 8 bytes for each vocabulary entry and token.
+    Not counted: gradients of a block's inner rows (they replace kept tensors as those are freed).
+    """
+    if layer.kind == "block":
+        return none_bytes
+    if layer.kind == "head":
+        (product,) = layer_matmuls(layer, settings.dims.tp)
+        return scale.terms(rows=8.0 * product.out_width)
+    return scale.terms()
+
+
+def _gathered_bytes(params: float, settings: CostSettings) -> float:
+    """ZeRO-3: the layer's whole weights while it runs, and the next layer's on their way; 0 otherwise."""
+    return 2.0 * params * settings.item_bytes if settings.zero_stage == 3 else 0.0
+
+
+def _first_product_share(layer: LayerSpec, settings: CostSettings) -> float:
+    """Share of a layer's product FLOPs whose input gradient nobody needs when nothing before it trains."""
+    matmuls = layer_matmuls(layer, settings.dims.tp)
+    total = sum(p.flops for p in matmuls)
+    if total == 0:
+        return 0.0
+    entering = {"q", "k", "v"} if layer.kind == "block" else {matmuls[0].name}
+    return sum(p.flops for p in matmuls if p.name in entering) / total
+
+
+def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

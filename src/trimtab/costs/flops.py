@@ -1,0 +1,145 @@
+"""Matrix products and attention of one layer on one tensor-parallel device, and their FLOPs.
+
+Symbols: h hidden size, f intermediate size, H and K query and key/value heads, d their width, tp devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from trimtab.specs import AttentionSpec, LayerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """One weight of `in_width` x `out_width` on this device, that each row is multiplied with `visits` times."""
+
+    name: str
+    in_width: float
+    out_width: float
+    visits: int = 1  # experts per token, for a routed expert
+    reduced: bool = False  # row-parallel: the result is summed over the tp devices
+
+    @property
+    def flops(self) -> float:
+        """Forward FLOPs for each row: 2 per multiply-add. Bias not counted."""
+        return 2.0 * self.in_width * self.out_width * self.visits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Heads one device computes: padded to a multiple of tp, key/value heads copied where tp exceeds their number."""
+
+    query: int
+    kv: int
+
+
+def local_heads(attention: AttentionSpec, tp: int) -> Heads:
+    """Heads on each of `tp` devices: ceil(H / tp); K is divided alike, or one copy each when tp is a multiple of K."""
+    query = ceil(attention.num_heads / tp)
+    if attention.num_kv_heads == attention.num_heads:
+        return Heads(query=query, kv=query)
+    return Heads(query=query, kv=max(1, attention.num_kv_heads // tp))
+
+
+def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
+    """Why `tp` devices cannot share this layer, in sentences; heads that do not divide are padded, no problem."""
+    problems = []
+    a, m = layer.attention, layer.mlp
+    if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
+        problems.append(
+            f"tp {tp} cannot share the {a.num_kv_heads} key/value heads of {layer.name}: "
+            f"use a tp that divides {a.num_kv_heads} or is a multiple of it"
+        )
+    if m is not None and layer.kind == "block":
+        for width in {m.intermediate_size, m.shared_intermediate_size}:
+            if width % tp:
+                problems.append(
+                    f"tp {tp} cannot share the intermediate size {width} of {layer.name}: use a tp that divides {width}"
+                )
+    return problems
+
+
+def layer_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
+    """The matrix products of `layer` on one of `tp` devices.
+
+    Blocks: q, k, v column-parallel over padded heads; output row-parallel; MLP column- then row-parallel; routers
+    whole on each device. Weights of `num_matmul_params` that this does not explain come as one evenly shared product.
+    Projector: one or two products, column- then row-parallel, whole on each device where tp does not divide the width
+    between. Patch embedding: whole on each device. Head: the vocabulary, padded to a multiple of tp, divided.
+    """
+    if layer.num_matmul_params == 0:
+        return ()
+    if layer.kind == "block":
+        return _block_matmuls(layer, tp)
+    if layer.kind == "projector":
+        return _projector_matmuls(layer, tp)
+    if layer.kind == "head":
+        vocab = layer.num_matmul_params / layer.hidden_size
+        return (Matmul(name="vocabulary", in_width=layer.hidden_size, out_width=ceil(vocab / tp)),)
+    return (
+        Matmul(
+            name=layer.kind,
+            in_width=layer.num_matmul_params / layer.output_size,
+            out_width=layer.output_size,
+        ),
+    )
+
+
+def attention_flops_per_pair(attention: AttentionSpec, tp: int) -> float:
+    """Forward FLOPs of QK^T and AV for each (query row, key row) pair: 2 H (d_qk + d_v), nothing masked.
+
+    Not counted: softmax, rotary, masks (< 1 % for d >= 64).
+    """
+    return 2.0 * local_heads(attention, tp).query * (attention.head_dim + attention.value_head_dim)
+
+
+def _block_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
+    products = _explained_matmuls(layer, tp)
+    explained = sum(p.in_width * p.out_width * p.visits for p in _explained_matmuls(layer, 1))
+    rest = layer.num_matmul_params - explained
+    assert rest >= -0.001 * explained, f"{layer.name}: num_matmul_params is less than its attention and MLP need"
+    if rest > 0:
+        products.append(Matmul(name="other", in_width=layer.hidden_size, out_width=rest / layer.hidden_size / tp))
+    return tuple(products)
+
+
+def _explained_matmuls(layer: LayerSpec, tp: int) -> list[Matmul]:
+    h, products = layer.hidden_size, []
+    if (a := layer.attention) is not None:
+        heads = local_heads(a, tp)
+        products += [
+            Matmul(name="q", in_width=h, out_width=heads.query * a.head_dim),
+            Matmul(name="k", in_width=h, out_width=heads.kv * a.head_dim),
+            Matmul(name="v", in_width=h, out_width=heads.kv * a.value_head_dim),
+            Matmul(name="o", in_width=heads.query * a.value_head_dim, out_width=h, reduced=True),
+        ]
+    if (m := layer.mlp) is not None:
+        names = ("gate", "up") if m.gated else ("up",)
+        if m.num_experts is None:
+            products += [Matmul(name=name, in_width=h, out_width=m.intermediate_size / tp) for name in names]
+            products.append(Matmul(name="down", in_width=m.intermediate_size / tp, out_width=h, reduced=True))
+        else:
+            k = m.experts_per_token or 1
+            f = m.intermediate_size / tp
+            products.append(Matmul(name="router", in_width=h, out_width=m.num_experts))
+            products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k) for name in names]
+            products.append(Matmul(name="expert down", in_width=f, out_width=h, visits=k, reduced=True))
+            if s := m.shared_intermediate_size / tp:
+                products += [Matmul(name=f"shared {name}", in_width=h, out_width=s) for name in names]
+                products.append(Matmul(name="shared down", in_width=s, out_width=h, reduced=True))
+    return products
+
+
+def _projector_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
+    enter, leave, weights = layer.hidden_size, layer.output_size, layer.num_matmul_params
+    if weights == enter * leave:
+        return (Matmul(name="linear", in_width=enter, out_width=leave),)
+    # two layers of one width between: enter * m + m * leave = weights, whatever a projector repeats of that
+    middle = weights / (enter + leave)
+    share = tp if middle % tp == 0 else 1
+    return (
+        Matmul(name="linear_1", in_width=enter, out_width=middle / share),
+        Matmul(name="linear_2", in_width=middle / share, out_width=leave, reduced=share > 1),
+    )

@@ -1,0 +1,202 @@
+"""The table every solver reads: made from a model's shapes, saved to and loaded from JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from trimtab.costs.activations import uses_dense_pairs
+from trimtab.costs.analytic import cost_layer, find_gradients
+from trimtab.costs.flops import find_tp_problems
+from trimtab.costs.settings import Attention, CostSettings, Efficiency
+from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
+
+FORMAT = "trimtab-profile 1.0"
+
+TIME_ERROR = 0.30
+"""Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
+
+MEMORY_ERROR = 0.10
+"""A margin for CUDA context, buffers and fragmentation, stated and not measured; kept bytes alone miss by far less."""
+
+
+def profile_model(
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: str = "bf16",
+    grad_dtype: str = "fp32",
+    zero_stage: int = 1,
+    optimizer: str = "adamw",
+    attention: Attention = "flash",
+    packed: bool = True,
+    fused_kernels: bool = False,
+    sequence_parallel: bool = False,
+    frozen_towers: frozenset[Tower] = frozenset(),
+    dp_bytes_per_s: float | None = None,
+    efficiency: Efficiency | None = None,
+) -> Profile:
+    """Analytic seconds and bytes of every layer of `model` on one `device`.
+
+    attention: "flash" skips masked pairs and needs no mask; "sdpa" and "eager" are Transformers' own paths.
+    packed: several samples share one row of tokens, which SDPA can only do with a mask.
+    fused_kernels: norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch operations.
+    sequence_parallel: of the language model, over the tp devices.
+    dp_bytes_per_s: what one device sends to its data-parallel neighbours; used by ZeRO-3, None means its own node.
+    """
+    settings = CostSettings(
+        dims=dims or ParallelDims(),
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+        zero_stage=zero_stage,
+        optimizer=optimizer,
+        attention=attention,
+        packed=packed,
+        fused_kernels=fused_kernels,
+        sequence_parallel=sequence_parallel,
+        frozen_towers=frozen_towers,
+        dp_bytes_per_s=dp_bytes_per_s,
+        efficiency=efficiency or Efficiency(),
+    )
+    problems = _unlike_problems(model, settings.dims.tp)
+    if problems:
+        raise PartitionError(join_problems(problems))
+    layers: list[LayerCost] = []
+    groups: dict[tuple[object, ...], int] = {}
+    for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers), strict=True):
+        kind = (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients)
+        group = groups.setdefault(kind, len(groups))
+        layers.append(cost_layer(layer, gradients, device, settings, group=group))
+    return Profile(
+        layers=tuple(layers),
+        method="analytic",
+        device=device,
+        dims=settings.dims,
+        dtype=dtype,
+        time_error=TIME_ERROR,
+        memory_error=MEMORY_ERROR,
+        assumptions=tuple(_list_assumptions(model, settings)),
+    )
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Writes `profile` as JSON: same profile, same bytes; the file appears whole or not at all."""
+    text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False) + "\n"
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """The profile `save_profile` wrote; every missing, unknown or wrongly typed field is named in one error."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TrimtabError(f"{path} is no profile: {error}; write it again with save_profile") from None
+    found = data.pop("format", None) if isinstance(data, dict) else None
+    if found != FORMAT:
+        raise TrimtabError(
+            f"{path} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
+        )
+    problems: list[str] = []
+    profile = _read(Profile, data, "", problems)
+    if not problems:
+        assert isinstance(profile, Profile)
+        problems = [
+            f"layers.{i} ({layer.name}): {len(values)} coefficients, expected {NUM_WORK_TERMS}"
+            for i, layer in enumerate(profile.layers)
+            for values in (
+                *(layer.forward_s, layer.backward_s, layer.output_bytes, layer.transient_bytes),
+                *(terms for tier in layer.tiers for terms in (tier.extra_backward_s, tier.saved_bytes)),
+            )
+            if len(values) != NUM_WORK_TERMS
+        ]
+    if problems:
+        raise TrimtabError(f"{path} is no profile, write it again with save_profile:\n" + join_problems(problems))
+    assert isinstance(profile, Profile)
+    return profile
+
+
+def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
+    """Sentences on tp, once for each kind of layer."""
+    problems, seen = [], set()
+    for layer in model.layers:
+        if layer.alike not in seen:
+            seen.add(layer.alike)
+            problems += find_tp_problems(layer, tp)
+    return problems
+
+
+def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
+    """What a reader of the plan must know, in sentences."""
+    e, tp = settings.efficiency, settings.dims.tp
+    said = [
+        "Seconds come from formulas: "
+        f"{e.matmul:.0%} of peak flop/s for matrix products, {e.attention:.0%} for attention, {e.memory:.0%} of peak "
+        f"memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
+    ]
+    for tower in ("vision", "language"):
+        heads = {x.attention.num_heads for x in model.layers if x.tower == tower and x.attention is not None}
+        for count in sorted(heads):
+            if count % tp:
+                padded = -(-count // tp) * tp
+                said.append(f"The {count} heads of the {tower} tower are padded to {padded} for tp {tp}.")
+        kv = {x.attention.num_kv_heads for x in model.layers if x.tower == tower and x.attention is not None}
+        if any(1 <= count < tp for count in kv):
+            said.append(f"Each device of tp {tp} holds a copy of key/value heads of the {tower} tower.")
+    if any(uses_dense_pairs(layer, settings) for layer in model.layers) and settings.packed:
+        said.append(
+            f"With {settings.attention} attention a pack computes the pairs between its samples too; "
+            "these are not counted: use flash attention for packed samples."
+        )
+    if settings.zero_stage == 3:
+        said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
+    if settings.frozen_towers:
+        said.append(f"Frozen: {', '.join(sorted(settings.frozen_towers))}.")
+    if settings.dims.pp > 1 and any(x.kind == "head" and x.num_params == 0 for x in model.layers):
+        said.append("The tied head holds its own copy of the embedding, as on a stage of its own.")
+    return said
+
+
+def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """`value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place."""
+    if hasattr(kind, "__dataclass_fields__"):
+        if not isinstance(value, dict):
+            problems.append(f"{where or 'file'}: expected an object")
+            return None
+        hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
+        for name in sorted(names ^ set(value)):
+            problems.append(f"{where}{name}: {'missing' if name in names else 'unknown'}")
+        before = len(problems)
+        parts = {n: _read(hints[n], value[n], f"{where}{n}.", problems) for n in sorted(names & set(value))}
+        if len(problems) > before or names != set(value):
+            return None
+        try:
+            return kind(**parts)
+        except TrimtabError as error:
+            problems.append(f"{where}: {error}")
+            return None
+    place = where.rstrip(".")
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            problems.append(f"{place}: expected a list")
+            return ()
+        (item, _) = get_args(kind)
+        return tuple(_read(item, x, f"{where}{i}.", problems) for i, x in enumerate(value))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            problems.append(f"{place}: {value!r} is none of {', '.join(map(str, get_args(kind)))}")
+        return value
+    plain = {float: (int, float), int: (int,), str: (str,)}[kind]
+    if not isinstance(value, plain) or isinstance(value, bool):
+        problems.append(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
+    return float(value) if kind is float and isinstance(value, (int, float)) else value

@@ -1,0 +1,93 @@
+"""What decides a layer's cost besides its shape: parallel degrees, number formats, sharding, kernels, efficiencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from trimtab.errors import PartitionError, join_problems
+from trimtab.specs import ParallelDims, Tower
+
+Attention = Literal["flash", "sdpa", "eager"]
+
+ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+
+OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
+"""Bytes of optimizer state for each parameter, the fp32 master copy aside: two fp32 moments, two 8-bit, one, none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of a device's published peaks that kernels reach, for want of a measurement.
+
+    matmul: large bf16 products reach 0.75-0.85 of the dense peak on A100 and H200, a whole layer of OmniBal's
+        InternViT-6B and InternLM2-20B 0.52-0.58 of the A100's, with elementwise kernels and communication inside.
+    attention: FlashAttention-2 reaches 0.50-0.73 of an A100's peak (arXiv 2307.08691), 0.35-0.4 of an H100's
+        (arXiv 2407.08608, which brings it to 0.75).
+    memory: elementwise kernels against the datasheet's bytes/s.
+    link: NCCL's rings move 370 of NVLink 4's 450 GB/s (NVIDIA/nccl-tests#212).
+    """
+
+    matmul: float = 0.70
+    attention: float = 0.50
+    memory: float = 0.80
+    link: float = 0.80
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention", "memory", "link"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise PartitionError(
+                    f"{name} efficiency {value} is no share of a peak: give a number above 0 and at most 1"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    """The choices of `profile_model`, checked together; see there for what each means."""
+
+    dims: ParallelDims
+    dtype: str = "bf16"
+    grad_dtype: str = "fp32"
+    zero_stage: int = 1
+    optimizer: str = "adamw"
+    attention: Attention = "flash"
+    packed: bool = True
+    fused_kernels: bool = False
+    sequence_parallel: bool = False
+    frozen_towers: frozenset[Tower] = frozenset()
+    dp_bytes_per_s: float | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        for what, value, known in (
+            ("dtype", self.dtype, ITEM_BYTES),
+            ("grad_dtype", self.grad_dtype, ITEM_BYTES),
+            ("optimizer", self.optimizer, OPTIMIZER_BYTES),
+            ("attention", self.attention, get_args(Attention)),
+        ):
+            if value not in known:
+                problems.append(f"{what} {value!r} has no cost formula: choose one of {', '.join(known)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            problems.append(f"zero_stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
+        for tower in sorted(self.frozen_towers - set(get_args(Tower))):
+            problems.append(f"tower {tower!r} cannot be frozen: models have {', '.join(get_args(Tower))}")
+        if self.dims.cp > 1:
+            problems.append(f"cp {self.dims.cp} was asked for, and context parallelism has no formula yet: use cp 1")
+        if self.dp_bytes_per_s is not None and self.dp_bytes_per_s <= 0:
+            problems.append(f"dp_bytes_per_s {self.dp_bytes_per_s} is no bandwidth: give bytes per second above 0")
+        if problems:
+            raise PartitionError(join_problems(problems))
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def row_share(self, tower: Tower) -> int:
+        """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1.
+
+        Megatron-Core runs its sequence parallelism in the language model alone, never in vision tower or projector.
+        """
+        return self.dims.tp if self.sequence_parallel and tower == "language" else 1

@@ -1,0 +1,87 @@
+"""The demo's data set on disk: drawn images, conversations about them, and a tokenizer trained on those."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from trimtab.demo.recipe import make_pictures
+from trimtab.demo.samples import SOURCES, make_sample
+from trimtab.demo.tokenizer import tokenizer_config, train_tokenizer
+from trimtab.errors import TrimtabError
+
+Progress = Callable[[str, int, int], None]  # what is being made, how many are done, how many there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoData:
+    """Where the data set lies, and what it holds."""
+
+    folder: Path
+    data: Path  # one JSON record a line, in LLaVA's form; image paths are relative to `folder`
+    images: Path
+    tokenizer: Path
+    tokenizer_config: Path
+    num_samples: int
+    num_pictures: int  # files; samples share them
+    num_bytes: int
+    samples_per_source: tuple[tuple[str, int], ...]
+
+
+def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progress: Progress | None = None) -> DemoData:
+    """Draws about one image per six samples, at most 320, and writes the conversations last.
+
+    data.jsonl depends on `num_samples` and `seed` alone; image bytes also on the versions of Pillow and numpy, the
+    tokenizer also on that of `tokenizers`. A file of the same name is replaced, others in the folder stay.
+    """
+    if num_samples < 1:
+        raise TrimtabError(f"a demo of {num_samples} samples was asked for, and holds nothing to plan: draw 1 or more")
+    from trimtab.demo.pictures import encode
+
+    report = progress or _say_nothing
+    rng = Random(seed)  # noqa: S311 - draws pictures, guards no secret
+    pictures = make_pictures(rng, min(320, max(40, num_samples // 6)))
+    samples = [make_sample(rng, number, pictures) for number in range(num_samples)]
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    num_bytes = 0
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for done, (picture, content) in enumerate(zip(pictures, threads.map(encode, pictures), strict=True), 1):
+            num_bytes += _write(images / picture.file, content)
+            report("images", done, len(pictures))
+    report("tokenizer", 0, 1)
+    texts = (text for sample in samples for turn in sample.turns for text in turn)
+    tokenizer, config, data = (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "data.jsonl"))
+    num_bytes += _write(tokenizer, train_tokenizer(texts).encode())
+    num_bytes += _write(config, tokenizer_config().encode())
+    report("tokenizer", 1, 1)
+    num_bytes += _write(data, "".join(sample.line() for sample in samples).encode())
+    counts = Counter(sample.source for sample in samples)
+    return DemoData(
+        folder=folder,
+        data=data,
+        images=images,
+        tokenizer=tokenizer,
+        tokenizer_config=config,
+        num_samples=num_samples,
+        num_pictures=len(pictures),
+        num_bytes=num_bytes,
+        samples_per_source=tuple((source, counts[source]) for source in SOURCES),
+    )
+
+
+def _say_nothing(what: str, done: int, total: int) -> None:
+    pass
+
+
+def _write(path: Path, content: bytes) -> int:
+    """Bytes written; the file is whole or absent, whenever the process dies."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+    return len(content)

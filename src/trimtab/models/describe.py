@@ -1,0 +1,231 @@
+"""config.json -> ModelSpec: layers in forward order with their parameters, image rule, tied weights, forbidden cuts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+
+from trimtab.errors import ConfigError, UnknownModelError, join_problems
+from trimtab.models.families.architecture import Architecture
+from trimtab.models.families.fields import Fields
+from trimtab.models.families.gemma3 import describe_gemma3
+from trimtab.models.families.glm4v_moe import describe_glm4v_moe
+from trimtab.models.families.internvl import describe_internvl, describe_internvl_chat
+from trimtab.models.families.kimi_vl import describe_kimi_vl
+from trimtab.models.families.llava import describe_llava, describe_llava_next, describe_llava_onevision
+from trimtab.models.families.minicpmv import describe_minicpmv
+from trimtab.models.families.qwen2_5_vl import describe_qwen2_5_vl
+from trimtab.models.families.qwen2_vl import describe_qwen2_vl
+from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
+from trimtab.models.images import UnsettledRule, image_rule_or_reason, with_limits
+from trimtab.models.quote import quote
+from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
+
+FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
+    "internvl_chat": describe_internvl_chat,
+    "internvl": describe_internvl,
+    "qwen2_vl": describe_qwen2_vl,
+    "qwen2_5_vl": describe_qwen2_5_vl,
+    "qwen3_vl": describe_qwen3_vl,
+    "qwen3_vl_moe": describe_qwen3_vl_moe,
+    "llava": describe_llava,
+    "llava_next": describe_llava_next,
+    "llava_onevision": describe_llava_onevision,
+    "gemma3": describe_gemma3,
+    "kimi_vl": describe_kimi_vl,
+    "glm4v_moe": describe_glm4v_moe,
+    "minicpmv": describe_minicpmv,
+}
+"""Family of a `model_type`. A new one is a function and an entry here; its image rule stands in `images.build`."""
+
+MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
+
+Config = Mapping[str, object]
+
+
+def describe(
+    source: str | Path | Config,
+    *,
+    preprocessor: str | Path | Config | None = None,
+    name: str | None = None,
+    max_pixels: int | None = None,
+    max_tiles: int | None = None,
+) -> ModelSpec:
+    """The model that `source` describes: a config.json, a folder that holds one, its content, or a shipped name.
+
+    `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
+    itself. It is needed where the configuration alone does not settle how images are cut, and for nothing else:
+    without it such a model is described, and the error comes when an image is to be counted.
+    `max_pixels` and `max_tiles` are the user's own limits on an image (`images.with_limits`).
+    Exact: the parameters of every layer are those of the Transformers model built from the same configuration; for
+    families that have only remote code, those that reading it gives. Raises `ConfigError` with every missing and
+    ill-typed field at once, and with every contradiction once all can be read; no size is taken from a class default.
+    """
+    path, config = _read_source(source)
+    settings = _read_preprocessor(preprocessor, beside=path)
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or not isinstance(model_type, str):
+        raise UnknownModelError(
+            f"model_type {quote(model_type)} cannot be described: known are {', '.join(FAMILIES)}; correct "
+            "`model_type` in config.json, or add a family to trimtab.models.describe.FAMILIES"
+        )
+    fields = Fields(config)
+    architecture = family(fields)
+    problems = fields.problems.messages()
+    rule: ImageRule | None = None
+    if not fields.problems.wrong:  # the image rule reads some of the same fields: lacking ones it can name, ill ones no
+        try:
+            rule = with_limits(image_rule_or_reason(config, settings), max_pixels=max_pixels, max_tiles=max_tiles)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems or rule is None:
+        raise ConfigError(join_problems(problems))
+    notes = architecture.notes
+    if isinstance(rule, UnsettledRule):
+        notes += ("Images cannot be counted: preprocessor_config.json was not given.",)
+    return ModelSpec(
+        name=name or _default_name(path, config, model_type),
+        family=model_type,
+        layers=architecture.layers,
+        image_rule=rule,
+        vocab_size=architecture.vocab_size,
+        tied=architecture.tied,
+        forbidden_cuts=architecture.forbidden_cuts,
+        forbidden_cut_reason=architecture.forbidden_cut_reason,
+        config_blake2b=_digest(config, settings),
+        notes=notes,
+        origin=_origin(source, preprocessor, max_pixels, max_tiles),
+    )
+
+
+def _origin(
+    source: str | Path | Config, preprocessor: str | Path | Config | None, max_pixels: int | None, max_tiles: int | None
+) -> ModelOrigin | None:
+    if isinstance(source, Mapping) or isinstance(preprocessor, Mapping):
+        return None
+    other = None if preprocessor is None else str(preprocessor)
+    return ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
+
+
+def shipped_models() -> tuple[str, ...]:
+    """Names that `describe` knows without a file."""
+    files = resources.files("trimtab.models").joinpath("zoo").iterdir()
+    return tuple(sorted(x.name.removesuffix(".json") for x in files if x.name.endswith(".json")))
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
+    """The file that was read, where there is one, and the configuration."""
+    if isinstance(source, Mapping):
+        return None, _checked(source, "the configuration")
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            f"{type(source).__name__} does not describe a model: give a config.json, its folder or its content"
+        )
+    if isinstance(source, str) and source in shipped_models():
+        shipped = resources.files("trimtab.models").joinpath("zoo", f"{source}.json")
+        return Path(f"{source}.json"), _parse(shipped.read_bytes(), source)
+    path = Path(source)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        return path, _parse(_read_file(path), str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description: "
+            f"give a path, or one of {', '.join(shipped_models())}"
+        ) from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{str(source)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable config.json"
+        ) from error
+
+
+def _read_preprocessor(preprocessor: str | Path | Config | None, *, beside: Path | None) -> Config | None:
+    """preprocessor_config.json, or the processor_config.json that Transformers 5 writes in its place."""
+    if isinstance(preprocessor, Mapping):
+        return _checked(preprocessor, "the preprocessor configuration")
+    if preprocessor is None:
+        if beside is None:
+            return None
+        for candidate in ("preprocessor_config.json", "processor_config.json"):
+            path = beside.parent / candidate
+            if path.is_file():
+                return _parse(_read_file(path), str(path))
+        return None
+    path = Path(preprocessor)
+    try:
+        return _parse(_read_file(path), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"preprocessor {str(preprocessor)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable "
+            "preprocessor_config.json"
+        ) from error
+
+
+def _read_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
+        )
+    return content
+
+
+def _parse(content: bytes, whence: str) -> Config:
+    try:
+        value = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{whence} is not JSON ({reason}): give the config.json as the model ships it") from None
+    return _checked(value, whence)
+
+
+def _refuse_constant(constant: str) -> object:
+    raise ValueError(f"{constant} is not a number in JSON")
+
+
+def _checked(value: object, whence: str) -> Config:
+    """A mapping that can be written as JSON, so that it has a digest."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{whence} holds {quote(value)}: a JSON object with a `model_type` is needed")
+    try:
+        _canonical(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{whence} cannot be written as JSON ({error}): give plain numbers, strings, lists and objects"
+        ) from None
+    return value
+
+
+def _canonical(value: object) -> bytes:
+    # `default` also turns read-only mappings into objects
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_as_plain)
+    return text.encode()
+
+
+def _as_plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
+
+
+def _digest(config: Config, settings: Config | None) -> str:
+    """16 hex digits over both files' content, whatever their layout and key order."""
+    return hashlib.blake2b(_canonical([config, settings]), digest_size=8).hexdigest()
+
+
+def _default_name(path: Path | None, config: Config, model_type: str) -> str:
+    if path is not None:
+        return path.resolve().parent.name if path.name == "config.json" else path.stem
+    written = config.get("_name_or_path")
+    return written if isinstance(written, str) and written else model_type

@@ -1,0 +1,133 @@
+"""What a family hands back, and the arithmetic of counting weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.models.families.fields import Fields
+from trimtab.models.quote import quote
+from trimtab.specs import AttentionSpec, LayerKind, LayerSpec, MlpSpec, Tower
+
+NormKind = Literal["layer_norm", "rms_norm", "rms_norm_fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a module: all of them, and those that every row is multiplied with."""
+
+    num_params: int = 0
+    num_matmul_params: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.num_params + other.num_params, self.num_matmul_params + other.num_matmul_params)
+
+    def __mul__(self, times: int) -> Weights:
+        return Weights(self.num_params * times, self.num_matmul_params * times)
+
+
+def linear(num_inputs: int, num_outputs: int, *, bias: bool) -> Weights:
+    """A dense matrix, or a convolution whose kernel does not overlap (`num_inputs` is then its volume)."""
+    weights = num_inputs * num_outputs
+    return Weights(weights + (num_outputs if bias else 0), weights)
+
+
+def vector(size: int) -> Weights:
+    """Anything that is added or multiplied elementwise: a norm's scale, a bias, a class token, positions."""
+    return Weights(size, 0)
+
+
+def norm(size: int, kind: NormKind) -> Weights:
+    """LayerNorm has scale and shift, RMSNorm a scale alone."""
+    return vector(2 * size if kind == "layer_norm" else size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One transformer block, without a name yet."""
+
+    weights: Weights
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormKind
+    num_norms: int = 2
+    layer_scale: bool = False
+
+
+def named_layer(
+    name: str,
+    tower: Tower,
+    kind: LayerKind,
+    weights: Weights,
+    *,
+    hidden_size: int,
+    output_size: int | None = None,
+    rows: float = 1.0,
+    rows_out: float | None = None,
+    norm: NormKind | None = None,
+    num_norms: int = 2,
+    layer_scale: bool = False,
+    attention: AttentionSpec | None = None,
+    mlp: MlpSpec | None = None,
+) -> LayerSpec:
+    """A LayerSpec; the rows that leave are as many and as wide as those that enter unless said otherwise."""
+    return LayerSpec(
+        name=name,
+        tower=tower,
+        kind=kind,
+        hidden_size=hidden_size,
+        output_size=hidden_size if output_size is None else output_size,
+        num_params=weights.num_params,
+        num_matmul_params=weights.num_matmul_params,
+        rows_per_input=rows,
+        rows_out_per_input=rows if rows_out is None else rows_out,
+        norm=norm,
+        num_norms=num_norms,
+        layer_scale=layer_scale,
+        attention=attention,
+        mlp=mlp,
+    )
+
+
+def named_block(name: str, tower: Tower, block: Block, hidden_size: int) -> LayerSpec:
+    return named_layer(
+        name,
+        tower,
+        "block",
+        block.weights,
+        hidden_size=hidden_size,
+        norm=block.norm,
+        num_norms=block.num_norms,
+        layer_scale=block.layer_scale,
+        attention=block.attention,
+        mlp=block.mlp,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A model without its name and image rule: what a family reads out of a configuration."""
+
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    tied: tuple[tuple[str, str], ...] = ()
+    forbidden_cuts: frozenset[int] = frozenset()
+    forbidden_cut_reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def check_projector(config: Fields, *shapes: tuple[int, int]) -> None:
+    """Where a description spells out its projector's matrices ("projector.linear"), they must be those that follow."""
+    written = config.raw("projector.linear")
+    if written is not None:
+        follow = [list(shape) for shape in shapes]
+        agrees = (
+            isinstance(written, (list, tuple))
+            and len(written) == len(follow)
+            and [list(x) if isinstance(x, (list, tuple)) else x for x in written] == follow
+        )
+        config.check(
+            agrees,
+            f"projector.linear is {quote(written)}, but vision_config and text_config make it {follow}: correct one "
+            "of them",
+        )

@@ -1,0 +1,28 @@
+"""Image rules: (width, height) -> ViT patches and LLM tokens, one frozen dataclass per published preprocessing rule.
+
+Start at `image_rule`, which reads a model's own files. Rules follow Transformers 5.23, float operation by float
+operation, because one ulp decides ties; where a rule has remote code only, its docstring says so.
+"""
+
+from trimtab.models.images.apply import CountColumns, count_many, rule_in_sample, with_limits
+from trimtab.models.images.build import UnsettledRule, image_rule, image_rule_or_reason
+from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
+from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PanAndScan, Slices
+
+__all__ = [
+    "AnyRes",
+    "CountColumns",
+    "DynamicTiling",
+    "FixedImage",
+    "GlmSmartResize",
+    "MoonVit",
+    "PanAndScan",
+    "Slices",
+    "SmartResize",
+    "UnsettledRule",
+    "count_many",
+    "image_rule",
+    "image_rule_or_reason",
+    "rule_in_sample",
+    "with_limits",
+]

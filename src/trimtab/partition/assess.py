@@ -1,0 +1,121 @@
+"""What given stages cost and hold: seconds per micro-batch, bytes per device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight, peak_saved_bytes
+from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Peak bytes of one device, in parts that add up."""
+
+    state_bytes: float  # parameters, gradients, optimizer state
+    saved_bytes: float  # activations of all micro-batches in flight at the worst moment
+    transient_bytes: float  # the largest backward workspace among its layers
+    overhead_bytes: float  # what the caller set aside: context, allocator, communication buffers
+
+    @property
+    def total_bytes(self) -> float:
+        return self.state_bytes + self.saved_bytes + self.transient_bytes + self.overhead_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitResult:
+    """Stages, what they cost at the mean micro-batch and hold at the largest; tuples run over (virtual) stages."""
+
+    stages: tuple[Stage, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]  # with recompute
+    recompute_s: tuple[float, ...]  # the part of backward_s that recompute adds
+    in_flight: tuple[int, ...]  # most micro-batches whose activations the stage holds at once
+    memory: tuple[DeviceMemory, ...]  # of each device
+    bottleneck_s: float  # the slowest stage's forward + backward
+    lower_bound_s: float  # of any split's bottleneck: the mean without recompute, or a run that no cut may divide
+    exact: bool  # bottleneck_s is the minimum over all splits and recompute choices under the cap
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest stage / mean stage - 1."""
+        total = sum(self.forward_s) + sum(self.backward_s)
+        return self.bottleneck_s * len(self.stages) / total - 1.0 if total > 0 else 0.0
+
+
+def assess_stages(
+    profile: Profile,
+    stages: Sequence[Stage],
+    *,
+    work_mean: FloatArray,
+    work_max: FloatArray,
+    num_microbatches: int,
+    schedule: ScheduleName = "1F1B",
+    num_chunks: int = 1,
+    overhead_bytes: float = 0.0,
+    forbidden_cuts: frozenset[int] = frozenset(),
+) -> SplitResult:
+    """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+
+    Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers) + largest
+    transient + overhead, bytes at `work_max`. Every layer's transient counts, recomputed or not: safe by at most one
+    layer.
+    """
+    mean, most = np.asarray(work_mean, np.float64), np.asarray(work_max, np.float64)
+    S, P = len(stages), len(stages) // num_chunks
+    check_schedule(schedule, num_devices=P, num_chunks=num_chunks, num_microbatches=num_microbatches)
+    shape = {"num_devices": P, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
+    forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
+    transient = np.maximum(profile.matrix("transient_bytes") @ most, 0.0)
+    state = np.array([layer.state_bytes for layer in profile.layers])
+    chosen = [chosen_tiers(profile, stage) for stage in stages]
+    own = [slice(stage.start, stage.stop) for stage in stages]
+
+    stage_forward = np.array([forward[x].sum() for x in own])
+    extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
+    stage_backward = np.array([backward[x].sum() for x in own]) + extra
+    saved = np.array([sum(max(0.0, float(np.dot(tier.saved_bytes, most))) for tier in tiers) for tiers in chosen])
+    held = np.array([state[x].sum() for x in own])
+    workspace = np.array([transient[x].max() for x in own])
+    peaks = peak_saved_bytes(saved, schedule, **shape)
+
+    unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
+    return SplitResult(
+        stages=tuple(stages),
+        forward_s=tuple(stage_forward.tolist()),
+        backward_s=tuple(stage_backward.tolist()),
+        recompute_s=tuple(extra.tolist()),
+        in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
+        memory=tuple(
+            DeviceMemory(
+                state_bytes=float(held[d::P].sum()),
+                saved_bytes=float(peaks[d]),
+                transient_bytes=float(workspace[d::P].max()),
+                overhead_bytes=float(overhead_bytes),
+            )
+            for d in range(P)
+        ),
+        bottleneck_s=float((stage_forward + stage_backward).max()),
+        lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
+        exact=False,
+    )
+
+
+def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
+    """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
+    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    return [_tier(profile.layers[i], names.get(i, "none")) for i in range(stage.start, stage.stop)]
+
+
+def _tier(layer: LayerCost, name: str) -> RecomputeTier:
+    for tier in layer.tiers:
+        if tier.name == name:
+            return tier
+    raise PartitionError(
+        f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
+        f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+    )

@@ -1,0 +1,205 @@
+"""Compiled: can S stages cover the model within a time and a memory limit, how far do they reach, which cuts tie best.
+
+K *segments* are runs of layers between two allowed cuts; a stage is an interval [a, b) of them, never empty, and costs
+    time(i, a, b) = max over forms j of tail[j, i, b] - head[j, i, a] + weight[j, i] * extra(i, a, b)
+where extra is the least recompute time (module `tiers`) for which
+    state[b] - state[a] + in_flight[i] * saved + transient(a, b) <= cap[i].
+Both rise when the interval grows. Where besides no later stage is dearer than an earlier one for the same interval
+(true of the schedules' in-flight counts), `furthest_ends` is exact; else it still never calls a feasible limit
+infeasible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from trimtab.partition.tiers import IMPOSSIBLE, TierTable, least_extra, relax, round_up
+from trimtab.specs import IntArray
+
+
+class Pipeline(NamedTuple):
+    """One split problem in integers; prefix sums run over the K + 1 allowed cuts."""
+
+    head: IntArray  # (J, S, K + 1) composite time
+    tail: IntArray  # (J, S, K + 1)
+    weight: IntArray  # (J, S) of the recompute time
+    state: IntArray  # (K + 1,) bytes
+    saved_first: IntArray  # (K + 1,) bytes of one micro-batch, every layer on its first (cheapest) tier
+    saved_least: IntArray  # (K + 1,) the same on its smallest tier
+    num_alike: IntArray  # (K + 1, C) layers of each class
+    transient: IntArray  # (log2 K, K) sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
+    in_flight: IntArray  # (S,)
+    cap: IntArray  # (S,) bytes
+    known: IntArray  # (S, K + 1, K + 1) 1 + extra where already solved, else 0; empty: remember nothing
+
+
+@njit(cache=True)
+def _most_extra(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> int:
+    """The recompute time that `limit` leaves to the stage; negative when it is too slow without any."""
+    most = IMPOSSIBLE
+    for j in range(pipeline.head.shape[0]):
+        left = limit - (pipeline.tail[j, i, b] - pipeline.head[j, i, a])
+        if left < 0:
+            return -1
+        if pipeline.weight[j, i] > 0:
+            most = min(most, left // pipeline.weight[j, i])
+    return int(most)
+
+
+@njit(cache=True)
+def _transient(pipeline: Pipeline, a: int, b: int) -> int:
+    power = 0
+    while 2 << power <= b - a:
+        power += 1
+    return int(max(pipeline.transient[power, a], pipeline.transient[power, b - (1 << power)]))
+
+
+@njit(cache=True)
+def bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int) -> int:
+    """Bytes of one micro-batch by which the first tiers overfill stage i; `IMPOSSIBLE` if the smallest tiers do too."""
+    room = pipeline.cap[i] - (pipeline.state[b] - pipeline.state[a]) - _transient(pipeline, a, b)
+    if room < 0:
+        return IMPOSSIBLE
+    room //= pipeline.in_flight[i]
+    if pipeline.saved_least[b] - pipeline.saved_least[a] > room:
+        return IMPOSSIBLE
+    return int(pipeline.saved_first[b] - pipeline.saved_first[a] - room)
+
+
+@njit(cache=True)
+def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> int:
+    """Least recompute time of the stage, or `IMPOSSIBLE` if its time then exceeds `limit` or its bytes the cap."""
+    most = _most_extra(pipeline, i, a, b, limit)
+    if most < 0:
+        return IMPOSSIBLE
+    need = bytes_to_free(pipeline, i, a, b)
+    if need == IMPOSSIBLE:
+        return IMPOSSIBLE
+    return int(least_extra(tiers, pipeline.num_alike[b] - pipeline.num_alike[a], need, most, counts))
+
+
+@njit(cache=True)
+def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> bool:
+    """Whether `stage_extra` finds a choice; bounds settle most calls, and no stage is solved exactly twice."""
+    most = _most_extra(pipeline, i, a, b, limit)
+    if most < 0:
+        return False
+    need = bytes_to_free(pipeline, i, a, b)
+    if need <= 0 or need == IMPOSSIBLE:
+        return bool(need <= 0)
+    remembers = pipeline.known.size > 0
+    if remembers and pipeline.known[i, a, b] > 0:
+        return bool(pipeline.known[i, a, b] - 1 <= most)
+    alike = pipeline.num_alike[b] - pipeline.num_alike[a]
+    if relax(tiers, alike, np.zeros_like(alike), 0, need) * (1.0 - 1e-14) > most:
+        return False
+    if round_up(tiers, alike, need, counts) <= most:
+        return True
+    if not remembers:
+        return bool(least_extra(tiers, alike, need, most, counts) != IMPOSSIBLE)
+    extra = least_extra(tiers, alike, need, IMPOSSIBLE - 2, counts)
+    pipeline.known[i, a, b] = 1 + extra
+    return bool(extra <= most)
+
+
+@njit(cache=True)
+def furthest_ends(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray:
+    """(S + 1,) R[i]: the furthest end of i stages within `limit`, 0 from the first i that cannot; exists iff R[S] = K.
+
+    No split ends further: if one ends stage i at c > R[i], then [R[i - 1], c), part of its own stage i, is within the
+    limit. Every end in i .. R[i] is reached: cutting a split off at p and handing one segment each to the stages that
+    would be left empty gives these part of what an earlier, dearer stage held. So R[i + 1] is the greedy end from R[i],
+    or, where stage i cannot take one segment there, R[i] itself, reached from R[i] - 1.
+    """
+    S, K = pipeline.in_flight.shape[0], pipeline.state.shape[0] - 1
+    counts = np.zeros_like(tiers.gain)
+    ends = np.zeros(S + 1, np.int64)
+    for i in range(S):
+        a = ends[i]
+        low, high = a, K
+        while low < high:
+            middle = (low + high + 1) // 2
+            if _fits(pipeline, tiers, i, a, middle, limit, counts):
+                low = middle
+            else:
+                high = middle - 1
+        if low < i + 1:
+            ends[i + 1 :] = 0
+            return ends
+        ends[i + 1] = low
+    return ends
+
+
+@njit(cache=True)
+def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray:
+    """(S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
+
+    Then the earliest first cut, the earliest second ... Dynamic programme from the last stage over the ends that
+    `furthest_ends` allows; both objectives (a sum, then a maximum) keep an optimal rest optimal. A split within `limit`
+    must exist.
+    """
+    S, K = pipeline.in_flight.shape[0], pipeline.state.shape[0] - 1
+    ends = furthest_ends(pipeline, tiers, limit)
+    counts = np.zeros_like(tiers.gain)
+    extra = np.full((S + 1, K + 1), IMPOSSIBLE, np.int64)
+    fullest = np.zeros((S + 1, K + 1), np.int64)
+    following = np.zeros((S + 1, K + 1), np.int64)
+    extra[S, K] = 0
+    for i in range(S - 1, -1, -1):
+        for a in range(i, ends[i] + 1):
+            for b in range(a + 1, ends[i + 1] + 1):
+                if extra[i + 1, b] == IMPOSSIBLE:
+                    continue
+                own = stage_extra(pipeline, tiers, i, a, b, limit, counts)
+                if own == IMPOSSIBLE:
+                    break
+                saved = pipeline.saved_first[b] - pipeline.saved_first[a] - np.sum(counts * tiers.gain)
+                size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
+                size = max(size + pipeline.in_flight[i] * saved, fullest[i + 1, b])
+                total = own + extra[i + 1, b]
+                if total < extra[i, a] or (total == extra[i, a] and size < fullest[i, a]):
+                    extra[i, a], fullest[i, a], following[i, a] = total, size, b
+    cuts = np.zeros(S + 1, np.int64)
+    for i in range(S):
+        cuts[i + 1] = following[i, cuts[i]]
+    return cuts
+
+
+def least_bottleneck(pipeline: Pipeline, tiers: TierTable, *, high: int) -> int | None:
+    """The smallest limit on every stage's time that some split keeps; None if even `high` is too small.
+
+    Bisection over integers: some 50 calls of `furthest_ends`.
+    """
+    num_segments = len(pipeline.state) - 1
+
+    def feasible(limit: int) -> bool:
+        return bool(furthest_ends(pipeline, tiers, limit)[-1] == num_segments)
+
+    if not feasible(high):
+        return None
+    low = -1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return high
+
+
+def least_memory(pipeline: Pipeline, tiers: TierTable) -> int:
+    """Bytes of the smallest cap, the same for every stage, under which a split exists, whatever its time."""
+    anything = IMPOSSIBLE // 2
+    nothing = np.zeros((0, 0, 0), np.int64)  # what is known holds for one cap
+    num_segments = len(pipeline.state) - 1
+
+    def feasible(cap: int) -> bool:
+        capped = pipeline._replace(cap=np.full_like(pipeline.cap, cap), known=nothing)
+        return bool(furthest_ends(capped, tiers, anything)[-1] == num_segments)
+
+    low = -1
+    high = int(pipeline.state[-1] + pipeline.in_flight.max() * pipeline.saved_first[-1] + pipeline.transient.max())
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return high

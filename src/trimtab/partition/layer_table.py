@@ -1,0 +1,187 @@
+"""A profile at one pair of work vectors as integers: composite time, bytes, classes of layers, segments between cuts.
+
+Composite time = ticks x (num_layers + 1) + number of recomputed layers, so that one comparison prefers less time and,
+at equal time, fewer recomputed layers. A tick is a power of two of a second, about 2**-44 of the model's time per
+micro-batch: each layer is rounded to it once, after which all comparisons are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.cuts import Pipeline
+from trimtab.partition.stages import RecomputeMode
+from trimtab.partition.tiers import TierTable, tier_table
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, RecomputeTier
+
+TICK_BITS = 44
+MAX_BYTES = 2**60  # an exbibyte stands for "no limit"
+MAX_KNOWN = 2**23  # stages remembered at most: 64 MiB, of which only what is touched takes memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerTable:
+    """Integers per layer; `positions[k]` is the layer before which the k-th allowed cut lies."""
+
+    positions: IntArray  # (K + 1,)
+    tick_s: float
+    scale: int  # composite units of a tick
+    forward: IntArray  # (L,) composite
+    backward: IntArray  # (L,) composite, with the first tier's extra
+    state: IntArray  # (L,) bytes
+    transient: IntArray  # (L,)
+    saved_first: IntArray  # (L,) bytes of the first tier
+    saved_least: IntArray  # (L,) bytes of the smallest tier
+    layer_class: IntArray  # (L,) class of a layer that has upgrades, else -1
+    first_tier: tuple[RecomputeTier, ...]  # (L,) cheapest tier of each layer
+    upgrades: tuple[tuple[RecomputeTier, ...], ...]  # (L,) tiers that save more and cost more, in that order
+    tiers: TierTable
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.positions) - 1
+
+    @property
+    def longest(self) -> int:
+        """Composite time that no stage exceeds."""
+        return int((self.forward + self.backward).sum() + len(self.forward) * self.tiers.cost.max(initial=0))
+
+    def prefix(self, values: IntArray) -> IntArray:
+        """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
+        sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
+        np.cumsum(values, axis=0, out=sums[1:])
+        return np.ascontiguousarray(sums[self.positions])
+
+    def pipeline(
+        self,
+        *,
+        in_flight: IntArray,
+        cap: FloatArray,
+        head: IntArray | None = None,
+        tail: IntArray | None = None,
+        weight: IntArray | None = None,
+    ) -> Pipeline:
+        """The split problem in which a stage costs its forward and backward, or what the last three say instead."""
+        if head is None or tail is None or weight is None:
+            sums = self.prefix(self.forward + self.backward)
+            head = tail = np.tile(sums, (1, len(in_flight), 1))
+            weight = np.ones((1, len(in_flight)), np.int64)
+        shape = (len(in_flight), len(self.positions), len(self.positions))
+        one_hot = (self.layer_class[:, None] == np.arange(len(self.tiers.gain))).astype(np.int64)
+        return Pipeline(
+            head=head,
+            tail=tail,
+            weight=weight,
+            state=self.prefix(self.state),
+            saved_first=self.prefix(self.saved_first),
+            saved_least=self.prefix(self.saved_least),
+            num_alike=self.prefix(one_hot),
+            transient=_range_max(np.maximum.reduceat(self.transient, self.positions[:-1])),
+            in_flight=in_flight,
+            cap=np.minimum(cap, MAX_BYTES).astype(np.int64),
+            known=np.zeros(shape if np.prod(shape) <= MAX_KNOWN else (0, 0, 0), np.int64),
+        )
+
+
+def layer_table(
+    profile: Profile,
+    *,
+    work_mean: FloatArray,
+    work_max: FloatArray,
+    forbidden_cuts: frozenset[int] = frozenset(),
+    recompute: RecomputeMode = "auto",
+    time_weight: int = 1,
+) -> LayerTable:
+    """Seconds at `work_mean`, bytes (rounded up) at `work_max`; `time_weight` is the largest factor put on times."""
+    layers = profile.layers
+    mean, most = _work_vector(work_mean, "work_mean"), _work_vector(work_max, "work_max")
+    forward = profile.matrix("forward_s") @ mean
+    backward = profile.matrix("backward_s") @ mean
+    offered = [_offered(layer, recompute) for layer in layers]
+    extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
+    saved = [[math.ceil(max(0.0, float(np.dot(tier.saved_bytes, most)))) for tier in tiers] for tiers in offered]
+    for name, lowest in (("forward", forward.min()), ("backward", backward.min()), ("recompute", min(map(min, extra)))):
+        if lowest < 0:
+            raise PartitionError(
+                f"a layer's {name} time is negative at the mean micro-batch ({lowest:.3g} s): the profile was fitted "
+                "outside this range, profile again with micro-batches like yours"
+            )
+
+    longest = float(forward.sum() + backward.sum() + sum(map(max, extra)))
+    tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
+    scale = len(layers) + 1
+
+    def composite(seconds: FloatArray | float) -> IntArray:
+        return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
+
+    first, upgrades = [], []
+    alike: dict[tuple[tuple[int, int], ...], int] = {}
+    layer_class = np.full(len(layers), -1, np.int64)
+    columns = np.zeros((3, len(layers)), np.int64)  # composite time of the first tier, its bytes, the least bytes
+    for i, tiers in enumerate(offered):
+        cost = [int(composite(s)) + (tier.name != "none") for s, tier in zip(extra[i], tiers, strict=True)]
+        # the cheapest first; of those that cost more only the ones that save more than all before
+        chosen: list[int] = []
+        for k in sorted(range(len(tiers)), key=lambda k: (cost[k], saved[i][k])):
+            if not chosen or saved[i][k] < saved[i][chosen[-1]]:
+                chosen.append(k)
+        assert len(chosen) <= 3, "a layer offers at most three tiers"
+        first.append(tiers[chosen[0]])
+        upgrades.append(tuple(tiers[k] for k in chosen[1:]))
+        columns[:, i] = cost[chosen[0]], saved[i][chosen[0]], saved[i][chosen[-1]]
+        if len(chosen) > 1:
+            key = tuple((saved[i][chosen[0]] - saved[i][k], cost[k] - cost[chosen[0]]) for k in chosen[1:])
+            layer_class[i] = alike.setdefault(key, len(alike))
+    gain, price = np.zeros((len(alike), 2), np.int64), np.zeros((len(alike), 2), np.int64)
+    for key, g in alike.items():
+        for k, (bytes_saved, time) in enumerate(key):
+            gain[g, k], price[g, k] = bytes_saved, time
+
+    return LayerTable(
+        positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
+        tick_s=tick_s,
+        scale=scale,
+        forward=composite(forward),
+        backward=composite(backward) + columns[0],
+        state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
+        transient=np.ceil(np.maximum(profile.matrix("transient_bytes") @ most, 0.0)).astype(np.int64),
+        saved_first=columns[1],
+        saved_least=columns[2],
+        layer_class=layer_class,
+        first_tier=tuple(first),
+        upgrades=tuple(upgrades),
+        tiers=tier_table(gain, price),
+    )
+
+
+def _offered(layer: LayerCost, recompute: RecomputeMode) -> tuple[RecomputeTier, ...]:
+    """The tiers a layer may take: all; the first; or "full" wherever there is one."""
+    if recompute == "auto":
+        return layer.tiers
+    wanted = tuple(tier for tier in layer.tiers if tier.name == recompute)
+    return wanted or layer.tiers[:1]
+
+
+def _work_vector(work: FloatArray | Sequence[float], name: str) -> FloatArray:
+    vector = np.asarray(work, np.float64)
+    if vector.shape != (NUM_WORK_TERMS,) or not np.isfinite(vector).all() or (vector < 0).any():
+        raise PartitionError(
+            f"{name} must hold {NUM_WORK_TERMS} finite amounts, none negative, one for each of WORK_TERMS; "
+            f"it is {np.array2string(vector, threshold=10)}: take the mean or the maximum over the packs' work rows"
+        )
+    return vector
+
+
+def _range_max(values: IntArray) -> IntArray:
+    """Sparse table of range maxima: [p, a] covers a .. a + 2**p - 1 (what lies past the end repeats the last)."""
+    rows = [values]
+    while 2 << (len(rows) - 1) <= len(values):
+        step = 1 << (len(rows) - 1)
+        last = rows[-1]
+        rows.append(np.maximum(last, np.concatenate([last[step:], last[-step:]])))
+    return np.ascontiguousarray(np.stack(rows))

@@ -1,0 +1,147 @@
+"""Timeline of a pipeline step whose micro-batches all cost differently; and of many steps on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import chosen_tiers
+from trimtab.partition.schedules import FORWARD, BlockOrder, ScheduleName, block_order
+from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds of every (virtual) stage for every micro-batch or pack: four (S, N) arrays.
+
+    A send is the delay between its sender's end and the earliest start of its receiver: row s is what stage s sends,
+    behind its forward to stage s + 1 (last row unused), behind its backward to stage s - 1 (first row unused). Sends
+    occupy no device, as asynchronous transfers do, and do not queue behind one another.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray  # with recompute
+    send_forward_s: FloatArray
+    send_backward_s: FloatArray
+
+
+def stage_times(
+    profile: Profile,
+    stages: Sequence[Stage],
+    work: FloatArray,
+    *,
+    link_bytes_per_s: float | Sequence[float] | None = None,
+    latency_s: float = 0.0,
+) -> StageTimes:
+    """Times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
+
+    A send takes latency + output_bytes of the stage's last layer / link rate; the gradient, of the activation's shape
+    and type, takes as long on its way back. `link_bytes_per_s` is one rate, or one for each of the S - 1 boundaries;
+    None: sends cost nothing.
+    """
+    forward, backward = profile.matrix("forward_s"), profile.matrix("backward_s")
+    per_stage = [
+        (
+            forward[stage.start : stage.stop].sum(axis=0),
+            backward[stage.start : stage.stop].sum(axis=0)
+            + np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0),
+        )
+        for stage in stages
+    ]
+    send_forward, send_backward = np.zeros((2, len(stages), len(work)))
+    if link_bytes_per_s is not None and len(stages) > 1:
+        rates = np.broadcast_to(np.asarray(link_bytes_per_s, np.float64), (len(stages) - 1,))
+        sent = evaluate(profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]], work).T
+        send_forward[:-1] = send_backward[1:] = latency_s + sent / rates[:, None]
+    return StageTimes(
+        forward_s=np.ascontiguousarray(evaluate(np.array([f for f, _ in per_stage]), work).T),
+        backward_s=np.ascontiguousarray(evaluate(np.array([b for _, b in per_stage]), work).T),
+        send_forward_s=send_forward,
+        send_backward_s=send_backward,
+    )
+
+
+def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:
+    """Start and end of every block of one step of M micro-batches.
+
+    Stage s runs on device s mod num_devices (None: one stage a device), each device its blocks in `block_order`. A
+    forward waits for the stage before, a backward for the stage behind (the last stage's for its own forward), sends
+    included; a single device sends nothing. Not modelled: contention between sends and compute, the host, the
+    optimizer. Blocks are listed device by device in the order they run.
+    """
+    from trimtab.partition.replay import replay
+
+    columns = _checked_columns(times)
+    S, M = times.forward_s.shape
+    P = S if num_devices is None else num_devices
+    order = _order(schedule, S, P, M)
+    end = np.zeros((2, S, M))
+    makespan = replay(order.stage, order.microbatch, order.kind, *columns, end)
+    assert np.isfinite(makespan), "no schedule deadlocks"
+    stage, microbatch, kind = order.stage.flatten(), order.microbatch.flatten(), order.kind.flatten()
+    ends = end[kind, stage, microbatch]
+    lengths = np.where(kind == FORWARD, times.forward_s[stage, microbatch], times.backward_s[stage, microbatch])
+    return Timeline(
+        stage=stage,
+        microbatch=microbatch,
+        kind=kind,
+        start_s=ends - lengths,
+        end_s=ends,
+        num_devices=P,
+        makespan_s=float(makespan),
+    )
+
+
+def simulate_steps(
+    times: StageTimes,
+    table: IntArray,
+    *,
+    schedule: ScheduleName = "1F1B",
+    num_devices: int | None = None,
+    all_reduce_s: float = 0.0,
+) -> FloatArray:
+    """(num_steps,) seconds of each step: the slowest data-parallel rank's makespan + the gradients' all-reduce.
+
+    `times` hold all packs; `table[step, rank, microbatch]` says which run where (-1: an empty slot, run at no cost).
+    `all_reduce_s` is what of it no compute hides, as the caller knows it.
+    """
+    from trimtab.partition.replay import replay_steps
+
+    columns = _checked_columns(times)
+    S, num_packs = times.forward_s.shape
+    if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
+        raise PartitionError(
+            f"a table of shape {table.shape} over {num_packs} packs cannot be simulated: give (steps, ranks, "
+            "micro-batches) of pack numbers, -1 for an empty slot"
+        )
+    P = S if num_devices is None else num_devices
+    order = _order(schedule, S, P, table.shape[2])
+    slots = np.require(table, np.int64, ["C", "W"])
+    makespans = replay_steps(order.stage, order.microbatch, order.kind, *columns, slots)
+    result: FloatArray = makespans.max(axis=1) + all_reduce_s
+    return result
+
+
+def _order(schedule: ScheduleName, S: int, P: int, M: int) -> BlockOrder:
+    if P < 1 or S % P:
+        raise PartitionError(f"{S} stages do not spread evenly over {P} devices: give a divisor of {S} as num_devices")
+    return block_order(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
+
+
+def _checked_columns(times: StageTimes) -> tuple[FloatArray, ...]:
+    """The four arrays in the one memory layout that the compiled loops know."""
+    arrays = (times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s)
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
+        raise PartitionError(
+            f"stage times have the shapes {', '.join(map(str, sorted(shapes)))}: give four arrays of one shape, "
+            "(stages, micro-batches), neither of them 0"
+        )
+    if not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
+        raise PartitionError(
+            "a stage time is negative or not finite: give seconds >= 0; profile again if they come from a fit"
+        )
+    return tuple(np.require(array, np.float64, ["C", "W"]) for array in arrays)

@@ -1,0 +1,260 @@
+"""Exact split of a model's layers into pipeline stages together with each layer's recompute, under a memory cap."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitResult, assess_stages
+from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight
+from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:  # numba comes with these: only when something is solved
+    from trimtab.partition.cuts import Pipeline
+    from trimtab.partition.layer_table import LayerTable
+
+RecomputeMode = Literal["auto", "none", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitProblem:
+    """What a split must respect; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
+
+    profile: Profile
+    num_stages: int  # devices of the pipeline
+    work_mean: FloatArray  # of a micro-batch: prices time
+    work_max: FloatArray  # of the largest micro-batch, term by term: prices memory
+    memory_bytes: float  # of one device
+    num_microbatches: int
+    forbidden_cuts: frozenset[int] = frozenset()
+    schedule: ScheduleName = "1F1B"
+    num_chunks: int = 1  # virtual stages of a device
+    recompute: RecomputeMode = "auto"
+    overhead_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
+        if self.recompute not in get_args(RecomputeMode):
+            raise PartitionError(f"recompute={self.recompute!r} is unknown: choose auto, none or full")
+        if not 1 <= P * V <= L:
+            what = f"{P} stages" if V == 1 else f"{P} stages of {V} chunks each"
+            raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
+        check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
+        if not 0 <= self.overhead_bytes < self.memory_bytes:
+            raise PartitionError(
+                f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
+                "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
+            )
+        runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
+        if runs < P * V:
+            raise PartitionError(
+                f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
+                f"choose at most {runs} stages"
+            )
+
+    def assess(self, stages: Sequence[Stage]) -> SplitResult:
+        return assess_stages(
+            self.profile,
+            stages,
+            work_mean=self.work_mean,
+            work_max=self.work_max,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            num_chunks=self.num_chunks,
+            overhead_bytes=self.overhead_bytes,
+            forbidden_cuts=self.forbidden_cuts,
+        )
+
+
+def split_stages(
+    profile: Profile,
+    *,
+    num_stages: int,
+    work_mean: FloatArray,
+    work_max: FloatArray,
+    memory_bytes: float,
+    num_microbatches: int,
+    forbidden_cuts: frozenset[int] = frozenset(),
+    schedule: ScheduleName = "1F1B",
+    num_chunks: int = 1,
+    recompute: RecomputeMode = "auto",
+    overhead_bytes: float = 0.0,
+) -> SplitResult:
+    """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
+
+    Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
+    see `assess_stages`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual stages each.
+
+    Exact for 1F1B and GPipe, up to rounding every layer's time to 1e-12 of the whole; ties go to the least recompute
+    time in sum, then to the smallest fullest device, then to earlier cuts. Interleaved: exact if the best split without
+    a cap fits; otherwise a device's room is divided among its chunks beforehand, evenly and as that split would fill
+    it, and the better outcome taken: safe, but not optimal (`exact` says which).
+    """
+    problem = SplitProblem(
+        profile=profile,
+        num_stages=num_stages,
+        work_mean=work_mean,
+        work_max=work_max,
+        memory_bytes=memory_bytes,
+        num_microbatches=num_microbatches,
+        forbidden_cuts=forbidden_cuts,
+        schedule=schedule,
+        num_chunks=num_chunks,
+        recompute=recompute,
+        overhead_bytes=overhead_bytes,
+    )
+    return solve(problem)
+
+
+def solve(problem: SplitProblem) -> SplitResult:
+    """`split_stages` of a problem that is already one object."""
+    if problem.num_chunks == 1:
+        result = _solve_capped(problem, chunk_room(problem))
+        if result is None:
+            raise _infeasible(problem)
+        return replace(result, exact=True)
+    free = _solve_capped(problem, np.full(problem.num_stages * problem.num_chunks, np.inf))
+    assert free is not None, "without a cap every split is feasible"
+    if max(device.total_bytes for device in free.memory) <= problem.memory_bytes:
+        return replace(free, exact=True)
+    found = [_solve_capped(problem, rooms) for rooms in (chunk_room(problem), chunk_room(problem, like=free))]
+    fitting = [result for result in found if result is not None]
+    if not fitting:
+        raise _infeasible(problem)
+    return min(fitting, key=lambda result: (result.bottleneck_s, sum(result.recompute_s)))
+
+
+def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitResult:
+    """The given stages' cuts with the recompute choices of least time under the cap: exact, stage by stage.
+
+    What the stages recompute already is ignored. Interleaved: as `split_stages` where the cap binds.
+    """
+    cuts = frozenset(stage.start for stage in stages)
+    others = frozenset(c for c in range(1, len(problem.profile.layers)) if c not in cuts)
+    return problem.assess(solve(replace(problem, forbidden_cuts=others)).stages)
+
+
+def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> FloatArray:
+    """(S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` would fill it."""
+    P, V = problem.num_stages, problem.num_chunks
+    room = problem.memory_bytes - problem.overhead_bytes
+    if like is None:
+        return np.full(P * V, room / V)
+    single = replace(problem, num_chunks=1, schedule="1F1B", num_microbatches=1)
+    alone = [single.assess([stage]).memory[0] for stage in like.stages]
+    held = np.array(
+        [x.state_bytes + n * x.saved_bytes + x.transient_bytes for x, n in zip(alone, like.in_flight, strict=True)]
+    )
+    shares = held / np.tile(held.reshape(V, P).sum(axis=0), V)
+    return np.asarray(room * shares)
+
+
+def layer_table_of(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
+    """The problem's profile as integers."""
+    from trimtab.partition.layer_table import layer_table
+
+    return layer_table(
+        problem.profile,
+        work_mean=problem.work_mean,
+        work_max=problem.work_max,
+        forbidden_cuts=problem.forbidden_cuts,
+        recompute=problem.recompute,
+        time_weight=time_weight,
+    )
+
+
+def in_flight_of(problem: SplitProblem) -> IntArray:
+    """(S,) micro-batches each (virtual) stage holds."""
+    return peak_in_flight(
+        problem.schedule,
+        num_devices=problem.num_stages,
+        num_chunks=problem.num_chunks,
+        num_microbatches=problem.num_microbatches,
+    )
+
+
+def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
+    """Segments `first <= k < last` as stage `index` with its recompute of least time; None if it exceeds the cap.
+
+    Of a class's layers those earlier in the model recompute first, the stronger tier before the weaker.
+    """
+    from trimtab.partition.cuts import stage_extra
+    from trimtab.partition.tiers import IMPOSSIBLE
+
+    counts = np.zeros_like(table.tiers.gain)
+    if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
+        return None
+    start, stop = int(table.positions[first]), int(table.positions[last])
+    by_tier: dict[Literal["selective", "full"], list[int]] = {"selective": [], "full": []}
+    for i in range(start, stop):
+        g, tier = int(table.layer_class[i]), table.first_tier[i]
+        for k in (1, 0):
+            if g >= 0 and counts[g, k] > 0:
+                counts[g, k] -= 1
+                tier = table.upgrades[i][k]
+                break
+        if tier.name != "none":
+            by_tier[tier.name].append(i)
+    return Stage(
+        index=index,
+        start=start,
+        stop=stop,
+        recompute=tuple(RecomputeChoice(tier=name, layers=tuple(which)) for name, which in by_tier.items() if which),
+    )
+
+
+def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
+    """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
+    from trimtab.partition.cuts import best_tied_cuts, least_bottleneck
+
+    table = layer_table_of(problem)
+    pipeline = table.pipeline(in_flight=in_flight_of(problem), cap=cap)
+    bottleneck = least_bottleneck(pipeline, table.tiers, high=table.longest)
+    if bottleneck is None:
+        return None
+    # what is not slower by a whole tick ties: the count of recomputed layers is no part of the bottleneck
+    limit = (bottleneck // table.scale + 1) * table.scale - 1
+    cuts = best_tied_cuts(pipeline, table.tiers, limit).tolist()
+    if cuts[-1] != table.num_segments:
+        return None  # only where a later chunk has less room than an earlier one (see `furthest_ends`)
+    stages = []
+    for i, (first, last) in enumerate(itertools.pairwise(cuts)):
+        stage = stage_of(table, pipeline, index=i, first=first, last=last)
+        assert stage is not None, "its recompute was found before"
+        stages.append(stage)
+    return problem.assess(stages)
+
+
+def _infeasible(problem: SplitProblem) -> PartitionError:
+    """How many bytes the fullest device lacks in the split that needs least on it."""
+    from trimtab.partition.cuts import least_memory
+
+    table = layer_table_of(problem)
+    pipeline = table.pipeline(in_flight=in_flight_of(problem), cap=chunk_room(problem))
+    least = least_memory(pipeline, table.tiers) * problem.num_chunks + problem.overhead_bytes
+    missing = least - problem.memory_bytes
+    how = {
+        "auto": "even with the strongest recompute everywhere",
+        "none": "without recompute",
+        "full": "with full recompute",
+    }[problem.recompute]
+    if problem.num_chunks > 1:
+        how += " and a device's room shared evenly by its chunks"
+    tries = ["more stages", "a larger tp", "fewer patches and tokens in a micro-batch"]
+    if problem.schedule == "GPipe":
+        tries.append("schedule='1F1B'")
+    if problem.num_chunks > 1:
+        tries.append("fewer chunks")
+    if problem.recompute != "auto":
+        tries.append("recompute='auto'")
+    return PartitionError(
+        f"{len(problem.profile.layers)} layers do not fit {problem.num_stages} devices of "
+        f"{format_bytes(problem.memory_bytes)}: {how} the best split needs {format_bytes(least)} on its fullest "
+        f"device, {format_bytes(missing)} ({missing:.0f} bytes) too many: try {', '.join(tries[:-1])} or {tries[-1]}"
+    )

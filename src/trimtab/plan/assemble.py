@@ -1,0 +1,236 @@
+"""What was decided and expected, as the plan file says it: names, exact integers, rounded estimates, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trimtab import __version__
+from trimtab.balance.metrics import BalanceReport
+from trimtab.files import blake2b
+from trimtab.partition.assess import SplitResult
+from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.details import Variant
+from trimtab.plan.modules import fold_modules
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import (
+    PLAN_VERSION,
+    BalanceEstimate,
+    ClusterInput,
+    DataInput,
+    Decisions,
+    Estimates,
+    Inputs,
+    ModelInput,
+    PackingDecision,
+    ParallelDecision,
+    Plan,
+    RecomputeDecision,
+    ScheduleDecision,
+    StageDecision,
+    StageEstimate,
+    TableFile,
+    TrainingInput,
+    VariantEstimate,
+)
+from trimtab.plan.setting import Setting
+from trimtab.specs import ClusterSpec, ModelSpec, Packing, SampleTable, Schedule, Stage
+from trimtab.units import GIB, format_seconds
+
+
+def model_fingerprint(model: ModelSpec) -> str:
+    """Changes when a layer's name, widths or parameters change, or the image rule does."""
+    return blake2b(repr((model.layers, model.image_rule, model.tied)).encode())
+
+
+def describe_inputs(
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    origin: PlanOrigin,
+    *,
+    budget: MemoryBudget,
+    table: TableFile,
+) -> Inputs:
+    source = model.origin
+    return Inputs(
+        model=ModelInput(
+            name=model.name,
+            family=model.family,
+            config=None if source is None else source.config,
+            preprocessor=None if source is None else source.preprocessor,
+            max_pixels=None if source is None else source.max_pixels,
+            max_tiles=None if source is None else source.max_tiles,
+            num_layers=len(model.layers),
+            num_params=model.num_params,
+            layers_blake2b=model_fingerprint(model),
+        ),
+        data=DataInput(
+            files=origin.data_files,
+            num_samples=len(samples),
+            num_skipped=origin.num_skipped,
+            patch_unit=samples.patch_unit,
+            tokens_exact=samples.tokens_exact,
+            table=table.file,
+            table_blake2b=table.blake2b,
+        ),
+        cluster=ClusterInput(
+            device=cluster.device.name,
+            num_nodes=cluster.num_nodes,
+            devices_per_node=cluster.devices_per_node,
+            memory_bytes=budget.total_bytes,
+            reserve_bytes=budget.reserve_bytes,
+        ),
+        training=TrainingInput(
+            dtype=options.dtype,
+            optimizer=options.optimizer,
+            zero_stage=options.zero_stage,
+            attention=options.attention,
+            fused_kernels=options.fused_kernels,
+            frozen_towers=options.frozen_towers,
+            costs="analytic",
+        ),
+    )
+
+
+def describe_decisions(
+    model: ModelSpec,
+    options: PlanOptions,
+    setting: Setting,
+    packing: Packing,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    *,
+    files: Mapping[str, TableFile],
+) -> Decisions:
+    names = [layer.name for layer in model.layers]
+    dims = setting.dims
+    return Decisions(
+        parallel=ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp),
+        schedule=ScheduleDecision(
+            name=options.schedule, num_microbatches=setting.num_microbatches, num_chunks=options.num_chunks
+        ),
+        stages=tuple(
+            StageDecision(stage=stage.index, modules=fold_modules(names[stage.start : stage.stop])) for stage in stages
+        ),
+        recompute=tuple(
+            RecomputeDecision(
+                stage=stage.index, granularity=choice.tier, modules=fold_modules([names[i] for i in choice.layers])
+            )
+            for stage in stages
+            for choice in stage.recompute
+            if choice.layers
+        ),
+        packing=PackingDecision(
+            method=options.method,
+            order=options.order,
+            max_patches=setting.max_patches,
+            max_tokens=setting.max_tokens,
+            seed=options.seed,
+            oversize=options.oversize,
+            num_packs=packing.num_packs,
+            num_steps=schedule.num_steps,
+            num_oversize=len(packing.oversize),
+            offsets=files["offsets.npy"],
+            indices=files["indices.npy"],
+            schedule=files["schedule.npy"],
+        ),
+    )
+
+
+def describe_estimates(
+    setting: Setting, balance: BalanceReport, split: SplitResult, variants: Sequence[Variant]
+) -> Estimates:
+    """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
+    ours, dims = variants[-1], setting.dims
+    num_packed = balance.num_packed
+    return Estimates(
+        time_error=setting.profile.time_error,
+        memory_error=setting.profile.memory_error,
+        step_ms=_digits(ours.step_s.mean() * 1e3),
+        epoch_s=_digits(ours.epoch_s),
+        samples_per_s=_digits(num_packed / ours.epoch_s),
+        stage_imbalance=round(split.imbalance, 4),
+        stages=tuple(
+            StageEstimate(
+                stage=stage.index,
+                forward_ms=_digits(split.forward_s[stage.index] * 1e3),
+                backward_ms=_digits(split.backward_s[stage.index] * 1e3),
+                memory_gib=_gib(split.memory[stage.index % dims.pp].total_bytes),
+                state_gib=_gib(split.memory[stage.index % dims.pp].state_bytes),
+                activations_gib=_gib(split.memory[stage.index % dims.pp].saved_bytes),
+                transient_gib=_gib(split.memory[stage.index % dims.pp].transient_bytes),
+            )
+            for stage in split.stages
+        ),
+        balance=BalanceEstimate(
+            pad_ratio=round(balance.pad_ratio, 4),
+            dist_ratio_vit=round(balance.dist_ratio_vit, 4),
+            dist_ratio_llm=round(balance.dist_ratio_llm, 4),
+            dist_ratio_cost=round(balance.dist_ratio_cost, 4),
+            utilisation=round(balance.utilisation, 4),
+            fill_patches=round(balance.fill_vit, 4),
+            fill_tokens=round(balance.fill_llm, 4),
+            shuffle_chi2=None if balance.shuffle_chi2 is None else round(balance.shuffle_chi2, 3),
+            lower_bound_packs=balance.lower_bound_packs,
+        ),
+        variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
+    )
+
+
+def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
+    peak = max(device.total_bytes for device in variant.memory)
+    return VariantEstimate(
+        name=variant.name,
+        packs=variant.packs,
+        stages=variant.stages_rule,
+        recompute=variant.recompute_rule,
+        step_ms=_digits(variant.step_s.mean() * 1e3),
+        epoch_s=_digits(variant.epoch_s),
+        samples_per_s=_digits(num_samples / variant.epoch_s),
+        idle_share=round(variant.idle_share, 4),
+        peak_memory_gib=_gib(peak),
+        fits=variant.fits,
+    )
+
+
+def assemble_plan(
+    *, inputs: Inputs, decisions: Decisions, estimates: Estimates, origin: PlanOrigin, assumptions: Sequence[str]
+) -> Plan:
+    return Plan(
+        plan_version=PLAN_VERSION,
+        created_by=f"trimtab {__version__}",
+        command=origin.command,
+        summary=summarise(inputs, decisions, estimates),
+        inputs=inputs,
+        decisions=decisions,
+        estimates=estimates,
+        assumptions=tuple(dict.fromkeys((*origin.assumptions, *assumptions))),
+    )
+
+
+def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
+    """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from."""
+    parallel, cluster = decisions.parallel, inputs.cluster
+    baseline, ours = estimates.variants[0], estimates.variants[-1]
+    degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
+    gains = [
+        f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
+        for earlier, later in zip(estimates.variants, estimates.variants[1:], strict=False)
+    ]
+    misfit = "" if baseline.fits else "; does not fit the memory"
+    return (
+        f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}; "
+        f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
+        f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
+        f"the baseline ({baseline.packs}; {baseline.stages}; {baseline.recompute} recompute{misfit}) would take "
+        f"{baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _gib(num_bytes: float) -> float:
+    return round(num_bytes / GIB, 2)

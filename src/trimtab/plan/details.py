@@ -1,0 +1,47 @@
+"""What stands behind a plan's figures: the tables, timelines and pack sizes that the report draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.partition.assess import DeviceMemory
+from trimtab.plan.plan import Plan
+from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage, Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Variant:
+    """One way to run the whole data set: its packs, its stages, and what the simulation says of them."""
+
+    name: str  # "baseline", ..., "plan"
+    packs: str  # how micro-batches were made, in two or three words
+    stages_rule: str
+    recompute_rule: str
+    pack_patches: FloatArray  # (num_packs,) rows the vision tower computes, padding included
+    pack_tokens: FloatArray  # (num_packs,) rows the language model computes, padding included
+    stages: tuple[Stage, ...]
+    stage_forward_s: FloatArray  # (num_stages,) at the mean pack
+    stage_backward_s: FloatArray  # (num_stages,) recompute included
+    memory: tuple[DeviceMemory, ...]  # of each pipeline rank, at the largest micro-batch
+    step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
+    idle_share: float  # of all devices over all steps
+    fits: bool  # no device holds more than the cap
+    timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
+
+    @property
+    def epoch_s(self) -> float:
+        return float(self.step_s.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanDetails:
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves."""
+
+    plan: Plan
+    model: ModelSpec
+    samples: SampleTable
+    packing: Packing
+    schedule: Schedule
+    profile: Profile
+    memory_cap_bytes: float  # per device, reserve included
+    variants: tuple[Variant, ...]  # baseline first, the plan last

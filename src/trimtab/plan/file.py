@@ -1,0 +1,204 @@
+"""Plan files: YAML in fixed key order, a row a line, large tables as .npy beside it; written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import types
+import typing
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.files import blake2b
+from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
+
+_MAX_PLAN_BYTES = 16 * 2**20
+_MAX_INLINE_KEYS = 7
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def array_bytes(array: npt.NDArray[Any]) -> bytes:
+    """One table as the content of a .npy file; the same array gives the same bytes."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def name_table(name: str, content: bytes) -> TableFile:
+    """What the plan says of a table that lies beside it."""
+    return TableFile(file=name, blake2b=blake2b(content))
+
+
+def load_array(folder: Path, table: TableFile) -> npt.NDArray[Any]:
+    """Read a .npy table that a plan names; see `read_table`."""
+    content = read_table(folder, table)
+    try:
+        array: npt.NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise PlanError(
+            f"the plan's table {folder / table.file} is no .npy array ({error}): run `trimtab plan` again"
+        ) from error
+    return array
+
+
+def read_table(folder: Path, table: TableFile) -> bytes:
+    """The content of a table, from the plan's own folder and nowhere else; its hash must be the plan's."""
+    path = folder / table.file
+    if Path(table.file).name != table.file:
+        raise PlanError(
+            f"the plan names the table {table.file!r}, which lies outside its own folder: keep tables beside the plan"
+        )
+    if not path.is_file():
+        raise PlanError(f"the plan's table {path} is missing: copy the whole folder that `trimtab plan` wrote")
+    content = path.read_bytes()
+    if blake2b(content) != table.blake2b:
+        raise PlanError(f"the plan's table {path} is not the one the plan was made with: run `trimtab plan` again")
+    return content
+
+
+def plan_to_yaml(plan: Plan) -> str:
+    """The plan as text; the same plan gives the same bytes on every machine."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, _data: Any) -> bool:
+            return True
+
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
+            super().increase_indent(flow, indentless=False)  # list entries stand to the right of their key
+
+    Dumper.add_representer(
+        _Row, lambda dumper, row: dumper.represent_mapping("tag:yaml.org,2002:map", row.items(), flow_style=True)
+    )
+    Dumper.add_representer(
+        _Line, lambda dumper, line: dumper.represent_sequence("tag:yaml.org,2002:seq", line, flow_style=True)
+    )
+    Dumper.add_representer(
+        _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
+    )
+    Dumper.add_representer(
+        _Prose, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style=">")
+    )
+    parts: list[str] = []
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        width = 1_000_000  # a row is a line, however long
+        if field.name == "summary":
+            value, width = _Prose(value), 100
+        content = {field.name: _plain(value, name=field.name)}
+        parts.append(
+            yaml.dump(
+                content, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=width, allow_unicode=True
+            )
+        )
+    return "".join(parts)
+
+
+class _Row(dict[str, Any]):
+    """A mapping on one line."""
+
+
+class _Line(list[Any]):
+    """A list on one line."""
+
+
+class _Quoted(str):
+    """A string that another YAML reader might take for a number."""
+
+    __slots__ = ()
+
+
+class _Prose(str):
+    """Sentences, folded over lines."""
+
+    __slots__ = ()
+
+
+def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
+    """Dataclasses as mappings in field order; a list's entries and short mappings take one line each."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = {f.name: _plain(getattr(value, f.name), name=f.name) for f in dataclasses.fields(value)}
+        flat = not any(isinstance(v, dict | list) for v in entries.values())
+        return _Row(entries) if in_list or (flat and len(entries) <= _MAX_INLINE_KEYS) else entries
+    if isinstance(value, tuple):
+        of_words = all(isinstance(v, str) and " " not in v for v in value)
+        return (_Line if of_words else list)(_plain(v, name=name, in_list=True) for v in value)
+    if name.endswith(("blake2b", "version")):
+        return _Quoted(value)
+    return value
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
+    path = path / "plan.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise PlanError(f"there is no plan at {path}: give a plan.yaml, or the folder that `trimtab plan` wrote")
+    if path.stat().st_size > _MAX_PLAN_BYTES:
+        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any plan: give a plan.yaml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not text: give a plan.yaml") from error
+    return plan_from_yaml(text, origin=str(path))
+
+
+def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
+    """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
+    import pydantic
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):  # a few lines of aliases can stand for billions of nodes
+                raise yaml.YAMLError("aliases are not allowed")
+            return super().compose_node(parent, index)
+
+    try:
+        content = yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise PlanError(f"{origin} is not YAML ({_one_line(error)}): give a plan that `trimtab plan` wrote") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{origin} holds no mapping at its top: give a plan that `trimtab plan` wrote")
+    version = content.get("plan_version")
+    if not isinstance(version, str):
+        raise PlanError(f"{origin} has no plan_version in quotes: give a plan that `trimtab plan` wrote")
+    if version.split(".")[0] != PLAN_VERSION.split(".")[0]:
+        raise PlanError(f"{origin} has plan_version {version}, this trimtab reads {PLAN_VERSION}: make the plan again")
+    for key in _unknown_keys(content, Plan, prefix=""):
+        warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
+    try:
+        return pydantic.TypeAdapter(Plan).validate_python(content, strict=False)
+    except pydantic.ValidationError as error:
+        problems = [f"{origin}: {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise PlanError(join_problems(problems)) from error
+
+
+def _unknown_keys(content: Any, kind: Any, *, prefix: str) -> list[str]:
+    """Paths of keys that the dataclasses of `kind` do not have."""
+    if dataclasses.is_dataclass(kind) and isinstance(content, Mapping):
+        hints = typing.get_type_hints(kind)
+        unknown = [f"{prefix}{key}" for key in content if key not in hints]
+        for name, hint in hints.items():
+            unknown += _unknown_keys(content.get(name), hint, prefix=f"{prefix}{name}.")
+        return unknown
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and isinstance(content, Sequence) and not isinstance(content, str):
+        return [k for i, v in enumerate(content) for k in _unknown_keys(v, arguments[0], prefix=f"{prefix}{i}.")]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [k for argument in arguments for k in _unknown_keys(content, argument, prefix=prefix)]
+    return []
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,237 @@
+"""The plan file's content: what was given, what was decided, what is expected, what was assumed.
+
+Field order here is key order in the file. `decisions` hold exact integers and names, and are all that the runtime and
+the adapters read; `estimates` are rounded, carry their error band, and are never read back into a decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PLAN_VERSION = "1.0"
+
+ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B"]
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """The model that was described; `config` is a path, or the name of a description that ships with trimtab.
+
+    It is null for a model that was described from Python and not from a file.
+    """
+
+    name: str
+    family: str
+    config: str | None
+    preprocessor: str | None
+    max_pixels: int | None  # the user's own limits of an image; null: the model's
+    max_tiles: int | None
+    num_layers: int
+    num_params: int
+    layers_blake2b: str  # of every layer's name, widths and parameters, and of the image rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One file of the data set; the fingerprint covers its size, its first and its last MiB."""
+
+    path: str
+    num_bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataInput:
+    """The data set that was sized; `table` holds one row of sizes per sample and lies beside the plan."""
+
+    files: tuple[DataFile, ...]
+    num_samples: int
+    num_skipped: int  # samples left out because they were bad
+    patch_unit: Literal["patches", "tiles"]  # what the table counts; packs and limits below are in patches
+    tokens_exact: bool
+    table: str
+    table_blake2b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterInput:
+    """The devices, and the memory of each that the plan may use."""
+
+    device: str
+    num_nodes: int
+    devices_per_node: int
+    memory_bytes: int
+    reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingInput:
+    """Settings of the training run that change costs."""
+
+    dtype: str
+    optimizer: str
+    zero_stage: int
+    attention: Literal["flash", "sdpa", "eager"]
+    fused_kernels: bool  # norms, rotary and gates as single kernels
+    frozen_towers: tuple[Literal["vision", "projector", "language"], ...]
+    costs: str  # method of the profile: analytic, traced, timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    model: ModelInput
+    data: DataInput
+    cluster: ClusterInput
+    training: TrainingInput
+
+
+# -- decisions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDecision:
+    dp: int
+    pp: int
+    tp: int
+    cp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleDecision:
+    name: ScheduleName
+    num_microbatches: int  # per data-parallel rank and step
+    num_chunks: int  # virtual stages per device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDecision:
+    """Layers of one stage, in forward order; ranges as in "model.visual.blocks[0..23]" include both ends."""
+
+    stage: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeDecision:
+    """Layers whose activations are computed again in the backward; layers not listed keep theirs."""
+
+    stage: int
+    granularity: Literal["selective", "full"]
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFile:
+    """A large table beside the plan file."""
+
+    file: str
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingDecision:
+    """Which samples share a micro-batch, and which rank runs it in which step.
+
+    Pack p holds rows `indices[offsets[p]:offsets[p + 1]]` of the sample table; `schedule[step, rank, microbatch]` is a
+    pack number, or -1 for an empty slot of the last step.
+    """
+
+    method: Literal["balanced", "isf"]
+    order: Literal["random", "tolerance", "sorted"]
+    max_patches: int
+    max_tokens: int
+    seed: int
+    oversize: Literal["error", "alone", "skip"]
+    num_packs: int
+    num_steps: int
+    num_oversize: int
+    offsets: TableFile
+    indices: TableFile
+    schedule: TableFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    parallel: ParallelDecision
+    schedule: ScheduleDecision
+    stages: tuple[StageDecision, ...]
+    recompute: tuple[RecomputeDecision, ...]
+    packing: PackingDecision
+
+
+# -- estimates ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """One stage at the mean micro-batch (times) and at the limits (memory)."""
+
+    stage: int
+    forward_ms: float
+    backward_ms: float
+    memory_gib: float
+    state_gib: float
+    activations_gib: float
+    transient_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantEstimate:
+    """One row of the before/after table: what the whole data set costs when only some parts are balanced."""
+
+    name: str
+    packs: str
+    stages: str
+    recompute: str
+    step_ms: float
+    epoch_s: float
+    samples_per_s: float
+    idle_share: float  # of all devices, over all steps
+    peak_memory_gib: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceEstimate:
+    """Evenness of the packs; dist ratios as the OmniBal paper defines them, per micro-step over the ranks."""
+
+    pad_ratio: float
+    dist_ratio_vit: float
+    dist_ratio_llm: float
+    dist_ratio_cost: float
+    utilisation: float
+    fill_patches: float
+    fill_tokens: float
+    shuffle_chi2: float | None  # 1.0: sources meet as at random; null: there is one source
+    lower_bound_packs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    time_error: float  # relative half-width of every time below
+    memory_error: float
+    step_ms: float
+    epoch_s: float
+    samples_per_s: float
+    stage_imbalance: float  # slowest / mean - 1, at the mean micro-batch
+    stages: tuple[StageEstimate, ...]
+    balance: BalanceEstimate
+    variants: tuple[VariantEstimate, ...]  # baseline first, this plan last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One reviewable set of decisions with its inputs and expectations."""
+
+    plan_version: str
+    created_by: str
+    command: str
+    summary: str
+    inputs: Inputs
+    decisions: Decisions
+    estimates: Estimates
+    assumptions: tuple[str, ...]

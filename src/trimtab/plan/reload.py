@@ -1,0 +1,197 @@
+"""A plan read back with everything it stands on: model, sizes, packs, cost table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.costs.devices import find_device
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe
+from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.compare import compare_variants
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.file import load_plan, read_table
+from trimtab.plan.modules import unfold_modules
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.packs import load_packs
+from trimtab.plan.plan import Plan, TableFile
+from trimtab.plan.setting import Setting, profile_setting
+from trimtab.plan.split import split_problem
+from trimtab.plan.work import in_patches
+from trimtab.samples.table import table_from_bytes
+from trimtab.specs import (
+    ClusterSpec,
+    ModelSpec,
+    Packing,
+    ParallelDims,
+    RecomputeChoice,
+    SampleTable,
+    Schedule,
+    Stage,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReloadedPlan:
+    """The plan's own words as the nouns they were made from."""
+
+    plan: Plan
+    model: ModelSpec
+    samples: SampleTable
+    packing: Packing
+    schedule: Schedule
+    cluster: ClusterSpec
+    options: PlanOptions
+    budget: MemoryBudget
+    setting: Setting
+    stages: tuple[Stage, ...]
+
+
+def reload_plan(path: Path, *, model: ModelSpec | None = None) -> ReloadedPlan:
+    """Read the plan at `path` (the file or its folder); raises `PlanError` where its parts do not belong together.
+
+    `model` stands in for the plan's own description of where its model is.
+    """
+    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    inputs, decisions = plan.inputs, plan.decisions
+    model = model or find_model(plan, folder)
+    table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
+    samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+    packs = load_packs(folder, decisions.packing, num_samples=len(samples))
+    cluster = ClusterSpec(
+        device=find_device(inputs.cluster.device),
+        num_nodes=inputs.cluster.num_nodes,
+        devices_per_node=inputs.cluster.devices_per_node,
+    )
+    options = options_of(plan)
+    parallel = decisions.parallel
+    dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
+    setting = Setting(
+        dims=dims,
+        max_patches=decisions.packing.max_patches,
+        max_tokens=decisions.packing.max_tokens,
+        num_microbatches=decisions.schedule.num_microbatches,
+        profile=profile_setting(model, cluster, options, dims),
+    )
+    return ReloadedPlan(
+        plan=plan,
+        model=model,
+        samples=in_patches(samples, model),
+        packing=packs.packing,
+        schedule=packs.schedule,
+        cluster=cluster,
+        options=options,
+        budget=MemoryBudget(
+            total_bytes=inputs.cluster.memory_bytes,
+            reserve_bytes=inputs.cluster.reserve_bytes,
+        ),
+        setting=setting,
+        stages=stages_of(plan, model),
+    )
+
+
+def find_model(plan: Plan, folder: Path) -> ModelSpec:
+    """The plan's model: its config as the user named it, from here or from the plan's folder."""
+    given = plan.inputs.model
+    if given.config is None:
+        raise PlanError(
+            f"the plan's model {given.name} was described from Python, and no file says what it is: "
+            "describe it again and pass it as model="
+        )
+    source, preprocessor = given.config, given.preprocessor
+    beside = folder / source
+    if not Path(source).exists() and beside.exists():
+        source = str(beside)
+    other = None if preprocessor is None else Path(preprocessor)
+    if other is not None and not other.exists() and (folder / other).exists():
+        other = folder / other
+    return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+
+
+def options_of(plan: Plan) -> PlanOptions:
+    """The options that would make these decisions again."""
+    inputs, decisions = plan.inputs, plan.decisions
+    packing, parallel = decisions.packing, decisions.parallel
+    return PlanOptions(
+        dp=parallel.dp,
+        pp=parallel.pp,
+        tp=parallel.tp,
+        num_microbatches=decisions.schedule.num_microbatches,
+        max_patches=packing.max_patches,
+        max_tokens=packing.max_tokens,
+        schedule=decisions.schedule.name,
+        num_chunks=decisions.schedule.num_chunks,
+        method=packing.method,
+        order=packing.order,
+        oversize=packing.oversize,
+        seed=packing.seed,
+        memory_bytes=inputs.cluster.memory_bytes,
+        reserve=inputs.cluster.reserve_bytes / inputs.cluster.memory_bytes,
+        zero_stage=inputs.training.zero_stage,
+        optimizer=inputs.training.optimizer,
+        dtype=inputs.training.dtype,
+        attention=inputs.training.attention,
+        fused_kernels=inputs.training.fused_kernels,
+        frozen_towers=inputs.training.frozen_towers,
+    )
+
+
+def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
+    """The plan's module paths as layer numbers; every layer on one stage, in forward order."""
+    names = [layer.name for layer in model.layers]
+    position = {name: i for i, name in enumerate(names)}
+    problems: list[str] = []
+    stages: list[Stage] = []
+    start = 0
+    for number, decision in enumerate(plan.decisions.stages):
+        modules = unfold_modules(decision.modules)
+        if decision.stage != number or list(modules) != names[start : start + len(modules)]:
+            problems.append(f"stage {decision.stage} does not hold the model's next layers in forward order")
+        stages.append(Stage(index=number, start=start, stop=start + len(modules)))
+        start += len(modules)
+    if start != len(names):
+        problems.append(f"the stages hold {start} of the model's {len(names)} layers")
+    expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks
+    if len(stages) != expected:
+        problems.append(f"there are {len(stages)} stages for pp x chunks = {expected}")
+    chosen: dict[int, list[RecomputeChoice]] = {}
+    for entry in plan.decisions.recompute:
+        layers = tuple(position.get(name, len(names)) for name in unfold_modules(entry.modules))
+        here = stages[entry.stage] if 0 <= entry.stage < len(stages) else None
+        if here is None or not all(here.start <= i < here.stop for i in layers):
+            problems.append(f"recompute names layers that stage {entry.stage} does not hold")
+            continue
+        chosen.setdefault(entry.stage, []).append(RecomputeChoice(tier=entry.granularity, layers=layers))
+    if problems:
+        raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or mend the modules by hand")
+    return tuple(
+        Stage(index=s.index, start=s.start, stop=s.stop, recompute=tuple(chosen.get(s.index, ()))) for s in stages
+    )
+
+
+def load_details(path: Path | str, *, model: ModelSpec | None = None) -> PlanDetails:
+    """A plan on disk with its figures simulated again, for a report."""
+    found = reload_plan(Path(path), model=model)
+    samples_work = found.samples.work(token_window=found.model.token_window)
+    problem = split_problem(found.model, found.packing, samples_work, found.setting, found.budget, found.options)
+    variants = compare_variants(
+        found.samples,
+        samples_work,
+        problem,
+        found.stages,
+        found.packing,
+        found.schedule,
+        found.cluster,
+        found.options,
+    )
+    return PlanDetails(
+        plan=found.plan,
+        model=found.model,
+        samples=found.samples,
+        packing=found.packing,
+        schedule=found.schedule,
+        profile=found.setting.profile,
+        memory_cap_bytes=found.budget.total_bytes,
+        variants=variants,
+    )

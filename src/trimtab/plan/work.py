@@ -1,0 +1,133 @@
+"""What micro-batches ask of the layers: packed end to end, padded, or as large as the limits allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from trimtab.errors import PlanError
+from trimtab.specs import (
+    NUM_WORK_TERMS,
+    FloatArray,
+    ImageCounts,
+    IntArray,
+    ModelSpec,
+    Packing,
+    Profile,
+    SampleTable,
+    evaluate,
+)
+
+MICROBATCHES, PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, TOKENS_WINDOWED = range(NUM_WORK_TERMS)
+
+
+def packed_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
+    """(num_packs, T): rows of one pack are laid end to end, nothing is padded."""
+    work = np.asarray(packing.sums(samples_work), np.float64)
+    work[:, MICROBATCHES] = 1.0
+    return work
+
+
+def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
+    """(num_packs, T): every sample is as long as the batch's longest; images are not padded."""
+    work = packed_work(packing, samples_work)
+    if packing.num_packs == 0:
+        return work
+    size = np.diff(packing.offsets)
+    gathered = samples_work[packing.indices]
+    for term in (TOKENS, TOKENS_SQ, TOKENS_WINDOWED):
+        work[:, term] = size * np.maximum.reduceat(gathered[:, term], packing.offsets[:-1])
+    return work
+
+
+_SQUARES = ((PATCHES_SQ, PATCHES), (PATCHES_WINDOWED, PATCHES), (TOKENS_SQ, TOKENS), (TOKENS_WINDOWED, TOKENS))
+
+
+def limit_work(work: FloatArray, max_patches: int, max_tokens: int) -> FloatArray:
+    """(T,): the largest micro-batch the limits allow; squares at the densest row of `work`.
+
+    `work` holds samples or packs, one a row, or just their `extreme_rows`. A pack is no denser than its densest sample,
+    so rows of samples bound every pack that can be made of them.
+    """
+    largest = np.zeros(NUM_WORK_TERMS)
+    largest[MICROBATCHES] = 1.0
+    largest[PATCHES] = max(max_patches, work[:, PATCHES].max(initial=0.0))
+    largest[TOKENS] = max(max_tokens, work[:, TOKENS].max(initial=0.0))
+    for square, rows in _SQUARES:
+        largest[square] = _density(work, square, rows).max(initial=0.0) * largest[rows]
+    return largest
+
+
+def extreme_rows(work: FloatArray) -> FloatArray:
+    """The few rows of `work` that decide `limit_work`."""
+    if len(work) == 0:
+        return work
+    most = [int(work[:, PATCHES].argmax()), int(work[:, TOKENS].argmax())]
+    return work[most + [int(_density(work, square, rows).argmax()) for square, rows in _SQUARES]]
+
+
+def _density(work: FloatArray, square: int, rows: int) -> FloatArray:
+    return np.divide(work[:, square], work[:, rows], out=np.zeros(len(work)), where=work[:, rows] > 0)
+
+
+def price_samples(profile: Profile, samples_work: FloatArray) -> FloatArray:
+    """(num_samples,) seconds of forward and backward over all layers, for the packer to balance."""
+    per_term = profile.matrix("forward_s").sum(axis=0) + profile.matrix("backward_s").sum(axis=0)
+    return evaluate(per_term, samples_work)
+
+
+def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
+    """The table with tiles turned into ViT patches, for a model that cuts images into equal tiles.
+
+    Files of ready-made lengths know only how many tiles a sample has. A tower that sees tiles of one size sees the same
+    rows for each of them; a tower of native resolution cannot be planned from a number of tiles.
+    """
+    if samples.patch_unit == "patches":
+        return samples
+    tile = _one_tile(model)
+    return SampleTable(
+        num_images=samples.num_images,
+        num_patches=samples.num_patches * tile.patches,
+        num_tokens=samples.num_tokens,
+        patches_sq=samples.num_patches * tile.patches_sq,
+        patches_windowed=samples.num_patches * tile.patches_windowed,
+        ids=samples.ids,
+        source=samples.source,
+        source_names=samples.source_names,
+        patch_unit="patches",
+        tokens_exact=samples.tokens_exact,
+    )
+
+
+def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
+    """The table with only these rows, in this order."""
+    return replace(
+        samples,
+        num_images=samples.num_images[rows],
+        num_patches=samples.num_patches[rows],
+        num_tokens=samples.num_tokens[rows],
+        patches_sq=samples.patches_sq[rows],
+        patches_windowed=samples.patches_windowed[rows],
+        source=samples.source[rows],
+        ids=None if samples.ids is None else tuple(samples.ids[i] for i in rows.tolist()),
+    )
+
+
+def _one_tile(model: ModelSpec) -> ImageCounts:
+    """A tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
+    shapes = [model.image_rule.count(width, height) for width, height in ((448, 448), (896, 448), (1344, 896))]
+    per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}
+    if len(per_tile) != 1:
+        raise PlanError(
+            f"the data's sizes count tiles (vit_num), and {model.name} sees images at their own resolution: "
+            "size the data with `trimtab size` for this model, or give lengths with image_wh"
+        )
+    first = shapes[0]
+    return ImageCounts(
+        patches=first.patches // first.tiles,
+        tokens=first.tokens // first.tiles,
+        tiles=1,
+        patches_sq=first.patches_sq // first.tiles,
+        patches_windowed=first.patches_windowed // first.tiles,
+    )

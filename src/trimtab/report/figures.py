@@ -1,0 +1,146 @@
+"""The page's drawings, before beside after: timeline, memory, sizes of the packs."""
+
+from __future__ import annotations
+
+from trimtab.partition.assess import DeviceMemory
+from trimtab.plan.details import PlanDetails, Variant
+from trimtab.report import svg
+from trimtab.report.markup import legend, section
+from trimtab.report.words import before_after, memory_scale, percent, time_scale
+from trimtab.specs import FloatArray
+from trimtab.units import format_bytes, format_seconds
+
+# -- timeline -------------------------------------------------------------------------------------------------------
+
+
+def timelines(details: PlanDetails) -> str:
+    shown = before_after(details)
+    span = max(variant.timeline.makespan_s for variant in shown.values())
+    if span <= 0 or not any(len(variant.timeline.stage) for variant in shown.values()):
+        return ""
+    parts, dense = [], False
+    for name, variant in shown.items():
+        line = variant.timeline
+        dense = dense or len(line.stage) > svg.MAX_BLOCKS
+        sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
+        text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
+        parts.append(f'<h3>{name} <span class="note">{sentence}</span></h3>')
+        parts.append(svg.device_names(line.num_devices))
+        parts.append(svg.timeline(line, span_s=span, title=f"Pipeline timeline, {name}", description=text))
+    scale = time_scale([span])
+    parts.append(
+        f'<span></span><svg aria-hidden="true" width="100%" height="32">'
+        f"{svg.axis(span, scale, label=f'time since the start of the step, {scale.unit}', y=0)}</svg>"
+    )
+    entries = [
+        (("f0", "f1", "f2"), "forward of a light, usual, heavy micro-batch"),
+        (("b0", "b1", "b2"), "backward, recompute included"),
+        (("idle",), "idle"),
+    ]
+    if dense:
+        entries.insert(2, (("mixed",), "forward and backward in turn, too thin to draw"))
+    return section(
+        "Pipeline timeline",
+        "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
+        "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
+        "micro-batches.",
+        legend(entries) + f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>',
+    )
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+_MEMORY_PARTS = (
+    ("state", "weights, gradients, optimizer"),
+    ("saved", "saved activations"),
+    ("transient", "transient"),
+    ("reserve", "kept in reserve"),
+)
+
+
+def _memory_values(memory: DeviceMemory) -> tuple[float, ...]:
+    return memory.state_bytes, memory.saved_bytes, memory.transient_bytes, memory.overhead_bytes
+
+
+def memory_bars(details: PlanDetails) -> str:
+    cap = details.memory_cap_bytes
+    shown = before_after(details)
+    span = 1.02 * max(cap, max(memory.total_bytes for variant in shown.values() for memory in variant.memory))
+    panels = [f"<figure><h3>{name}</h3>{_memory_panel(name, v, span, cap)}</figure>" for name, v in shown.items()]
+    return section(
+        "Memory of each pipeline rank",
+        "Peak of one device when all micro-batches in flight are of the largest size. What passes the cap is outlined.",
+        legend(((look,), text) for look, text in _MEMORY_PARTS) + f'<div class="pair">{"".join(panels)}</div>',
+    )
+
+
+def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
+    num = len(variant.memory)
+    row = float(min(26, max(7, 420 // num)))
+    pad, top = (4.0, 22.0) if row >= 18 else (1.0, 22.0)
+    bottom = top + row * num
+    every = 1 if row >= 13 else 2 if row >= 10 else 8
+    scale = memory_scale([span])
+    bars, names, values = [svg.grid(span, scale, bottom, max_ticks=5)], [], []
+    for i, memory in enumerate(variant.memory):
+        y, middle = top + i * row, top + (i + 0.5) * row
+        parts = [
+            (look, value, f"rank {i}, {text}: {format_bytes(value)}")
+            for (look, text), value in zip(_MEMORY_PARTS, _memory_values(memory), strict=True)
+        ]
+        bars.append(svg.stacked_bar(parts, span=span, cap=cap, y=y + pad, height=row - 2 * pad))
+        if i % every == 0:
+            bad = ' style="fill:var(--bad);font-weight:600"' if memory.total_bytes > cap else ""
+            names.append(
+                f'<text class="name" x="100%" dx="-8" y="{middle:g}" dy="0.35em" text-anchor="end">rank {i}</text>'
+            )
+            values.append(
+                f'<text x="100%" y="{middle:g}" dy="0.35em" text-anchor="end"{bad}>'
+                f"{scale.text(memory.total_bytes)}</text>"
+            )
+    bars.append(f'<line class="base" x1="0" x2="0" y1="{top:g}" y2="{bottom:g}"/>')
+    bars.append(svg.limit_line(cap, span=span, height=bottom, text=f"cap {scale.text(cap)}"))
+    bars.append(svg.axis(span, scale, label=f"{scale.unit} per device", y=bottom, max_ticks=5))
+    peak = max(memory.total_bytes for memory in variant.memory)
+    text = f"{num} ranks, at most {scale.text(peak)} of {scale.text(cap)}."
+    height = bottom + 32
+    return (
+        f'<div class="bars"><svg aria-hidden="true" width="66" height="{height:g}">{"".join(names)}</svg>'
+        + svg.drawing("".join(bars), height=height, title=f"Memory, {name}", description=text)
+        + f'<svg aria-hidden="true" width="76" height="{height:g}">{"".join(values)}</svg></div>'
+    )
+
+
+# -- packs ----------------------------------------------------------------------------------------------------------
+
+
+def pack_sizes_section(details: PlanDetails) -> str:
+    shown, packing = before_after(details), details.plan.decisions.packing
+    rows = (("patches", packing.max_patches), ("tokens", packing.max_tokens))
+    largest = {name: max(float(pack_sizes(variant, name).max()) for variant in shown.values()) for name, _ in rows}
+    panels = []
+    for heading, variant in shown.items():
+        look = "new" if heading == "Plan" else "old"
+        for name, limit in rows:
+            if largest[name] > 0:
+                title = f"{heading}: {name} per pack"
+                drawn = svg.histogram(
+                    pack_sizes(variant, name),
+                    largest=largest[name],
+                    limit=float(limit),
+                    unit=name,
+                    title=title,
+                    css_class=look,
+                )
+                panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
+    note = (
+        "A pack is one micro-batch. Narrow is good: ranks and stages wait for the largest pack. Near the limit is "
+        "good: fewer packs for the same data. Heights differ between panels; the share is written on the lines."
+    )
+    if largest["patches"] == 0:
+        note += " The data holds no images, so every pack has 0 patches."
+    return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')
+
+
+def pack_sizes(variant: Variant, name: str) -> FloatArray:
+    return variant.pack_tokens if name == "tokens" else variant.pack_patches

@@ -1,0 +1,314 @@
+"""Drawings: axes with round ticks, histograms, and pipeline timelines of a bounded number of elements.
+
+Across, everything is placed in percent of the drawing, so that it follows the width of the page and text keeps its
+size; down, in CSS pixels. Colours are classes of `report.css`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from trimtab.report.words import Scale, clean, count_scale, time_scale
+from trimtab.specs import FloatArray, Timeline
+from trimtab.units import format_seconds
+
+MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
+MAX_RUNS = 6000  # pieces of a timeline too dense for that
+MAX_BINS = 60
+_GRID = 4000  # columns of a dense timeline
+_LABEL_SHARE = 0.019  # share of the width a two-digit label needs at the narrowest drawing (720 px)
+_WEIGHT_STEP = 0.08  # micro-batches this much off the median get the lighter or the darker shade
+
+# -- axes -----------------------------------------------------------------------------------------------------------
+
+
+def nice_ticks(limit: float, *, max_ticks: int = 6) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten from 0 to `limit`, at most `max_ticks` of them."""
+    if not limit > 0 or max_ticks < 2:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(limit / (max_ticks - 1)))
+    step = next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if limit / (m * power) < max_ticks - 1e-9)
+    return [i * step for i in range(int(limit / step + 1e-9) + 1)]
+
+
+def at(share: float) -> str:
+    """A share of the width as an attribute value: "12.5%"."""
+    return f"{100.0 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def _anchor(share: float) -> str:
+    return "start" if share < 0.03 else "end" if share > 0.94 else "middle"
+
+
+def axis(span: float, scale: Scale, *, label: str, y: float, max_ticks: int = 6) -> str:
+    """Tick labels below a plot of `span` base units, 30 px high in all; the last tick carries the unit."""
+    if span <= 0:
+        return ""
+    ticks = nice_ticks(span / scale.factor, max_ticks=max_ticks)
+    parts = []
+    digits = max(_decimals(tick) for tick in ticks)
+    for tick in ticks:
+        number, where = f"{tick:,.{digits}f}" if tick else "0", tick * scale.factor / span
+        parts.append(
+            f'<text class="tick" x="{at(where)}" y="{y + 13:g}" text-anchor="{_anchor(where)}">{number}</text>'
+        )
+    parts.append(f'<text class="tick" x="100%" y="{y + 28:g}" text-anchor="end">{escape(label)}</text>')
+    return "".join(parts)
+
+
+def _decimals(value: float) -> int:
+    return next((digits for digits in range(4) if abs(round(value, digits) - value) < 1e-9 * max(1.0, abs(value))), 4)
+
+
+def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str:
+    """Vertical lines at the ticks that `axis` labels."""
+    if span <= 0:
+        return ""
+    places = (at(tick * scale.factor / span) for tick in nice_ticks(span / scale.factor, max_ticks=max_ticks))
+    return "".join(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height:g}"/>' for x in places)
+
+
+def drawing(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
+    """An SVG of full width that a screen reader announces by its title and description."""
+    return (
+        f'<svg class="{css_class}" role="img" width="100%" height="{height:g}"><title>{escape(title)}</title>'
+        f"<desc>{escape(description)}</desc>{body}</svg>"
+    )
+
+
+# -- histogram ------------------------------------------------------------------------------------------------------
+
+
+def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, title: str, css_class: str) -> str:
+    """Share of packs by size, with the limit marked; `largest` is the largest pack of all the panels compared.
+
+    A bin holds the sizes over its lower edge up to its upper edge, and the limit is an edge, so a full pack is drawn
+    left of the limit's line. What is more than `MAX_BINS` bins out is counted in the last bin.
+    """
+    per_limit = max(1, min(48, int(MAX_BINS * limit / max(largest, limit)) - 1))
+    num_bins = min(MAX_BINS, max(per_limit, math.ceil(largest * per_limit / limit)) + 1)
+    span = limit * num_bins / per_limit
+    top, plot = 20.0, 96.0
+    places = np.ceil(values * per_limit / limit).astype(np.int64) - 1
+    counts = np.bincount(np.clip(places, 0, num_bins - 1), minlength=num_bins)
+    shares = counts / max(int(counts.sum()), 1)
+    peak = float(shares.max())
+    bottom = top + plot
+    scale = count_scale([span])
+    parts = [grid(span, scale, bottom, max_ticks=5)]
+    for share_tick in nice_ticks(peak, max_ticks=3)[1:]:
+        y = bottom - plot * share_tick / peak
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick halo" x="2" y="{y - 3:.1f}">{100 * share_tick:g} %</text>')
+    gap = 0.12 / num_bins
+    for i, share in enumerate(shares.tolist()):
+        if share == 0:
+            continue
+        height = max(plot * share / peak, 1.0)
+        low, high = span * i / num_bins, span * (i + 1) / num_bins
+        tip = f"{low:,.0f} to {high:,.0f} {unit}: {100 * share:.1f} % of packs ({counts[i]:,})"
+        parts.append(
+            f'<rect class="{css_class}" x="{at(i / num_bins)}" y="{bottom - height:.1f}" '
+            f'width="{at(1 / num_bins - gap)}" height="{height:.1f}" data-t="{escape(tip)}"/>'
+        )
+    parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
+    parts.append(limit_line(limit, span=span, height=bottom, text=f"limit {limit:,.0f}"))
+    parts.append(axis(span, scale, label=f"{unit} per pack", y=bottom, max_ticks=5))
+    text = f"Share of packs by {unit}. Largest pack {float(values.max()):,.0f}, limit {limit:,.0f}."
+    return drawing("".join(parts), height=bottom + 32, title=title, description=text)
+
+
+# -- timeline -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One piece of a device's row, in shares of the time axis; `block` is None where several blocks were merged."""
+
+    start: float
+    end: float
+    look: str
+    block: int | None
+
+
+def timeline_rows(num_devices: int) -> float:
+    """Height of one device's row in pixels: 24 for few devices, never under 7."""
+    return float(min(24, max(7, 420 // num_devices)))
+
+
+def timeline(timeline: Timeline, *, span_s: float, title: str, description: str) -> str:
+    """One row per device, forward and backward blocks on an axis of `span_s` seconds, and the end of the step marked.
+
+    Up to `MAX_BLOCKS` blocks are drawn one by one, with the micro-batch's number where there is room. Beyond, blocks
+    thinner than a threshold are drawn together with their neighbours as one mixed piece; the threshold is the
+    smallest of a doubling sequence that leaves at most `MAX_RUNS` pieces.
+    """
+    row = timeline_rows(timeline.num_devices)
+    pad = 1.0 if row < 10 else 2.0
+    height, top = row * timeline.num_devices, 18.0
+    parts = [f'<svg y="{top:g}" height="{height:g}" width="100%" overflow="visible">']
+    for device in range(timeline.num_devices):
+        parts.append(
+            f'<rect class="track" x="0" y="{device * row + pad:g}" width="{at(timeline.makespan_s / span_s)}" '
+            f'height="{row - 2 * pad:g}"/>'
+        )
+    unit = time_scale([span_s])
+    parts.append(grid(span_s, unit, height))
+    looks = block_looks(timeline)
+    rows = _device_rows(timeline, looks, span_s)
+    if len(timeline.stage) <= MAX_BLOCKS:
+        for device, runs in enumerate(rows):
+            parts.extend(_block(timeline, run, device * row + pad, row - 2 * pad) for run in runs)
+    else:
+        parts.append(_dense(_merge_to_budget(rows), row, pad, height))
+    parts.append("</svg>")
+    end = timeline.makespan_s / span_s
+    side = ("end", -5) if end > 0.85 else ("start", 5)
+    parts.append(f'<line class="makespan" x1="{at(end)}" x2="{at(end)}" y1="2" y2="{top + height + 2:g}"/>')
+    parts.append(
+        f'<text class="mark halo" x="{at(end)}" dx="{side[1]}" y="12" text-anchor="{side[0]}">'
+        f"{time_scale([timeline.makespan_s]).text(timeline.makespan_s)}</text>"
+    )
+    return drawing("".join(parts), height=top + height + 4, title=title, description=description, css_class="tl")
+
+
+def device_names(num_devices: int) -> str:
+    """The column of names left of a timeline: every device, or every eighth where rows are thin."""
+    row, top = timeline_rows(num_devices), 18.0
+    every = 1 if row >= 13 else 2 if row >= 10 else 8 if num_devices > 16 else 4
+    texts = (
+        f'<text class="name" x="100%" dx="-8" y="{top + (d + 0.5) * row:g}" dy="0.35em" text-anchor="end">'
+        f"rank {d}</text>"
+        for d in range(0, num_devices, every)
+    )
+    return f'<svg aria-hidden="true" width="78" height="{top + row * num_devices + 4:g}">{"".join(texts)}</svg>'
+
+
+def block_looks(timeline: Timeline) -> list[str]:
+    """Class of every block: f or b for its kind, then 0, 1, 2 for a light, usual or heavy micro-batch.
+
+    A micro-batch is heavy when its blocks together take 8 % longer than the median micro-batch, light when 8 % shorter.
+    """
+    if len(timeline.stage) == 0:
+        return []
+    spent = np.bincount(timeline.microbatch, weights=timeline.end_s - timeline.start_s)
+    usual = float(np.median(spent))
+    weight = np.where(spent > usual * (1 + _WEIGHT_STEP), 2, np.where(spent < usual * (1 - _WEIGHT_STEP), 0, 1))
+    return [
+        f"{'b' if kind else 'f'}{weight[mb]}"
+        for kind, mb in zip(timeline.kind.tolist(), timeline.microbatch.tolist(), strict=True)
+    ]
+
+
+def _device_rows(timeline: Timeline, looks: Sequence[str], span_s: float) -> list[list[_Run]]:
+    rows: list[list[_Run]] = [[] for _ in range(timeline.num_devices)]
+    for i in np.lexsort((timeline.end_s, timeline.start_s)).tolist():
+        start, end = float(timeline.start_s[i]) / span_s, float(timeline.end_s[i]) / span_s
+        if end > start:
+            run = _Run(start=start, end=end, look=looks[i], block=i)
+            rows[timeline.device_of(int(timeline.stage[i]))].append(run)
+    return rows
+
+
+def _block(timeline: Timeline, run: _Run, y: float, height: float) -> str:
+    assert run.block is not None
+    i, width = run.block, run.end - run.start
+    number, letter = int(timeline.microbatch[i]), "B" if timeline.kind[i] else "F"
+    start, spent = float(timeline.start_s[i]), float(timeline.end_s[i] - timeline.start_s[i])
+    tip = f"{letter}{number} · stage {timeline.stage[i]} · {format_seconds(spent)}, from {format_seconds(start)}"
+    box = (
+        f'<rect class="{run.look}" x="{at(run.start)}" y="{y:g}" width="{at(width)}" height="{height:g}" '
+        f'data-t="{escape(tip)}"/>'
+    )
+    if height < 14 or width < _LABEL_SHARE * max(1.0, len(str(number)) / 2):
+        return box
+    middle = at(run.start + width / 2)
+    return f'{box}<text class="in {run.look}" x="{middle}" y="{y + height / 2:g}" dy="0.35em">{number}</text>'
+
+
+def _merge_to_budget(rows: list[list[_Run]]) -> list[list[_Run]]:
+    threshold = 1.0 / _GRID
+    while sum(map(len, rows)) > MAX_RUNS:
+        rows = [_merge_thin(runs, threshold) for runs in rows]
+        threshold *= 2
+    return rows
+
+
+def _merge_thin(runs: Sequence[_Run], threshold: float) -> list[_Run]:
+    """Neighbours thinner than `threshold`, and less than it apart, become one piece.
+
+    A block moves left to touch the one it joins, so the busy time of the row stays exact. The gap it leaves adds to
+    the next one, so gaps pile up until they are drawn, and nothing moves by more than `threshold`.
+    """
+    merged: list[_Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        thin = run.block is None or run.end - run.start < threshold
+        if last is not None and thin and run.start - last.end < threshold:
+            last_thin = last.block is None or last.end - last.start < threshold
+            if last_thin:
+                look = _common_look(last.look, run.look)
+                merged[-1] = _Run(start=last.start, end=last.end + run.end - run.start, look=look, block=None)
+                continue
+        merged.append(run)
+    return merged
+
+
+def _common_look(a: str, b: str) -> str:
+    """Of blocks of one kind that kind in its usual shade, of both kinds "mixed"."""
+    return a if a == b else f"{a[0]}1" if a[0] == b[0] else "mixed"
+
+
+def _dense(rows: Sequence[Sequence[_Run]], row: float, pad: float, height: float) -> str:
+    """Runs as dashes of one path per row and look, on a grid of `_GRID` columns."""
+    paths: list[str] = []
+    for device, runs in enumerate(rows):
+        dashes: dict[str, list[str]] = {}
+        pens: dict[str, int] = {}
+        for run in runs:
+            x, end = round(run.start * _GRID), max(round(run.end * _GRID), round(run.start * _GRID) + 1)
+            if run.look in pens:
+                dashes[run.look].append(f"m{x - pens[run.look]} 0h{end - x}")
+            else:
+                dashes[run.look] = [f"M{x} {(device + 0.5) * row:g}h{end - x}"]
+            pens[run.look] = end
+        paths.extend(f'<path class="d {look}" d="{"".join(d)}"/>' for look, d in sorted(dashes.items()))
+    return (
+        f'<svg width="100%" height="{height:g}" viewBox="0 0 {_GRID} {height:g}" preserveAspectRatio="none" '
+        f'stroke-width="{row - 2 * pad:g}">{"".join(paths)}</svg>'
+    )
+
+
+# -- bars -----------------------------------------------------------------------------------------------------------
+
+
+def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: float, y: float, height: float) -> str:
+    """(class, value, tooltip) side by side on an axis of `span`; what lies past `cap` is outlined as too much."""
+    shapes, x = [], 0.0
+    for look, value, tip in parts:
+        if value > 0:
+            shapes.append(
+                f'<rect class="{look}" x="{at(x / span)}" y="{y:g}" width="{at(value / span)}" height="{height:g}" '
+                f'data-t="{escape(clean(tip))}"/>'
+            )
+        x += value
+    if x > cap:
+        shapes.append(
+            f'<rect class="over" x="{at(cap / span)}" y="{y:g}" width="{at((x - cap) / span)}" height="{height:g}"/>'
+        )
+    return "".join(shapes)
+
+
+def limit_line(limit: float, *, span: float, height: float, text: str) -> str:
+    """A limit as a dashed line down the plot, named at its top."""
+    where = limit / span
+    side = ("end", -5) if where > 0.5 else ("start", 5)
+    return (
+        f'<line class="limit" x1="{at(where)}" x2="{at(where)}" y1="4" y2="{height:g}"/>'
+        f'<text class="mark halo" x="{at(where)}" dx="{side[1]}" y="13" text-anchor="{side[0]}">{escape(text)}</text>'
+    )

@@ -1,0 +1,173 @@
+"""Words and numbers that the page and the terminal share: cleaned names, units of a column, layers in a line."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.plan.details import PlanDetails, Variant
+from trimtab.specs import FloatArray, ModelSpec, Stage
+from trimtab.units import GIB, KIB, MIB
+
+MAX_TEXT = 400  # characters of one foreign string that are shown
+_BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+GAIN_NOISE = 0.005  # ratios nearer to 1 than this read as "the same"
+
+
+def clean(text: str, *, limit: int = MAX_TEXT) -> str:
+    """One printable line of at most `limit` characters.
+
+    Names come from data sets and configurations of strangers: control characters (terminal escapes), lone surrogates
+    and marks that reverse the reading direction become U+FFFD; runs of white space become one blank.
+    """
+    line = " ".join(text[: 4 * limit].split())
+    line = "".join("\ufffd" if c in _BIDI_CONTROLS or unicodedata.category(c) in ("Cc", "Cs") else c for c in line)
+    return line if len(line) <= limit and len(text) <= 4 * limit else line[: limit - 1] + "…"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """One unit and one number of digits for all values of a column, so that they align."""
+
+    unit: str
+    factor: float
+    digits: int
+
+    def number(self, value: float) -> str:
+        text = f"{value / self.factor:,.{self.digits}f}"
+        return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
+
+    def text(self, value: float) -> str:
+        return f"{self.number(value)} {self.unit}"
+
+
+def time_scale(seconds: Iterable[float]) -> Scale:
+    """Unit that shows three digits of the largest value."""
+    return _scale(seconds, (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+
+
+def memory_scale(num_bytes: Iterable[float]) -> Scale:
+    """As `time_scale`, for bytes."""
+    return _scale(num_bytes, (("GiB", float(GIB)), ("MiB", float(MIB)), ("KiB", float(KIB)), ("B", 1.0)))
+
+
+def count_scale(values: Iterable[float]) -> Scale:
+    """As `time_scale`, for plain counts and rates."""
+    return _scale(values, (("", 1.0),))
+
+
+def _scale(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Scale:
+    largest = max((abs(value) for value in values), default=0.0)
+    unit, factor = next((pair for pair in units if largest >= pair[1]), units[-1])
+    shown = largest / factor
+    return Scale(unit=unit, factor=factor, digits=0 if shown >= 99.95 or shown == 0 else 1 if shown >= 9.995 else 2)
+
+
+def percent(share: float, *, digits: int = 1) -> str:
+    return f"{100.0 * share:.{digits}f} %"
+
+
+def signed_percent(share: float) -> str:
+    """With its sign, as a minus of the width of the plus: "+2.0 %", "−0.7 %"."""
+    text = f"{100.0 * share:+.1f} %"
+    return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
+
+
+def shuffle_text(chi2: float | None) -> str:
+    """The chi-square figure; data of one source has none."""
+    return "one source" if chi2 is None else f"{chi2:.3f}"
+
+
+def ratio_text(ratio: float) -> str:
+    return f"{ratio:.2f} ×"
+
+
+def before_after(details: PlanDetails) -> dict[str, Variant]:
+    """The first and the last variant by title; the plan alone where nothing was compared."""
+    first, plan = details.variants[0], details.variants[-1]
+    return {"Plan": plan} if first is plan else {"Baseline": first, "Plan": plan}
+
+
+def headline(details: PlanDetails) -> str:
+    """One sentence: what the plan is predicted to gain over the baseline."""
+    rows = details.plan.estimates.variants
+    first, last = rows[0], rows[-1]
+    unit = time_scale([first.step_ms / 1e3, last.step_ms / 1e3])
+    step = f"a step of {unit.text(last.step_ms / 1e3)}"
+    if len(rows) == 1:
+        return f"Predicted: {step}, {last.samples_per_s:,.1f} samples/s."
+    gain = last.samples_per_s / first.samples_per_s
+    if abs(gain - 1.0) < GAIN_NOISE:
+        verdict = "as many samples per second as the baseline"
+    else:
+        verdict = f"{gain:.2f} × the samples per second of the baseline"
+    against = f" against {unit.text(first.step_ms / 1e3)}"
+    if not first.fits:
+        verdict += ", which would not fit in memory"
+    return f"Predicted: {verdict}; {step}{against}."
+
+
+def error_sentence(details: PlanDetails) -> str:
+    """What the headline's error band covers, and what it does not."""
+    estimates, costs = details.plan.estimates, details.plan.inputs.training.costs
+    bands = (
+        f"Nothing here was measured in a training run: times come from {clean(costs)} costs and a simulated pipeline. "
+        f"Each time and rate has an error band of ± {percent(estimates.time_error, digits=0)}, each memory figure of "
+        f"± {percent(estimates.memory_error, digits=0)}."
+    )
+    if len(details.variants) == 1:
+        return bands
+    return bands + (
+        " Variants share their costs, so part of that error cancels in a ratio of two; how much is not known."
+    )
+
+
+def describe_layers(model: ModelSpec, stage: Stage) -> str:
+    """A stage's layers in forward order: "vision blocks 12–44, projector, token embedding, language blocks 0–3".
+
+    Block numbers count the blocks of their tower from 0.
+    """
+    parts: list[str] = []
+    block_of = {i: n for tower in ("vision", "language") for n, i in enumerate(model.indices(tower, "block"))}
+    i = stage.start
+    while i < stage.stop:
+        layer = model.layers[i]
+        last = i
+        while last + 1 < stage.stop and _alike(model, last + 1) == _alike(model, i):
+            last += 1
+        if layer.kind == "block" and i in block_of:
+            numbers = f"{block_of[i]}" if last == i else f"{block_of[i]}–{block_of[last]}"
+            parts.append(f"{layer.tower} block{'' if last == i else 's'} {numbers}")
+        else:
+            parts.append(_single_name(model, i) + ("" if last == i else f" ({last - i + 1} layers)"))
+        i = last + 1
+    return ", ".join(parts)
+
+
+def _alike(model: ModelSpec, index: int) -> tuple[str, str]:
+    return model.layers[index].tower, model.layers[index].kind
+
+
+def _single_name(model: ModelSpec, index: int) -> str:
+    layer = model.layers[index]
+    if layer.tower == "projector" or layer.kind == "projector":
+        return "projector"
+    if layer.kind == "embed":
+        return "patch embedding" if layer.tower == "vision" else "token embedding"
+    return {"norm": f"{layer.tower} norm", "head": "head"}.get(layer.kind, f"{layer.tower} {layer.kind}")
+
+
+def describe_recompute(stage: Stage) -> str:
+    """How many of a stage's layers recompute, by tier: "full 7, selective 3 of 24"."""
+    counts = {choice.tier: 0 for choice in stage.recompute}
+    for choice in stage.recompute:
+        counts[choice.tier] += len(choice.layers)
+    text = ", ".join(f"{tier} {count}" for tier, count in counts.items() if count)
+    return f"{text} of {stage.stop - stage.start}" if text else "none"
+
+
+def relative_spread(values: FloatArray) -> float:
+    """Standard deviation over mean; 0 where all values are 0."""
+    mean = float(values.mean()) if len(values) else 0.0
+    return float(values.std()) / mean if mean > 0 else 0.0

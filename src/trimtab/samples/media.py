@@ -1,0 +1,107 @@
+"""From an image reference in a sample to the image's size, without leaving the media folder."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes
+
+from trimtab.errors import ImageError
+from trimtab.samples.headers import Exif, image_size, image_size_of_descriptor
+from trimtab.samples.problems import BadRecordError, shorten
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW: int | None = getattr(os, "O_NOFOLLOW", None)
+
+
+class MediaFolder:
+    """Reads sizes of the images below one folder.
+
+    Symlinks, `..` and absolute paths are followed and judged by where they end; what ends outside is refused unless
+    `allow_outside`. It remembers where folders lead, because resolving a path costs more than reading a header.
+    """
+
+    def __init__(self, root: Path, *, allow_outside: bool, exif: Exif, max_pixels: int) -> None:
+        self._root = os.path.realpath(root)
+        self._allow_outside = allow_outside
+        self._exif: Exif = exif
+        self._max_pixels = max_pixels
+        self._real_folders: dict[str, str] = {}
+
+    def image_size(self, image: str | bytes) -> tuple[int, int]:
+        """(width, height) of a path below the folder, a data: or file: URL, or bytes; else `BadRecordError`."""
+        try:
+            if isinstance(image, bytes):
+                return image_size(image, exif=self._exif, max_pixels=self._max_pixels)
+            if image.startswith("data:"):
+                return image_size(_data_url_bytes(image), exif=self._exif, max_pixels=self._max_pixels)
+            scheme = _SCHEME.match(image)
+            if scheme is None:
+                return self._file_size(image)
+            if scheme[1].lower() == "file":
+                return self._file_size(unquote(image[7:].removeprefix("localhost")))
+        except ImageError as error:
+            where = "" if isinstance(image, bytes) or image.startswith("data:") else f"image {shorten(image)}: "
+            raise BadRecordError("image", where + str(error)) from None
+        raise BadRecordError(
+            "path", f"image {shorten(image)} is on the network, and nothing is fetched: download it and name the file"
+        )
+
+    def _file_size(self, name: str) -> tuple[int, int]:
+        try:
+            fd = self._open(name)
+        except (OSError, ValueError) as error:
+            cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            raise BadRecordError(
+                "path", f"image {shorten(name)} cannot be opened below {self._root}: {cause}; check media_root"
+            ) from None
+        try:
+            return image_size_of_descriptor(fd, exif=self._exif, max_pixels=self._max_pixels)
+        finally:
+            os.close(fd)
+
+    def _open(self, name: str) -> int:
+        path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
+        if self._allow_outside:
+            return os.open(path, _FLAGS)
+        if _NOFOLLOW is not None:
+            folder, leaf = os.path.split(path)
+            if leaf not in ("", ".", ".."):
+                try:
+                    return os.open(self._inside(self._real_folder(folder), name) + os.sep + leaf, _FLAGS | _NOFOLLOW)
+                except OSError as error:
+                    if error.errno != errno.ELOOP:  # the file itself is a symlink
+                        raise
+        return os.open(self._inside(os.path.realpath(path, strict=True), name), _FLAGS | (_NOFOLLOW or 0))
+
+    def _real_folder(self, folder: str) -> str:
+        real = self._real_folders.get(folder)
+        if real is None:
+            real = self._real_folders[folder] = os.path.realpath(folder)
+        return real
+
+    def _inside(self, real: str, name: str) -> str:
+        if real != self._root and not real.startswith(self._root.rstrip(os.sep) + os.sep):
+            raise BadRecordError(
+                "path",
+                f"image {shorten(name)} lies outside the media folder {self._root}: "
+                "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
+            )
+        return real
+
+
+def _data_url_bytes(url: str) -> bytes:
+    header, comma, payload = url.partition(",")
+    if not comma:
+        raise ImageError("a data: URL without a comma holds no image; write data:image/png;base64,...")
+    if not header.endswith(";base64"):
+        return unquote_to_bytes(payload)
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"a data: URL is not base64: {error}; encode the image again") from None

@@ -1,0 +1,64 @@
+"""Samples that cannot be planned: which, where, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.errors import SampleError, join_problems
+
+BadKind = Literal[
+    "json",  # the line or record is not JSON
+    "type",  # a field is missing or has another type than the format gives it
+    "id",  # an earlier sample of the same file has this id
+    "path",  # an image reference leads out of the media folder, to the network, or nowhere
+    "image",  # the image file is not one, is truncated, has no or too many pixels
+    "placeholder",  # as many image placeholders as images are needed
+    "template",  # the chat template refuses the conversation
+    "length",  # more tokens than the limit
+]
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSample:
+    """One sample left out of a table."""
+
+    file: str
+    line: int | None  # of a JSONL file; elsewhere the record's number; both from 1; None: known to no line
+    id: str | None
+    kind: BadKind
+    reason: str
+
+    def __str__(self) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.reason}" if self.id is None else f"{place} (id {shorten(self.id)}): {self.reason}"
+
+
+class BadRecordError(SampleError):
+    """Raised while one record is read; the pass turns it into a `BadSample`."""
+
+    def __init__(self, kind: BadKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: BadKind = kind
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """Text of a stranger's file, fit for one line of a terminal: no control characters, at most `limit` others."""
+    text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def refuse_bad(bad: Sequence[BadSample], num_read: int) -> None:
+    """Raise one `SampleError` that names the bad samples, if there are any."""
+    if not bad:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
+    raise SampleError(
+        f"{len(bad)} of {num_read} samples cannot be planned ({kinds}): "
+        "mend them, or leave them out with on_bad='skip' (--on-bad skip)\n" + join_problems([str(b) for b in bad])
+    )

@@ -1,0 +1,33 @@
+"""Ready-made lengths as one table: what `trimtab pack` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.errors import SampleError
+from trimtab.samples.lengths import RuleInSample, image_counter, read_length_part
+from trimtab.samples.problems import refuse_bad
+from trimtab.samples.table import is_saved_table, join_parts, load_table
+from trimtab.specs import ImageRule, SampleTable
+
+
+def read_lengths(
+    paths: Path | Sequence[Path], *, image_rule: ImageRule | None = None, rule_in_sample: RuleInSample | None = None
+) -> SampleTable:
+    """One table of files that give token counts themselves: `token_num`, `num_tokens` or `length`.
+
+    With `vit_num` the table counts tiles (`patch_unit="tiles"`, `patches_sq` = tiles; `num_images` is 1 where a sample
+    has real tiles, because the file does not tell images apart; a text-only sample keeps the dummy tile it is given).
+    With `image_wh` ([[width, height], ...]) patches come from `image_rule`. A `source` column names data sets; else
+    each file is one. Tables of `save_table` are read as they are. Raises one `SampleError` that lists every bad row.
+    """
+    files = [paths] if isinstance(paths, Path) else list(paths)
+    if not files:
+        raise SampleError("no file of lengths was named: name at least one")
+    count_image = image_counter(image_rule, rule_in_sample) if image_rule is not None else None
+    parts = [read_length_part(file, count_image=count_image) for file in files]
+    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts))
+    if len(files) == 1 and is_saved_table(files[0]):
+        return load_table(files[0])
+    return join_parts(files, [[part] for part in parts])

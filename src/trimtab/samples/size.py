@@ -1,0 +1,366 @@
+"""The pass over a data set: every sample's images, patches and tokens, and every sample that has none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+import trimtab
+from trimtab.errors import ImageError, SampleError
+from trimtab.files import blake2b
+from trimtab.samples.headers import MAX_PIXELS, Exif
+from trimtab.samples.lengths import RuleInSample, holds_lengths, image_counter, read_length_part
+from trimtab.samples.media import MediaFolder
+from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
+from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
+from trimtab.samples.resume import chunk_path, load_part, save_part
+from trimtab.samples.rows import read_conversation, record_id
+from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts
+from trimtab.samples.tokens import ImageMarkup, Rendered, SpecialTokens, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.workers import map_in_order
+from trimtab.specs import ImageRule
+
+Progress = Callable[[int, int], None]
+
+_BATCH = 512  # chats encoded together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What decides a sample's sizes; goes to every worker."""
+
+    image_rule: ImageRule
+    rule_in_sample: RuleInSample | None
+    source_key: str | None
+    tokenizer: TokenizerFiles | None
+    media_root: Path | None
+    allow_outside: bool
+    exif: Exif
+    max_pixels: int
+
+    def key(self) -> str:
+        """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
+        tokenizer = self.tokenizer and replace(self.tokenizer, tokenizer_json=b"", added=())
+        content = blake2b(self.tokenizer.tokenizer_json + repr(self.tokenizer.added).encode()) if self.tokenizer else ""
+        function = getattr(self.rule_in_sample, "__qualname__", "")
+        own = replace(self, tokenizer=tokenizer, rule_in_sample=None)
+        return repr((trimtab.__version__, own, function, type(self.image_rule).__name__, content))
+
+
+def size_samples(
+    data: Path | Sequence[Path],
+    *,
+    image_rule: ImageRule,
+    tokenizer: Path | None,
+    rule_in_sample: RuleInSample | None = None,
+    chat_template: Path | None = None,
+    image_markup: ImageMarkup | None = None,
+    special_tokens: SpecialTokens = "template",
+    media_root: Path | None = None,
+    allow_outside: bool = False,
+    exif: Exif = "ignore",
+    max_pixels: int = MAX_PIXELS,
+    max_tokens: int | None = None,
+    unique_ids: bool = True,
+    source_key: str | None = None,
+    on_bad: Literal["error", "skip"] = "error",
+    workers: int = 1,
+    resume_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> SizingResult:
+    """Sizes of every sample of the files, in their order.
+
+    Image paths are taken below `media_root` (None: the folder of the data file). Bad samples raise one `SampleError`
+    that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all always raises.
+    `rule_in_sample` gives the rule of a sample with several images, for models that treat a lone image otherwise.
+    `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names the field that says
+    which data set a record comes from (text, at most 80 characters); without it the file is the source. `progress` is
+    called with bytes of data files done and in all. With `resume_dir` finished chunks are kept there: a killed pass
+    started again takes them over, unless data file, tokenizer or settings have changed (images are not looked at
+    again). The result does not depend on `workers` nor on interruptions.
+    """
+    files = [data] if isinstance(data, Path) else list(data)
+    if not files:
+        raise SampleError("no data file was named: name at least one")
+    ready = [holds_lengths(file) for file in files]
+    if any(ready) and not all(ready):
+        odd = files[ready.index(not ready[0])]
+        raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
+    assumptions: list[str] = []
+    if all(ready):
+        count_image = image_counter(image_rule, rule_in_sample)
+        parts = [[read_length_part(file, count_image=count_image)] for file in files]
+    else:
+        settings = _Settings(
+            image_rule=image_rule,
+            rule_in_sample=rule_in_sample,
+            source_key=source_key,
+            tokenizer=None
+            if tokenizer is None
+            else read_tokenizer(
+                tokenizer, chat_template=chat_template, markup=image_markup, special_tokens=special_tokens
+            ),
+            media_root=media_root,
+            allow_outside=allow_outside,
+            exif=exif,
+            max_pixels=max_pixels,
+        )
+        assumptions += TokenCounter(settings.tokenizer).assumptions
+        parts = _size_files(files, settings, workers, resume_dir, progress)
+        if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
+            assumptions.append(_EXIF_ASSUMPTION[exif])
+    parts = [
+        _refuse_repeated(file, [_refuse_long(file, part, max_tokens) for part in file_parts], unique_ids)
+        for file, file_parts in zip(files, parts, strict=True)
+    ]
+    bad = [sample for file_parts in parts for part in file_parts for sample in part.bad]
+    num_read = sum(part.num_read for file_parts in parts for part in file_parts)
+    if on_bad == "error":
+        refuse_bad(bad, num_read)
+    if len(bad) == num_read:
+        refuse_bad(bad, num_read)
+        raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
+    return SizingResult(
+        table=join_parts(files, parts), bad=tuple(bad), assumptions=tuple(assumptions), num_read=num_read
+    )
+
+
+_EXIF_ASSUMPTION: dict[Exif, str] = {
+    "ignore": "EXIF orientation is ignored, as by Image.open(...).convert('RGB')",
+    "apply": "EXIF orientation is applied, as by ImageOps.exif_transpose",
+}
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def _size_files(
+    files: Sequence[Path], settings: _Settings, workers: int, resume_dir: Path | None, progress: Progress | None
+) -> list[list[Part]]:
+    """Parts of every file, lines numbered within the file."""
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+
+    def advance(chunk: Chunk, _part: Part) -> None:
+        nonlocal done
+        done += chunk.num_bytes
+        if progress is not None:
+            progress(min(done, total), total)
+
+    order: list[int] = []
+
+    def chunks() -> Iterator[Chunk]:
+        for number, file in enumerate(files):
+            for chunk in list_chunks(file):
+                order.append(number)
+                yield chunk
+
+    parts: list[list[Part]] = [[] for _ in files]
+    lines = [0] * len(files)
+    with _one_core_a_worker():
+        results = map_in_order(partial(_make_work, settings, resume_dir), chunks(), workers, advance)
+        for position, part in enumerate(results):
+            number = order[position]
+            parts[number].append(_place(part, files[number], lines[number]))
+            lines[number] += part.num_lines
+    return parts
+
+
+def _make_work(settings: _Settings, resume_dir: Path | None) -> Callable[[Chunk], Part]:
+    """What a worker does with a chunk: take it from the resume folder, else size it and put it there."""
+    sizer, key = _Sizer(settings), settings.key()
+
+    def work(chunk: Chunk) -> Part:
+        if resume_dir is None:
+            return sizer.size(chunk)
+        path = chunk_path(resume_dir, chunk, key)
+        part = load_part(path)
+        if part is None:
+            part = sizer.size(chunk)
+            save_part(path, part)
+        return part
+
+    return work
+
+
+@contextmanager
+def _one_core_a_worker() -> Iterator[None]:
+    """Keep the tokenizer's own threads away, which would take every core for each worker."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _place(part: Part, file: Path, offset: int) -> Part:
+    """Lines numbered within the file instead of the chunk, and the file named as the caller did."""
+    bad = tuple(replace(sample, file=str(file), line=(sample.line or 0) + offset) for sample in part.bad)
+    return replace(part, lines=part.lines + offset, bad=bad)
+
+
+class _Sizer:
+    """Sizes chunks; holds the tokenizer, the resolved folders and the counts of image sizes met before."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self._counter = TokenCounter(settings.tokenizer)
+        self._count_image = image_counter(settings.image_rule, settings.rule_in_sample)
+        self._folders: dict[Path, MediaFolder] = {}
+
+    def size(self, chunk: Chunk) -> Part:
+        """The chunk's samples, one batch of chats encoded at a time."""
+        numbers: list[tuple[int, ...]] = []
+        lines: list[int] = []
+        ids: list[str | None] = []
+        sources: dict[str, int] = {}
+        source: list[int] = []
+        bad: list[BadSample] = []
+        chats: list[Rendered] = []
+        tokens: list[int] = []
+        media = self._media(chunk.file)
+        num_lines = num_blank = 0
+        for record in read_chunk(chunk):
+            num_lines += 1
+            if record.blank:
+                num_blank += 1
+                continue
+            name = record.key
+            try:
+                name = record_id(record.value) or record.key
+                origin = self._source(record)
+                chats.append(self._size_record(record, media, numbers))
+                source.append(sources.setdefault(origin, len(sources)))
+                lines.append(record.line)
+                ids.append(name)
+            except BadRecordError as error:
+                bad.append(_bad(chunk.file, record.line, name, error.kind, str(error)))
+            if len(chats) == _BATCH:
+                tokens += self._counter.count(chats)
+                chats.clear()
+        tokens += self._counter.count(chats)
+        table = np.array(numbers, np.int64).reshape(-1, len(COLUMNS))
+        table[:, 2] = tokens
+        return Part(
+            numbers=table,
+            lines=np.array(lines, np.int64),
+            ids=tuple(ids) if any(name is not None for name in ids) else None,
+            bad=tuple(bad),
+            num_read=num_lines - num_blank,
+            num_lines=num_lines if chunk.first_line is None else 0,
+            source=np.array(source, np.int32) if self._settings.source_key is not None else None,
+            source_names=tuple(sources),
+            patch_unit="patches",
+            tokens_exact=self._counter.exact,
+        )
+
+    def _source(self, record: Record) -> str:
+        key = self._settings.source_key
+        if key is None or record.problem is not None:
+            return ""
+        name = record.value.get(key) if isinstance(record.value, dict) else None
+        if not isinstance(name, str) or not 0 < len(name) <= 80:
+            raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
+        return name
+
+    def _size_record(self, record: Record, media: MediaFolder, numbers: list[tuple[int, ...]]) -> Rendered:
+        if record.problem is not None:
+            raise record.problem
+        conversation = read_conversation(record.value, images=record.images)
+        try:
+            num_images = len(conversation.images)
+            counts = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
+        except ImageError as error:
+            raise BadRecordError("image", str(error)) from None
+        chat = self._counter.render(conversation, counts)
+        patches = squares = windowed = 0
+        for count in counts:
+            patches += count.patches
+            squares += count.patches_sq
+            windowed += count.patches_windowed
+        numbers.append((len(counts), patches, 0, squares, windowed))
+        return chat
+
+    def _media(self, file: Path) -> MediaFolder:
+        s = self._settings
+        root = s.media_root if s.media_root is not None else file.parent
+        if root not in self._folders:
+            self._folders[root] = MediaFolder(root, allow_outside=s.allow_outside, exif=s.exif, max_pixels=s.max_pixels)
+        return self._folders[root]
+
+
+# -- what only the whole file tells ----------------------------------------------------------------------------------
+
+
+def _refuse_long(file: Path, part: Part, max_tokens: int | None) -> Part:
+    if max_tokens is None:
+        return part
+    advice = f"more than max_tokens {max_tokens}: shorten the sample or raise the limit"
+    over = np.flatnonzero(part.numbers[:, 2] > max_tokens).tolist()
+    return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
+
+
+def _refuse_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
+    """Leave out, or number, samples whose id an earlier sample of the file has."""
+    first: dict[str, int] = {}
+    result = []
+    for part in parts:
+        if part.ids is None:
+            result.append(part)
+            continue
+        ids, again = list(part.ids), dict[int, str]()
+        for row, name in enumerate(part.ids):
+            if name is None:
+                continue
+            line = int(part.lines[row])
+            if name not in first:
+                first[name] = line
+            elif unique_ids:
+                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
+            else:
+                numbered = _numbered(name, first)
+                ids[row], first[numbered] = numbered, line
+        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
+    return result
+
+
+def _numbered(name: str, taken: dict[str, int]) -> str:
+    number = 2
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"
+
+
+def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:
+    if not reasons:
+        return part
+    keep = np.ones(len(part.lines), np.bool_)
+    keep[list(reasons)] = False
+    bad = [
+        _bad(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
+        for row, reason in reasons.items()
+    ]
+    return replace(
+        part,
+        numbers=part.numbers[keep],
+        lines=part.lines[keep],
+        ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
+        source=part.source[keep] if part.source is not None else None,
+        bad=tuple(sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)),
+    )
+
+
+def _bad(file: Path, line: int, name: str | None, kind: BadKind, reason: str) -> BadSample:
+    return BadSample(file=str(file), line=line, id=name, kind=kind, reason=reason)

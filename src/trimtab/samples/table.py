@@ -1,0 +1,288 @@
+"""Sample tables: joined from parts, saved as Parquet or .npz, loaded again."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import SampleError
+from trimtab.files import write_atomically
+from trimtab.samples.problems import BadKind, BadSample, shorten
+from trimtab.specs import IntArray, SampleTable
+
+COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
+TABLE_VERSION = "1"
+_META_KEY = b"trimtab_table"
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SizingResult:
+    """Sizes of a data set, what was left out of it, and what the sizes assume."""
+
+    table: SampleTable
+    bad: tuple[BadSample, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    num_read: int  # samples in the files: len(table) + len(bad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Sized samples of one stretch of one file."""
+
+    numbers: IntArray  # (num_samples, len(COLUMNS))
+    lines: IntArray  # (num_samples,) line or record number of each, from 1
+    ids: tuple[str | None, ...] | None  # None: no record has one
+    bad: tuple[BadSample, ...] = ()
+    num_read: int
+    num_lines: int = 0  # lines of the stretch, blank ones included
+    source: npt.NDArray[np.int32] | None = None  # index into source_names; None: the file is the source
+    source_names: tuple[str, ...] = ()
+    patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
+    tokens_exact: bool = True
+
+
+def source_names_of(files: Sequence[Path]) -> list[str]:
+    """One name a file, the shortest kind that tells the files apart: stem, name, name with folders before it."""
+    deepest = max(len(file.parts) for file in files)
+    kinds = [[file.stem for file in files]]
+    kinds += [["/".join(file.parts[-depth:]) for file in files] for depth in range(1, 1 + deepest)]
+    named = next((names for names in kinds if len(set(names)) == len(names)), None)
+    return named or [f"{file.stem}#{number}" for number, file in enumerate(files, 1)]
+
+
+def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> SampleTable:
+    """One table of the parts of each file, in order.
+
+    Sources are files, or what a part's own source column says. Ids: None where no record has one and none was left out;
+    else a record without an id is called file:line, and with several files every id starts with the file's name.
+    """
+    labels = source_names_of(files)
+    flat = [part for file_parts in parts for part in file_parts]
+    units = sorted({part.patch_unit for part in flat if part.patch_unit is not None})
+    if len(units) > 1:
+        raise SampleError(
+            "the files count in both tiles (vit_num) and patches, which cannot be added: size each kind by itself"
+        )
+    names: dict[str, int] = {}
+    codes: list[npt.NDArray[np.int32]] = []
+    for label, file_parts in zip(labels, parts, strict=True):
+        for part in file_parts:
+            own = part.source_names if part.source is not None else (label,)
+            lookup = np.array([names.setdefault(name, len(names)) for name in own], np.int32)
+            local = part.source if part.source is not None else np.zeros(len(part.lines), np.int32)
+            codes.append(lookup[local])
+    numbers = np.concatenate([part.numbers for part in flat]) if flat else np.empty((0, len(COLUMNS)), np.int64)
+    ids: tuple[str, ...] | None = None
+    if any(part.ids is not None or part.bad for part in flat):
+        ids = tuple(
+            name
+            for label, file_parts in zip(labels, parts, strict=True)
+            for part in file_parts
+            for name in _ids(part, label, prefix=len(files) > 1)
+        )
+    columns = {name: np.ascontiguousarray(numbers[:, i]) for i, name in enumerate(COLUMNS)}
+    return SampleTable(
+        **columns,
+        ids=ids,
+        source=np.concatenate(codes) if codes else np.empty(0, np.int32),
+        source_names=tuple(names) or tuple(labels),
+        patch_unit=units[0] if units else "patches",
+        tokens_exact=all(part.tokens_exact for part in flat),
+    )
+
+
+def _ids(part: Part, label: str, *, prefix: bool) -> list[str]:
+    lines = part.lines.tolist()
+    own = part.ids if part.ids is not None else (None,) * len(lines)
+    start = f"{label}/" if prefix else ""
+    return [f"{label}:{line}" if name is None else start + name for name, line in zip(own, lines, strict=True)]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def save_table(table: SampleTable, path: Path) -> None:
+    """Write a table alone; see `save_sizing`."""
+    save_sizing(SizingResult(table=table, num_read=len(table)), path)
+
+
+def load_table(path: Path) -> SampleTable:
+    """Read a table that `save_table` or `save_sizing` wrote."""
+    return load_sizing(path).table
+
+
+def table_bytes(table: SampleTable) -> bytes:
+    """A table as the content of an .npz file; equal tables give equal bytes."""
+    return _sizing_bytes(SizingResult(table=table, num_read=len(table)), ".npz")
+
+
+def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
+    """What `table_bytes` made; `origin` names it in errors."""
+    return _parse_sizing(lambda: _unpack_npz(content), origin).table
+
+
+def save_sizing(result: SizingResult, path: Path) -> None:
+    """Write table, bad samples and assumptions as .parquet (needs pyarrow) or .npz; whole or not at all.
+
+    The same result gives the same bytes with the same version of pyarrow or numpy.
+    """
+    if path.suffix not in (".parquet", ".npz"):
+        raise SampleError(f"a table cannot be saved as {path.name}: end the name in .parquet or .npz")
+    write_atomically(path, _sizing_bytes(result, path.suffix))
+
+
+def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
+    table = result.table
+    meta = {
+        "version": TABLE_VERSION,
+        "patch_unit": table.patch_unit,
+        "tokens_exact": table.tokens_exact,
+        "source_names": list(table.source_names),
+        "has_ids": table.ids is not None,
+        "num_read": result.num_read,
+        "assumptions": list(result.assumptions),
+        "bad": [asdict(sample) for sample in result.bad],
+    }
+    arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
+    if suffix == ".npz":
+        return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
+    return _parquet_bytes(arrays, table.ids, meta)
+
+
+def load_sizing(path: Path) -> SizingResult:
+    """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`."""
+    if path.suffix == ".npz":
+        return _parse_sizing(lambda: _unpack_npz(path.read_bytes()), str(path))
+    return _parse_sizing(lambda: _read_parquet(path), str(path))
+
+
+def _unpack_npz(content: bytes) -> tuple[_Arrays, list[str], dict[str, Any]]:
+    arrays, meta = unpack_arrays(content)
+    return arrays, unpack_strings("id", arrays), meta
+
+
+def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]], origin: str) -> SizingResult:
+    try:
+        arrays, names, meta = read()
+        if meta.get("version") != TABLE_VERSION:
+            raise ValueError(f"table version {meta.get('version')!r} is not {TABLE_VERSION!r}")
+        columns = {name: _integers(arrays[name], np.int64) for name in COLUMNS}
+        source = _integers(arrays["source"], np.int32)
+        num_rows, num_sources = len(source), len(meta["source_names"])
+        if any(len(column) != num_rows for column in columns.values()) or (meta["has_ids"] and len(names) != num_rows):
+            raise ValueError("its columns differ in length")
+        if num_rows and (source.max() >= num_sources or min(c.min() for c in (*columns.values(), source)) < 0):
+            raise ValueError("a number lies outside its range")
+        if meta["patch_unit"] not in ("patches", "tiles"):
+            raise ValueError(f"patch unit {meta['patch_unit']!r} is unknown")
+        table = SampleTable(
+            **columns,
+            ids=tuple(names) if meta["has_ids"] else None,
+            source=source,
+            source_names=tuple(map(str, meta["source_names"])),
+            patch_unit=meta["patch_unit"],
+            tokens_exact=bool(meta["tokens_exact"]),
+        )
+        return SizingResult(
+            table=table,
+            bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
+            assumptions=tuple(map(str, meta["assumptions"])),
+            num_read=int(meta["num_read"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+        raise SampleError(
+            f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
+        ) from None
+
+
+def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:
+    if fields["kind"] not in get_args(BadKind):
+        raise ValueError(f"kind {fields['kind']!r} is unknown")
+    return BadSample(**fields)
+
+
+def is_saved_table(path: Path) -> bool:
+    """Whether the file was written by `save_sizing`, judged by suffix and Parquet metadata."""
+    if path.suffix != ".parquet":
+        return path.suffix == ".npz"
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return _META_KEY in (pyarrow.parquet.read_schema(path).metadata or {})
+    except (OSError, pyarrow.ArrowException):
+        return False
+
+
+def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise ValueError(f"a column of {array.dtype} is no column of whole numbers")
+    return array.astype(dtype, copy=False)
+
+
+def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
+    """An .npz with its metadata as JSON; equal input gives equal bytes."""
+    buffer = io.BytesIO()
+    text = json.dumps(meta, sort_keys=True).encode()
+    np.savez(buffer, allow_pickle=False, meta=np.frombuffer(text, np.uint8), **arrays)
+    return buffer.getvalue()
+
+
+def unpack_arrays(content: bytes) -> tuple[_Arrays, dict[str, Any]]:
+    """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(arrays.pop("meta").tobytes())
+    if not isinstance(meta, dict):
+        raise ValueError("its metadata is no object")
+    return arrays, meta
+
+
+def pack_strings(name: str, strings: Sequence[str]) -> _Arrays:
+    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
+    encoded = [text.encode() for text in strings]
+    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
+
+
+def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    block, ends = arrays[f"{name}_utf8"].tobytes(), arrays[f"{name}_ends"].tolist()
+    return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
+
+
+def _parquet_bytes(arrays: _Arrays, ids: Sequence[str] | None, meta: Mapping[str, Any]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"id": pyarrow.array(ids, pyarrow.string())} if ids is not None else {}
+    columns |= {name: pyarrow.array(values) for name, values in arrays.items()}
+    table = pyarrow.table(columns).replace_schema_metadata({_META_KEY: json.dumps(meta, sort_keys=True).encode()})
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, compression="zstd", row_group_size=1 << 20)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _read_parquet(path: Path) -> tuple[_Arrays, list[str], dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from None
+    metadata = (table.schema.metadata or {}).get(_META_KEY)
+    if metadata is None:
+        raise ValueError("it lacks the metadata of a sample table")
+    meta = json.loads(metadata)
+    arrays = {name: table.column(name).to_numpy() for name in (*COLUMNS, "source")}
+    return arrays, table.column("id").to_pylist() if meta["has_ids"] else [], meta

@@ -1,0 +1,128 @@
+"""Chat templates as Transformers runs them: Jinja in a sandbox, with the same few functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import ConfigError
+
+Render = Callable[[Sequence[Mapping[str, object]], "Sequence[object] | None"], str]
+
+
+def find_template(tokenizer: Path) -> str | None:
+    """The template that lies beside a tokenizer.json, in the order Transformers 5 looks; None if there is none."""
+    folder = tokenizer.parent
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        if (path := folder / name).is_file() and (template := read_template(path)) is not None:
+            return template
+    return None
+
+
+def read_template(path: Path) -> str | None:
+    """The Jinja text of a .jinja file, or of the `chat_template` field of a JSON file; None if the field is absent."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return text
+        template = read_json_object(path).get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error}; name a .jinja or .json file") from None
+    if isinstance(template, list):  # several templates with names
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"chat_template in {path} is no text: name a .jinja file as the chat template")
+    return template
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; download it again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object: name the file that came with the tokenizer")
+    return value
+
+
+def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
+    """A function (messages, tools) -> text.
+
+    Names, filters and trimming are those of `apply_chat_template` in Transformers 5.23: `raise_exception`,
+    `strftime_now` (today's date, so a template that writes it may count differently tomorrow), plain `tojson`, loop
+    controls, the `generation` block. The template is a stranger's code: `dict` and `namespace` are narrowed, because
+    the originals hand out attributes that a sandbox should not.
+    """
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+    import jinja2.utils
+
+    class GenerationBlock(jinja2.ext.Extension):
+        """{% generation %}: marks what the assistant wrote; here its text alone."""
+
+        tags = {"generation"}  # noqa: RUF012 (read by jinja2)
+
+        def parse(self, parser: Any) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+        def _text(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    class PublicNamespace(jinja2.utils.Namespace):
+        def __init__(*args: Any, **fields: Any) -> None:
+            self, *positional = args
+            values = dict(*positional, **fields)
+            for name in values:
+                _check_public(name)
+            jinja2.utils.Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_public(name)
+            super().__setitem__(name, value)
+
+    def _check_public(name: object) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template must not set {name!r} on a namespace")
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=lambda *items, **fields: dict(*items, **fields),
+        namespace=PublicNamespace,
+    )
+    try:
+        template = environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template is not valid Jinja: {error}; name another with chat_template") from None
+
+    def render(messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None) -> str:
+        return template.render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=False, **special_tokens
+        )
+
+    return render

@@ -1,0 +1,326 @@
+"""Exact token counts of conversations: tokenizer.json, chat template, and the tokens each image takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.errors import ConfigError
+from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.rows import Conversation, Message
+from trimtab.samples.template import Render, compile_template, find_template, read_json_object, read_template
+from trimtab.specs import ImageCounts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SpecialTokens = Literal["template", "processor"]
+
+BYTES_PER_TOKEN = 4
+TOKENS_PER_TURN = 4
+"""The estimate without a tokenizer: UTF-8 bytes / 4, and 4 tokens a turn for role and turn markers. English takes about
+4 characters a token (OpenAI, "What are tokens and how to count them?"); scripts of 2-3 bytes a character take fewer
+characters a token, which is why bytes are counted. It has no error band: name a tokenizer before trusting a limit.
+"""
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageMarkup:
+    """How one image stands in the text: once as a placeholder, then as markers around its image tokens.
+
+    A processor replaces every `placeholder` of the rendered chat by `before` + n x `soft` + `after`, n being the
+    image rule's tokens, and encodes the result. `soft` is an added token: the tokenizer cuts the text at it, so n
+    copies are n tokens and change nothing to either side. So the count is exact with one copy encoded and n - 1 added.
+    """
+
+    placeholder: str
+    soft: str
+    before: str = ""
+    after: str = ""
+    written: str | None = None  # by us, for a template that takes plain strings only; None: the placeholder
+    crops: tuple[str, str] | None = None  # text before a cropped image, text between it and its crops
+
+
+_QWEN = ImageMarkup(
+    placeholder="<|image_pad|>", soft="<|image_pad|>", written="<|vision_start|><|image_pad|><|vision_end|>"
+)
+_INTERNVL = ImageMarkup(placeholder="<IMG_CONTEXT>", soft="<IMG_CONTEXT>", before="<img>", after="</img>")
+_LLAVA = ImageMarkup(placeholder="<image>", soft="<image>")
+_GEMMA = ImageMarkup(
+    placeholder="<start_of_image>",
+    soft="<image_soft_token>",
+    before="\n\n<start_of_image>",
+    after="<end_of_image>\n\n",
+    crops=("Here is the original image ", " and here are some crops to help you see better "),
+)
+MARKUPS: dict[str, ImageMarkup] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("internvl", "internvl_chat"), _INTERNVL),
+    "gemma3": _GEMMA,
+    **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA),
+}
+"""By model family, what the processors of Transformers 5.23 write (`replace_image_token` of each). The remote-code
+InternVL trainer writes the same three tokens for its `<image>`; Qwen's own trainer writes `written`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What decides token counts, read once and handed to every worker."""
+
+    tokenizer_json: bytes
+    template: str | None
+    config: tuple[tuple[str, str], ...]  # named special tokens
+    added: tuple[tuple[str, tuple[str, ...]], ...]  # tokens the config adds, with their flags
+    markup: ImageMarkup | None
+    special_tokens: SpecialTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation's text, and the image tokens that are not written in it."""
+
+    text: str
+    num_image_tokens: int
+    num_turns: int
+
+
+def read_tokenizer(
+    tokenizer: Path,
+    *,
+    chat_template: Path | None = None,
+    markup: ImageMarkup | None = None,
+    special_tokens: SpecialTokens = "template",
+) -> TokenizerFiles:
+    """The files of a tokenizer: tokenizer.json (or the folder that holds it), its config and its chat template.
+
+    `special_tokens`: "template" adds none to what the chat template writes (a tokenizer's `apply_chat_template`);
+    "processor" lets the tokenizer add its own unless the text starts with the bos token (a processor's).
+    """
+    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json or the folder that holds it"
+        ) from None
+    config_path = path.parent / "tokenizer_config.json"
+    config = read_json_object(config_path) if config_path.is_file() else {}
+    named = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None}
+    added: dict[str, tuple[str, ...]] = {}
+    decoder = config.get("added_tokens_decoder")
+    for entry in decoder.values() if isinstance(decoder, dict) else ():
+        if isinstance(entry, dict) and (text := _content(entry)) is not None:
+            normal = {"normalized": not entry.get("special")}
+            added[text] = tuple(flag for flag in _ADDED_FLAGS if {**normal, **entry}.get(flag))
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    for text in [*named.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]:
+        if text is not None:
+            added.setdefault(text, ("special",))
+    return TokenizerFiles(
+        tokenizer_json=content,
+        template=read_template(chat_template) if chat_template is not None else find_template(path),
+        config=tuple(sorted(named.items())),
+        added=tuple(added.items()),
+        markup=markup,
+        special_tokens=special_tokens,
+    )
+
+
+_ADDED_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+
+
+def _content(token: object) -> str | None:
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+class TokenCounter:
+    """Renders conversations and counts their tokens; holds a tokenizer, or None for the stated estimate."""
+
+    def __init__(self, files: TokenizerFiles | None) -> None:
+        self.exact = files is not None
+        self.assumptions: list[str] = []
+        self._tokenizer: Tokenizer | None = None
+        self._render: Render | None = None
+        self._add_special, self._bos = False, ""
+        self._markup = _LLAVA
+        self._typed = self._plain = True
+        if files is None:
+            self.assumptions.append(
+                f"token counts are estimated without a tokenizer: UTF-8 bytes / {BYTES_PER_TOKEN}, "
+                f"{TOKENS_PER_TURN} tokens a turn, 2 markers an image"
+            )
+        else:
+            self._load(files)
+
+    # -- once ---------------------------------------------------------------------------------------------------------
+
+    def _load(self, files: TokenizerFiles) -> None:
+        self._tokenizer = tokenizer = _build_tokenizer(files)
+        named = dict(files.config)
+        self._bos = named.get("bos_token", "")
+        self._add_special = files.special_tokens == "processor"
+        if files.template is None:
+            self._typed = self._plain = False
+            self.assumptions.append(
+                "the tokenizer has no chat template: the turns' texts are joined by line ends, without roles or markers"
+            )
+        else:
+            self._render = compile_template(files.template, named)
+            if "strftime_now" in files.template:
+                self.assumptions.append("the chat template writes today's date: counts may differ on another day")
+        self._markup = files.markup or self._derive_markup()
+        if self._render is not None:
+            self._probe()
+        missing = [t for t in _marker_tokens(self._markup) if tokenizer.token_to_id(t) is None]
+        if missing:
+            tokenizer.add_special_tokens(missing)
+            self.assumptions.append(
+                f"the tokenizer has no {' '.join(missing)}: counted as one token each, as if added before training"
+            )
+
+    def _derive_markup(self) -> ImageMarkup:
+        """The family whose placeholder the template writes for an image, else whose soft token the tokenizer knows."""
+        shown = self._try([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "probe"}]}]) or ""
+        for markup in dict.fromkeys(MARKUPS.values()):
+            if markup.placeholder in shown:
+                return markup
+        assert self._tokenizer is not None
+        for markup in dict.fromkeys(MARKUPS.values()):
+            if self._tokenizer.token_to_id(markup.soft) is not None:
+                return markup
+        self.assumptions.append("neither chat template nor tokenizer names an image token: <image> is taken")
+        return _LLAVA
+
+    def _probe(self) -> None:
+        """Find out by rendering whether the template takes content as parts, as a string, or both."""
+        parts = [{"type": "image"}, {"type": "text", "text": "probe"}]
+        shown = self._try([{"role": "user", "content": parts}])
+        self._typed = shown is not None and _shows(shown, self._markup.placeholder)
+        text = self._try([{"role": "user", "content": "probe"}])
+        self._plain = text is not None and "probe" in text
+        if not self._typed and not self._plain:
+            raise ConfigError(
+                "the chat template renders neither a plain user turn nor one with an image written as "
+                f"{self._markup.placeholder}: name another chat_template, or the model's image markup"
+            )
+
+    def _try(self, messages: list[dict[str, object]]) -> str | None:
+        try:
+            return self._render(messages, None) if self._render is not None else None
+        except Exception:  # a template may fail in any way on the kind of content it does not take
+            return None
+
+    # -- for every sample ---------------------------------------------------------------------------------------------
+
+    def render(self, conversation: Conversation, images: Sequence[ImageCounts]) -> Rendered:
+        """The chat as text, each image as its markers around one soft token."""
+        if self._render is None:
+            written = self._markup.written or self._markup.placeholder
+            turns = ["".join(written if p is None else p for p in m.content) for m in conversation.messages]
+            text = "\n".join(turns)
+        else:
+            messages = [self._message(message) for message in conversation.messages]
+            try:
+                text = self._render(messages, conversation.tools)
+            except Exception as error:  # whatever a template's expressions raise on this conversation
+                raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
+        return self._expand(text, images, len(conversation.messages))
+
+    def _message(self, message: Message) -> dict[str, object]:
+        content: object
+        if self._typed and not (message.was_text and self._plain):
+            content = [{"type": "image"} if p is None else {"type": "text", "text": p} for p in message.content]
+        else:
+            written = self._markup.written or self._markup.placeholder
+            content = "".join([written if p is None else p for p in message.content])
+        extra = {k: v for k, v in message.extra if k not in ("role", "content")}
+        fields: dict[str, object] = {"role": message.role, **extra}
+        if message.content or not extra:
+            fields["content"] = content
+        thoughts = [extra[k] for k in ("reasoning_content", "thinking", "reasoning") if k in extra]
+        if thoughts:  # Transformers 5.23 offers reasoning under both of these names
+            fields.setdefault("thinking", thoughts[0])
+            fields["reasoning_content"] = thoughts[0]
+        return fields
+
+    def _expand(self, text: str, images: Sequence[ImageCounts], num_turns: int) -> Rendered:
+        markup, num_tokens = self._markup, sum(image.tokens for image in images)
+        if self._tokenizer is None:
+            return Rendered(text.replace(markup.placeholder, ""), num_tokens + 2 * len(images), num_turns)
+        if text.count(markup.placeholder) != len(images):
+            raise BadRecordError(
+                "placeholder",
+                f"the rendered chat holds {markup.placeholder} {text.count(markup.placeholder)} times for "
+                f"{len(images)} images: keep the token out of the texts",
+            )
+        if not markup.before and not markup.after and markup.crops is None:
+            return Rendered(text, num_tokens - len(images), num_turns)
+        pieces = text.split(markup.placeholder)
+        whole = markup.before + markup.soft + markup.after
+        out, num_written = [pieces[0]], 0
+        for image, piece in zip(images, pieces[1:], strict=True):
+            copies = image.tiles if markup.crops is not None else 1
+            if markup.crops is not None and copies > 1:
+                out += [markup.crops[0], whole, markup.crops[1], " ".join([whole] * (copies - 1)), piece]
+            else:
+                out += [whole, piece]
+            num_written += copies
+        return Rendered("".join(out), num_tokens - num_written, num_turns)
+
+    def count(self, rendered: Sequence[Rendered]) -> list[int]:
+        """Tokens of each chat, image tokens included; one batch, because a call costs as much as a short text."""
+        if self._tokenizer is None:
+            return [
+                -(-len(r.text.encode()) // BYTES_PER_TOKEN) + TOKENS_PER_TURN * r.num_turns + r.num_image_tokens
+                for r in rendered
+            ]
+        if self._add_special:
+            plain = [bool(self._bos) and r.text.startswith(self._bos) for r in rendered]
+            lengths = [0] * len(rendered)
+            for skip in (False, True):
+                rows = [i for i, starts in enumerate(plain) if starts is skip]
+                encoded = self._tokenizer.encode_batch_fast(
+                    [rendered[i].text for i in rows], add_special_tokens=not skip
+                )
+                for i, encoding in zip(rows, encoded, strict=True):
+                    lengths[i] = len(encoding) + rendered[i].num_image_tokens
+            return lengths
+        encoded = self._tokenizer.encode_batch_fast([r.text for r in rendered], add_special_tokens=False)
+        return [len(e) + r.num_image_tokens for e, r in zip(encoded, rendered, strict=True)]
+
+
+def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
+    except Exception as error:  # the binding raises bare Exception
+        raise ConfigError(
+            f"the tokenizer.json is not readable: {error}; name the tokenizer.json of the model"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokens = [
+        AddedToken(text, **{flag: flag in flags for flag in _ADDED_FLAGS})
+        for text, flags in files.added
+        if text not in known
+    ]
+    if tokens:
+        tokenizer.add_tokens(tokens)
+    return tokenizer
+
+
+def _marker_tokens(markup: ImageMarkup) -> list[str]:
+    text = markup.before + markup.soft + markup.after + (markup.written or "")
+    return list(dict.fromkeys([markup.soft, *re.findall(r"<[^<>\s]+>", text)]))
+
+
+def _shows(text: str, placeholder: str) -> bool:
+    return text.count(placeholder) == 1 and "probe" in text and "'type'" not in text

@@ -1,0 +1,427 @@
+"""The nouns that travel between folders: models, devices, samples, costs, packs, stages, timelines.
+
+Rows are what a tower's matrices multiply: ViT patches (class token included) in the vision tower and the projector,
+LLM tokens (image tokens included) in the language model. A *cut* `c` lies between `layers[c - 1]` and `layers[c]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import TrimtabError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+Tower = Literal["vision", "projector", "language"]
+LayerKind = Literal["embed", "block", "norm", "projector", "head"]
+
+WORK_TERMS = (
+    "microbatches",  # 1 for each micro-batch: launch overhead, weights read once
+    "patches",  # ViT rows, class tokens included
+    "patches_sq",  # sum over images (tiles, frames) of rows squared: full ViT attention
+    "patches_windowed",  # sum over attention windows of rows squared: windowed ViT attention
+    "tokens",  # LLM rows
+    "tokens_sq",  # sum over samples of tokens squared: full LLM attention
+    "tokens_windowed",  # sum over samples of twice the pairs a sliding window leaves
+)
+"""What a micro-batch asks of a layer; every cost is linear in these, so costs of packs are one matrix product."""
+NUM_WORK_TERMS = len(WORK_TERMS)
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Heads of one attention layer, before tensor parallelism."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+    causal: bool
+    window: int | None = None  # rows a query sees at most, in rows of its own tower; None: all of its image or sample
+    qk_norm: bool = False
+    fused_qkv: bool = False  # one matrix makes q, k and v: v stays a view that keeps all three alive until backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """Feed-forward part of one block."""
+
+    intermediate_size: int  # of one expert, where there are experts
+    gated: bool  # SwiGLU / GeGLU: three matrices instead of two
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    shared_intermediate_size: int = 0  # experts that every token visits, together
+    quick_gelu: bool = False  # x * sigmoid(1.702 x) in separate operations (CLIP): one more tensor kept for backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One module that a pipeline stage holds whole."""
+
+    name: str  # module path as Hugging Face spells it: "model.language_model.layers.0"
+    tower: Tower
+    kind: LayerKind
+    hidden_size: int  # width of the rows that enter (for an embedding: that leave)
+    output_size: int  # width of the rows that leave
+    num_params: int  # weights and biases it owns; a tied head owns 0
+    num_matmul_params: int  # weights each row is multiplied with: of an expert layer only those of the active experts
+    rows_per_input: float = 1.0  # rows it multiplies, per patch (vision, projector) or per token (language)
+    rows_out_per_input: float = 1.0  # rows that leave, per patch (vision, projector) or per token (language)
+    attention: AttentionSpec | None = None
+    mlp: MlpSpec | None = None
+    norm: Literal["layer_norm", "rms_norm", "rms_norm_fp32"] | None = (
+        None  # fp32: the weight multiplies before the cast
+    )
+    num_norms: int = 2  # over the rows of a block, q and k norms aside; 4 with post-norms (Gemma 3)
+    layer_scale: bool = False  # a learned vector scales what each half of a block adds (InternViT)
+    unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Equal for two layers that cost the same, whatever their names."""
+        return (
+            self.tower,
+            self.kind,
+            self.hidden_size,
+            self.output_size,
+            self.num_params,
+            self.num_matmul_params,
+            self.rows_per_input,
+            self.attention,
+            self.mlp,
+            self.norm,
+            self.num_norms,
+            self.layer_scale,
+            self.unread,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCounts:
+    """What one image costs the two towers."""
+
+    patches: int  # rows of the vision tower, class tokens included
+    tokens: int  # image tokens in the LLM, without start / end markers
+    tiles: int  # separate images the tower sees (crops and thumbnail)
+    patches_sq: int  # sum over the tower's full-attention segments of rows squared
+    patches_windowed: int  # the same sum over windows, for towers with window attention; else equal to patches_sq
+
+
+class ImageRule(Protocol):
+    """A family's preprocessing as arithmetic: frozen settings and one function of the image size."""
+
+    @property
+    def name(self) -> str: ...
+
+    def count(self, width: int, height: int) -> ImageCounts:
+        """Patches and tokens of an image of `width` x `height` pixels; `ImageError` where the processor raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOrigin:
+    """Where a model was described from: enough to describe it again."""
+
+    config: str  # path of config.json or its folder, or the name of a shipped description
+    preprocessor: str | None = None  # where it does not lie beside the config
+    max_pixels: int | None = None  # the user's own limits of an image
+    max_tiles: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A vision-language model as its configuration describes it, layers in forward order."""
+
+    name: str
+    family: str
+    layers: tuple[LayerSpec, ...]
+    image_rule: ImageRule
+    vocab_size: int
+    tied: tuple[tuple[str, str], ...] = ()  # (owner, borrower) module paths that share one weight
+    forbidden_cuts: frozenset[int] = frozenset()
+    forbidden_cut_reason: str | None = None
+    config_blake2b: str = ""
+    notes: tuple[str, ...] = ()  # assumptions made while describing, in sentences
+    origin: ModelOrigin | None = field(default=None, compare=False)  # None: described from a mapping, not from a file
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        assert len(set(names)) == len(names), "layer names repeat"
+        assert all(0 < cut < len(names) for cut in self.forbidden_cuts), "a cut lies outside the model"
+
+    @property
+    def num_params(self) -> int:
+        return sum(layer.num_params for layer in self.layers)
+
+    def num_tower_params(self, tower: Tower) -> int:
+        return sum(layer.num_params for layer in self.layers if layer.tower == tower)
+
+    def indices(self, tower: Tower, kind: LayerKind | None = None) -> list[int]:
+        """Positions of a tower's layers, in forward order."""
+        return [i for i, x in enumerate(self.layers) if x.tower == tower and (kind is None or x.kind == kind)]
+
+    @property
+    def token_window(self) -> int | None:
+        """Sliding window of the language model's windowed layers, in tokens."""
+        for layer in self.layers:
+            if layer.tower == "language" and layer.attention is not None and layer.attention.window is not None:
+                return layer.attention.window
+        return None
+
+
+# -- hardware -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Published peaks of one accelerator."""
+
+    name: str
+    memory_bytes: int
+    peak_flops: float  # dense bf16 matrix flop/s, no sparsity
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # to another device of the same node, one direction
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Nodes of equal devices."""
+
+    device: DeviceSpec
+    num_nodes: int
+    devices_per_node: int
+    node_link_bytes_per_s: float = 25e9  # between devices of different nodes, one direction: one 200 Gbit/s port each
+    latency_s: float = 10e-6  # of one message between devices
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.devices_per_node < 1:
+            raise TrimtabError(
+                f"a cluster of {self.num_nodes} nodes x {self.devices_per_node} devices is empty: give at least 1 x 1"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """How the devices are divided: data, pipeline, tensor and context parallel degrees."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "pp", "tp", "cp"):
+            if getattr(self, axis) < 1:
+                raise TrimtabError(f"{axis} {getattr(self, axis)} is not a degree of parallelism: give 1 or more")
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.pp * self.tp * self.cp
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleTable:
+    """Sizes of every sample of a data set, one column each; row i is sample i of the data set's own order.
+
+    `num_patches` counts ViT patches, or tiles where a file of ready-made lengths knows only tiles (`patch_unit`).
+    """
+
+    num_images: IntArray
+    num_patches: IntArray
+    num_tokens: IntArray
+    patches_sq: IntArray  # per sample: sum over its images of ImageCounts.patches_sq
+    patches_windowed: IntArray  # per sample: sum over its images of ImageCounts.patches_windowed
+    ids: tuple[str, ...] | None = None  # None: the row number is the id
+    source: npt.NDArray[np.int32]  # data set each sample came from, an index into source_names
+    source_names: tuple[str, ...] = ("data",)
+    patch_unit: Literal["patches", "tiles"] = "patches"
+    tokens_exact: bool = True  # False: estimated without a tokenizer
+
+    def __post_init__(self) -> None:
+        n = len(self.num_tokens)
+        for name in ("num_images", "num_patches", "patches_sq", "patches_windowed", "source"):
+            assert len(getattr(self, name)) == n, f"column {name} has another length"
+        assert self.ids is None or len(self.ids) == n
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def sample_id(self, row: int) -> str:
+        return self.ids[row] if self.ids is not None else str(row)
+
+    def work(self, *, token_window: int | None = None) -> FloatArray:
+        """What each sample asks of the layers, (num_samples, len(WORK_TERMS)); the first column is 0."""
+        t = self.num_tokens.astype(np.float64)
+        w = np.zeros((len(self), NUM_WORK_TERMS))
+        w[:, 1], w[:, 2], w[:, 3] = self.num_patches, self.patches_sq, self.patches_windowed
+        w[:, 4], w[:, 5], w[:, 6] = t, t * t, t * t
+        if token_window is not None:
+            # causal pairs under a window W: W(W+1)/2 + (t - W) W  ~ tW - W^2/2; twice that, to be of one unit with t^2
+            w[:, 6] = np.where(t <= token_window, t * t, 2.0 * t * token_window - float(token_window) ** 2)
+        return w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """Samples grouped into packs (micro-batches): pack p holds `indices[offsets[p]:offsets[p + 1]]`."""
+
+    offsets: IntArray  # (num_packs + 1,)
+    indices: IntArray  # rows of the SampleTable, each at most once
+    limits: tuple[int, ...]  # (max_patches, max_tokens)
+    oversize: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # rows left out by the user's own choice
+    method: str = "balanced"
+    seed: int = 0
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+    def sums(self, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """Per pack the sum of per-sample `columns`, (num_samples,) or (num_samples, k)."""
+        gathered = columns[self.indices]
+        if self.num_packs == 0:
+            return gathered[:0]
+        # reduceat cannot sum empty packs, and no packer makes one
+        result: npt.NDArray[np.generic] = np.add.reduceat(gathered, self.offsets[:-1], axis=0)
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Schedule:
+    """Which pack each rank runs when: `table[step, rank, microbatch]` is a pack, -1 an empty slot of the last step."""
+
+    table: IntArray  # (num_steps, dp, num_microbatches)
+    order: str = "random"
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.table.shape[0])
+
+
+# -- costs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeTier:
+    """One way to hold a layer's activations between forward and backward."""
+
+    name: Literal["none", "selective", "full"]
+    extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
+    saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs one device; tuples are coefficients of WORK_TERMS."""
+
+    name: str  # module path as Hugging Face spells it: "model.language_model.layers.0"
+    tower: Tower
+    kind: LayerKind
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]  # without recompute
+    output_bytes: tuple[float, ...]  # sent to the next stage if the model is cut behind this layer
+    state_bytes: float  # parameters, gradients and optimizer state on this device
+    num_params: float  # on this device
+    tiers: tuple[RecomputeTier, ...]  # the first is "none"; a layer that cannot recompute has no other
+    transient_bytes: tuple[
+        float, ...
+    ]  # live at once inside the layer's backward: a re-materialised layer, or fp32 logits
+    group: int  # layers of one group cost the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Seconds and bytes of every layer on one device: the table every solver reads."""
+
+    layers: tuple[LayerCost, ...]
+    method: Literal["analytic", "traced", "timed"]
+    device: DeviceSpec
+    dims: ParallelDims
+    dtype: str
+    time_error: float  # relative half-width of the error band
+    memory_error: float
+    assumptions: tuple[str, ...] = ()
+
+    def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes", "transient_bytes"]) -> FloatArray:
+        """(num_layers, len(WORK_TERMS)) coefficients."""
+        return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
+
+
+# -- pipeline -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeChoice:
+    """Layers `first <= i < last` of the model hold their activations by `tier`."""
+
+    tier: Literal["selective", "full"]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers `start <= i < stop`, on one pipeline rank (or one virtual stage of it)."""
+
+    index: int
+    start: int
+    stop: int
+    recompute: tuple[RecomputeChoice, ...] = ()
+
+    def num_recomputed(self) -> int:
+        return sum(len(choice.layers) for choice in self.recompute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """Start and end of every block of one pipeline step.
+
+    Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward. Seconds from the step's start.
+    """
+
+    stage: npt.NDArray[np.int32]
+    microbatch: npt.NDArray[np.int32]
+    kind: npt.NDArray[np.int8]
+    start_s: FloatArray
+    end_s: FloatArray
+    num_devices: int
+    makespan_s: float
+
+    def device_of(self, stage: int) -> int:
+        """Virtual stages go round the devices: stage s of an interleaved schedule runs on device s mod num_devices."""
+        return stage % self.num_devices
+
+    def busy_s(self) -> FloatArray:
+        """Seconds each device computes."""
+        busy = np.zeros(self.num_devices)
+        np.add.at(busy, self.stage % self.num_devices, self.end_s - self.start_s)
+        return busy
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle share of the devices: 1 - busy / (devices x makespan)."""
+        if self.makespan_s == 0:
+            return 0.0
+        return float(1.0 - self.busy_s().sum() / (self.num_devices * self.makespan_s))
+
+
+def evaluate(coefficients: FloatArray | Sequence[float], work: FloatArray) -> FloatArray:
+    """Coefficients (..., T) times work (n, T): costs (n, ...)."""
+    result: FloatArray = np.asarray(work, np.float64) @ np.asarray(coefficients, np.float64).T
+    return result

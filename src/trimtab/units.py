@@ -1,0 +1,69 @@
+"""Units: GiB is 2**30 bytes, tera is 10**12; parsing and printing of sizes, times and rates."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from trimtab.errors import TrimtabError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+TERA, GIGA, MEGA = 1e12, 1e9, 1e6
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+}
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes named by "80GiB", "80 GB" (10**9), "1.5TiB" or a plain number of bytes."""
+    match = _SIZE.match(text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise TrimtabError(f"{text!r} is not a size in bytes: write it as 80GiB, 80GB or a number of bytes")
+    return int(float(match.group(1)) * factor)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three significant digits with a binary unit: "1.52 GiB"."""
+    sign, value = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if value >= factor:
+            return f"{sign}{_three_digits(value / factor)} {unit}"
+    return f"{sign}{value:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits: "703 ms", "12.4 s", "35.0 us"; hours from two hours up: "13.0 h"."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if abs(seconds) >= 2 * 3600:
+        return f"{_three_digits(seconds / 3600)} h"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def format_count(value: float) -> str:
+    """A count in short form: "7.62 B" parameters, "1.24 M" samples, "512"."""
+    for unit, factor in (("T", TERA), ("B", GIGA), ("M", MEGA), ("k", 1e3)):
+        if abs(value) >= factor:
+            return f"{_three_digits(value / factor)} {unit}"
+    return f"{value:g}"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

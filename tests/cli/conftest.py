@@ -1,0 +1,71 @@
+"""A small drawn data set, and the command line run in this process. Needs the [data] extra."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
+pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        content = json.loads(self.out)
+        assert isinstance(content, dict)
+        return content
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run `trimtab WORDS`; nothing may escape as a traceback."""
+    from trimtab.cli.main import main
+
+    def call(*words: str | Path) -> Result:
+        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words)])
+        capfd.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        captured = capfd.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a drawn data set: data.jsonl, images/, tokenizer.json."""
+    from trimtab.demo.draw import draw_dataset
+
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240).folder
+
+
+@pytest.fixture(scope="session")
+def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a plan for that data set."""
+    from trimtab.cli.main import app
+
+    out = tmp_path_factory.mktemp("planned") / "plan"
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
+    words += ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "4", "--out", out]
+    app([str(word) for word in words], standalone_mode=False)
+    return out

@@ -1,0 +1,103 @@
+"""Bad input ends with one clear sentence, exit code 2, no traceback and nothing half-written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+PLAN = ["plan", "Qwen2.5-VL-7B", "{data}", "--cluster"]
+A100 = [*PLAN, "8xA100-80GB"]
+
+CASES = [
+    (["describe", "no-such-model"], "config.json"),
+    (["describe", "{empty}"], "not JSON|is no JSON|JSON"),
+    (["image-size", "Qwen2.5-VL-7B", "1920"], "width x height"),
+    (["image-size", "Qwen2.5-VL-7B", "0x10"], "0"),
+    (["image-size", "Qwen2.5-VL-7B", "4000x10"], "more than 200 times"),
+    (["size", "{missing}", "--model", "Qwen2.5-VL-7B"], "missing.jsonl"),
+    (["size", "{text}", "--model", "Qwen2.5-VL-7B"], "text.txt"),
+    (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--tokenizer", "{empty}"], "tokenizer"),
+    (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--out", "sizes.csv"], "parquet or .npz"),
+    (["pack", "{missing}", "--max-patches", "9", "--max-tokens", "9"], "missing.jsonl"),
+    (["pack", "{table}", "--max-patches", "1", "--max-tokens", "1"], "do not fit a pack"),
+    ([*PLAN, "8xAbacus"], "Abacus"),
+    ([*PLAN, "zero"], "no device is called"),
+    ([*A100, "--memory", "lots"], "size in bytes"),
+    ([*A100, "--memory", "1GiB"], "do not fit"),
+    ([*A100, "--memory", "900GiB"], "of memory per device"),
+    ([*A100, "--reserve", "much"], "share"),
+    ([*A100, "--pp", "3"], "multiple of 3"),
+    ([*A100, "--dp", "3"], "multiple of 3"),
+    (
+        [*A100, "--dp", "2", "--pp", "2", "--tp", "1"],
+        "replicas",
+    ),
+    ([*A100, "--freeze", "head"], "frozen"),
+    ([*A100, "--num-chunks", "2"], "Interleaved1F1B"),
+    ([*A100, "--schedule", "Interleaved1F1B"], "num-chunks"),
+    (
+        [
+            "plan",
+            "Qwen2.5-VL-7B",
+            "{data}",
+            "--cluster",
+            "8xA100-80GB",
+            "--global-batch",
+            "8",
+            "--num-microbatches",
+            "2",
+        ],
+        "give one of them",
+    ),
+    ([*A100, "--max-tokens", "100"], "do not fit a pack"),
+    (["plan", "Qwen2.5-VL-7B", "{tiles}", "--cluster", "8xA100-80GB"], "own resolution"),
+    (["check", "{missing}"], "give a plan.yaml"),
+    (["check", "{text}"], "plan_version|mapping|YAML"),
+    (["report", "{missing}"], "give a plan.yaml"),
+    (["export", "megatron", "{missing}"], "give a plan.yaml"),
+    (["demo", "--model", "no-such-model"], "config.json"),
+]
+
+
+@pytest.fixture
+def places(drawn: Path, planned: Path, tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / "empty.json").write_text("", encoding="utf-8")
+    (tmp_path / "text.txt").write_text("just words\n", encoding="utf-8")
+    (tmp_path / "tiles.json").write_text('[{"vit_num": 2, "token_num": 600, "image_flags": 2}]', encoding="utf-8")
+    return {
+        "empty": tmp_path / "empty.json",
+        "text": tmp_path / "text.txt",
+        "tiles": tmp_path / "tiles.json",
+        "missing": tmp_path / "missing.jsonl",
+        "data": drawn / "data.jsonl",
+        "table": planned / "samples.npz",
+    }
+
+
+@pytest.mark.parametrize(("words", "message"), CASES, ids=lambda v: " ".join(v)[:60] if isinstance(v, list) else "")
+def test_bad_input_is_one_sentence(
+    run: Run, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    filled = [word.format(**places) for word in words]
+    if words[0] == "plan":
+        filled += ["--out", str(tmp_path / "out")]
+    result = run(*filled, "--json")
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    assert result.err.startswith("trimtab: ")
+    import re
+
+    assert re.search(message, result.json["error"]), result.json["error"]
+    assert set(tmp_path.rglob("*")) == before, "something was written"
+
+
+def test_a_wrong_option_is_exit_code_two_as_well(run: Run) -> None:
+    result = run("pack", "x.json", "--max-patches", "none")
+    assert result.code == 2
+    assert "Traceback" not in result.err

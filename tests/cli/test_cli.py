@@ -1,0 +1,179 @@
+"""Every verb on real input: fixed JSON names, exit codes, the same bytes from the same input."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab.plan.file import load_plan
+
+Run = Any
+
+
+def test_describe(run: Run) -> None:
+    found = run("describe", "Qwen2.5-VL-7B", "--json").json
+    assert found["family"] == "qwen2_5_vl"
+    assert set(found["num_params"]) == {"vision", "projector", "language", "total"}
+    assert found["num_params"]["total"] == 8_292_166_656
+    assert found["layers"][0]["name"] == "model.visual.patch_embed"
+    assert "model.language_model.layers[0..27]" in run("describe", "Qwen2.5-VL-7B").out
+
+
+def test_image_size(run: Run) -> None:
+    found = run("image-size", "InternVL-Chat-V1-5", "1920x1080", "--json").json
+    assert (found["patches"], found["tokens"]) == (9225, 2304)
+    assert "9,225 ViT patches" in run("image-size", "InternVL-Chat-V1-5", "1920x1080").out
+    limited = run("image-size", "InternVL-Chat-V1-5", "1920x1080", "--max-tiles", "4", "--json").json
+    assert limited["tiles"] <= 5
+
+
+def test_size_then_pack(run: Run, drawn: Path, tmp_path: Path) -> None:
+    table = tmp_path / "sizes.npz"
+    words = ["--model", "InternVL-Chat-V1-5", "--tokenizer", drawn / "tokenizer.json", "--out", table]
+    sized = run("size", drawn / "data.jsonl", *words, "--json").json
+    assert (sized["num_samples"], sized["num_bad"], sized["tokens_exact"]) == (240, 0, True)
+    limits = ["--max-patches", sized["max_patches"], "--max-tokens", sized["max_tokens"]]
+    packed = run("pack", table, *limits, "--dp", "2", "--out", tmp_path / "packs", "--json").json
+    assert packed["num_samples"] == packed["num_packed"] == 240
+    assert packed["num_oversize"] == 0
+    assert packed["num_packs"] >= packed["lower_bound_packs"]
+    names = [
+        "pad_ratio",
+        "dist_ratio_vit",
+        "dist_ratio_llm",
+        "dist_ratio_cost",
+        "utilisation",
+        "shuffle_chi2",
+        "seconds",
+    ]
+    assert all(name in packed for name in names)
+    indices = np.load(tmp_path / "packs" / "indices.npy", allow_pickle=False)
+    assert sorted(indices.tolist()) == list(range(240))
+    assert "samples per pack" in run("pack", table, *limits).out
+
+
+@pytest.mark.parametrize("method", ["balanced", "isf", "random", "length_group", "device_group"])
+@pytest.mark.parametrize("order", ["random", "tolerance", "sorted"])
+def test_every_method_and_order_packs_every_sample(run: Run, planned: Path, method: str, order: str) -> None:
+    limits = ["--max-patches", "200000", "--max-tokens", "40000"]
+    found = run("pack", planned / "samples.npz", *limits, "--method", method, "--order", order, "--json").json
+    assert found["num_packed"] == 240
+
+
+def test_a_plan_holds_until_something_changes(run: Run, planned: Path, tmp_path: Path) -> None:
+    assert run("check", planned, "--json").json == {"ok": True, "problems": []}
+    assert run("check", planned / "plan.yaml").code == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(planned, copy)
+    offsets = np.load(copy / "offsets.npy")
+    np.save(copy / "offsets.npy", offsets[:-1])
+    changed = run("check", copy, "--json")
+    assert changed.code == 1
+    assert not changed.json["ok"]
+    assert "offsets.npy is not the one" in changed.json["problems"][0]
+
+
+def test_a_changed_decision_is_found(run: Run, planned: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(planned, copy)
+    text = (copy / "plan.yaml").read_text(encoding="utf-8")
+    for before, after, message in (
+        ("memory_bytes: ", "", "would hold"),
+        ("language_model.layers[", "language_model.lairs[", "forward order"),
+        ("max_tokens: ", "max_tokens: 1 # ", "packs hold more than"),
+        ("num_samples: 240", "num_samples: 241", "rows"),
+    ):
+        assert before in text
+        changed = shrink_memory(text) if before == "memory_bytes: " else text.replace(before, after)
+        (copy / "plan.yaml").write_text(changed, encoding="utf-8")
+        problems = run("check", copy, "--json")
+        assert problems.code == 1, before
+        assert any(message in problem for problem in problems.json["problems"]), (before, problems.json)
+
+
+def shrink_memory(text: str) -> str:
+    text = re.sub(r"(?<=[ {])memory_bytes: \d+", "memory_bytes: 20000000000", text)
+    return re.sub(r"reserve_bytes: \d+", "reserve_bytes: 1000000000", text)
+
+
+def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Path) -> None:
+    found = run("report", planned, "--out", tmp_path, "--json").json
+    assert Path(found["report"]).read_bytes() == (planned / "report.html").read_bytes()
+    assert Path(found["trace"]).read_bytes() == (planned / "trace.json").read_bytes()
+    assert Path(found["report"]).stat().st_size < 500_000
+    assert "Before and after" in run("report", planned, "--out", tmp_path).out
+
+
+def test_export_megatron_refuses_with_a_price_or_prints_flags(
+    run: Run, planned: Path, drawn: Path, tmp_path: Path
+) -> None:
+    refused = run("export", "megatron", planned)
+    stages = load_plan(planned).decisions.stages
+    if any("visual" in module for stage in stages[1:] for module in stage.modules):
+        assert refused.code == 2
+        assert "letter" in refused.err
+    words = ["--tokenizer", drawn / "tokenizer.json", "--cluster", "8xA100-80GB", "--pp", "2", "--for", "megatron"]
+    out = tmp_path / "plan"
+    assert run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--out", out).code == 0
+    assert run("check", out).code == 0
+    exported = run("export", "megatron", out, "--json").json
+    assert exported["layout"].startswith("E")
+    assert "--pipeline-model-parallel-size" in exported["flags"]
+
+
+PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--num-microbatches", "4"]
+
+
+def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(
+    drawn: Path, tmp_path: Path
+) -> None:
+    contents = []
+    for number, (workers, seed) in enumerate((("1", "0"), ("2", "1"), ("1", "2"))):
+        out = tmp_path / str(number)
+        words = ["plan", "Qwen2.5-VL-7B", "data.jsonl", "--tokenizer", "tokenizer.json", *PLAN]
+        command = [sys.executable, "-m", "trimtab", *words, "--workers", workers, "--out", str(out)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(command, cwd=drawn, env=environment, check=True, capture_output=True)
+        contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
+    assert contents[0] == contents[1] == contents[2]
+    assert set(contents[0]) == {
+        "plan.yaml", "samples.npz", "offsets.npy", "indices.npy", "schedule.npy", "report.html", "trace.json",
+    }  # fmt: skip
+
+
+def test_plan_prints_one_json_object(run: Run, drawn: Path, tmp_path: Path) -> None:
+    words = ["--tokenizer", drawn / "tokenizer.json", *PLAN, "--out", tmp_path / "p", "--json"]
+    found = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words).json
+    assert found["decisions"]["parallel"]["pp"] == 2
+    assert found["estimates"]["variants"][0]["name"] == "baseline"
+    assert Path(found["files"]["plan"]).is_file()
+
+
+def test_a_plan_without_a_tokenizer_says_that_it_estimates(run: Run, drawn: Path, tmp_path: Path) -> None:
+    found = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *PLAN, "--out", tmp_path / "p", "--json").json
+    assert any("estimate" in sentence for sentence in found["assumptions"])
+
+
+def test_skipped_samples_are_named_and_counted(run: Run, drawn: Path, tmp_path: Path) -> None:
+    data = drawn / "with_a_bad_line.jsonl"
+    data.write_text((drawn / "data.jsonl").read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    words = [data, "--tokenizer", drawn / "tokenizer.json", *PLAN, "--out", tmp_path / "p", "--json"]
+    refused = run("plan", "Qwen2.5-VL-7B", *words)
+    assert refused.code == 2
+    assert "with_a_bad_line.jsonl:241" in refused.err
+    assert not (tmp_path / "p").exists()
+    skipped = run("plan", "Qwen2.5-VL-7B", *words, "--on-bad", "skip")
+    assert skipped.json["num_skipped"] == 1
+    assert "with_a_bad_line.jsonl:241" in skipped.err
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out.startswith("trimtab 0.")

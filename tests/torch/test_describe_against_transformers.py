@@ -1,0 +1,196 @@
+"""Needs torch and Transformers: every layer's parameters equal those of the real model, built on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
+transformers = pytest.importorskip("transformers", reason="holds the models that descriptions are compared with")
+
+from tiny_models import ODD_CONFIGS, as_saved, make_tiny_model, preprocessor_of  # noqa: E402
+
+from trimtab.models.describe import FAMILIES, describe  # noqa: E402
+from trimtab.specs import ModelSpec  # noqa: E402
+
+ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+
+
+def build(config) -> torch.nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(config)
+
+
+def owner_of(parameter: str, layers: dict[str, int]) -> str:
+    """The one layer whose module path is a prefix of the parameter's."""
+    parts = parameter.split(".")
+    owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in layers]
+    assert len(owners) == 1, f"{parameter} belongs to {owners}"
+    return owners[0]
+
+
+def assert_same_parameters(spec: ModelSpec, model: torch.nn.Module) -> None:
+    counted = {layer.name: 0 for layer in spec.layers}
+    for name, parameter in model.named_parameters():  # a tied weight comes once, under its owner's name
+        counted[owner_of(name, counted)] += parameter.numel()
+    assert counted == {layer.name: layer.num_params for layer in spec.layers}
+    for layer in spec.layers:  # the names are the model's own
+        if layer.name != "model.image_newline":
+            model.get_submodule(layer.name)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert spec.tied == ((("model.language_model.embed_tokens", "lm_head"),) if tied else ())
+    assert spec.vocab_size == model.get_output_embeddings().weight.shape[0]
+
+
+@pytest.mark.parametrize("case", ODD_CONFIGS)
+def test_odd_small_configs_have_the_parameters_of_the_real_model(case):
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    assert_same_parameters(spec, build(config))
+
+
+def test_every_family_of_transformers_is_among_the_odd_configs():
+    known = set(transformers.CONFIG_MAPPING)
+    assert {x for x in FAMILIES if x in known} == {case[0] for case in ODD_CONFIGS.values()}
+
+
+ZOO_MODELS = [
+    "Qwen2-VL-72B",
+    "Qwen2.5-VL-7B",
+    "Qwen3-VL-2B",
+    "Qwen3-VL-235B-A22B",
+    "LLaVA-1.5-13B",
+    "LLaVA-1.6-34B (LLaVA-NeXT)",
+    "LLaVA-OneVision-0.5B",
+    "Gemma3-27B",
+    "GLM-4.5V (106B-A12B)",
+]
+
+
+@pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not in this checkout")
+@pytest.mark.parametrize("name", ZOO_MODELS)
+def test_published_models_have_the_parameters_of_the_real_model(name):
+    entry = json.loads(ZOO.read_text())["models"][name]
+    tied = entry["text_config"]["tie_word_embeddings"]
+    config = transformers.AutoConfig.for_model(
+        entry["model_type"],
+        vision_config=dict(entry["vision_config"]),
+        text_config={k: v for k, v in entry["text_config"].items() if k not in ("qk_norm", "n_shared_experts")}
+        | (
+            {"n_shared_experts": entry["text_config"]["n_shared_experts"]} if entry["model_type"] == "glm4v_moe" else {}
+        ),
+        tie_word_embeddings=tied,
+    )
+    settings = {"min_pixels": 12544, "max_pixels": 9633792} if entry["model_type"] == "glm4v_moe" else None
+    assert_same_parameters(describe(entry, preprocessor=settings), build(config))
+
+
+def test_internvl_port_has_the_parameters_of_the_real_26b_model():
+    """InternVL 2.5 with InternViT-6B and Qwen2.5-32B: the zoo knows only the remote code's configuration."""
+    vision = {
+        "model_type": "internvl_vision",
+        "hidden_size": 3200,
+        "num_hidden_layers": 45,
+        "num_attention_heads": 25,
+        "intermediate_size": 12800,
+        "image_size": 448,
+        "patch_size": 14,
+        "norm_type": "rms_norm",
+        "use_qk_norm": True,
+    }
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+        "vocab_size": 151674,
+    }
+    config = transformers.AutoConfig.for_model(
+        "internvl", vision_config=dict(vision), text_config=dict(text), tie_word_embeddings=False
+    )
+    spec = describe(as_saved(config), preprocessor=preprocessor_of("internvl", vision))
+    assert 38.3e9 < spec.num_params < 38.5e9
+    assert_same_parameters(spec, build(config))
+
+
+# -- what the layers do: order, rows, windows -----------------------------------------------------------------------
+
+RUN_CASES = [
+    "llava llama",
+    "llava_next",
+    "llava_onevision",
+    "internvl qwen2",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl tied, biased, taps out of order",
+    "gemma3",
+    "glm4v_moe",
+]
+
+
+@pytest.mark.parametrize("case", RUN_CASES)
+def test_layers_run_in_the_described_order_on_the_described_rows(case):
+    """Real forward pass on the CPU: each layer is entered when its turn comes, and its matrices see its rows."""
+    tiny = make_tiny_model(case)
+    spec, model, patches, tokens = tiny.spec, tiny.model.eval(), tiny.num_patches, tiny.num_tokens
+
+    entered: list[str] = []
+    multiplied = {layer.name: 0 for layer in spec.layers}  # multiply-adds with weights
+    dense = {layer.name: True for layer in spec.layers}
+
+    def count(owner: str):
+        def hook(module, args, output):
+            features_in = module.weight[0].numel()
+            multiplied[owner] += output.numel() * features_in
+
+        return hook
+
+    for layer in spec.layers:
+        if layer.name == "model.image_newline":
+            continue
+        module = model.get_submodule(layer.name)
+        module.register_forward_pre_hook(lambda m, a, name=layer.name: entered.append(name))
+        dense[layer.name] = layer.mlp is None or layer.mlp.num_experts is None
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
+            module.register_forward_hook(count(owner_of(name, multiplied)))
+    with torch.no_grad():
+        model(**tiny.inputs)
+
+    embed = "model.language_model.embed_tokens"
+    described = [x.name for x in spec.layers if x.name not in (embed, "model.image_newline")]
+    assert [x for x in entered if x != embed] == described  # text is embedded before or beside the images
+    for layer in spec.layers:
+        if dense[layer.name] and not (spec.family == "gemma3" and layer.kind == "projector"):  # a bare matrix
+            inputs_of = tokens if layer.tower == "language" else patches
+            expected = layer.num_matmul_params * layer.rows_per_input * inputs_of
+            assert multiplied[layer.name] == pytest.approx(expected), layer.name
+
+
+def test_expert_layers_count_the_active_experts_only():
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen3_vl_moe"])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    layer = next(x for x in spec.layers if x.name == "model.language_model.layers.1")
+    attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
+    assert layer.num_matmul_params == attention + 6 * 64 + 2 * 3 * 64 * 24
+    assert layer.num_params == attention + 6 * 64 + 6 * 3 * 64 * 24 + 2 * 64 + 2 * 16
+
+
+def test_windows_are_those_of_the_real_vision_tower():
+    """Qwen2.5-VL's own window index: no window holds more rows than described, and the largest holds them all."""
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen2_5_vl"])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
+    assert windows == [64, None, 64, None]
+    assert windows[0] == (config.vision_config.window_size // config.vision_config.patch_size) ** 2
+    visual = build(config).model.visual
+    assert list(visual.fullatt_block_indexes) == [i for i, w in enumerate(windows) if w is None]

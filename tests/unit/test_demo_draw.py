@@ -1,0 +1,245 @@
+"""The demo's data set: drawn pictures, conversations about them, a tokenizer trained on those."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("PIL", reason="the demo draws with Pillow: pip install 'trimtab[data]'")
+pytest.importorskip("tokenizers", reason="the demo trains a tokenizer: pip install 'trimtab[data]'")
+
+from PIL import Image
+
+from trimtab.demo.draw import DemoData, draw_dataset
+from trimtab.demo.pictures import encode
+from trimtab.demo.recipe import CHART_STYLES, PAGE_STYLES, SCENES, SCREEN_STYLES, Picture, make_pictures
+from trimtab.demo.samples import SOURCES, Sample, make_sample
+from trimtab.demo.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
+from trimtab.errors import TrimtabError
+
+STYLES = {
+    "chart": CHART_STYLES,
+    "page": (*PAGE_STYLES, "receipt"),
+    "photo": SCENES,
+    "screenshot": SCREEN_STYLES,
+    "icon": ("tile",),
+}
+
+
+def draw_samples(num_samples: int, seed: int = 0) -> list[Sample]:
+    rng = Random(seed)
+    pictures = make_pictures(rng, 320)
+    return [make_sample(rng, number, pictures) for number in range(num_samples)]
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return draw_samples(1000)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
+    return draw_dataset(tmp_path_factory.mktemp("demo"), num_samples=120)
+
+
+def read(demo: DemoData) -> list[dict[str, object]]:
+    return [json.loads(line) for line in demo.data.read_text(encoding="utf-8").splitlines()]
+
+
+def image_paths(record: dict[str, object]) -> list[str]:
+    image = record.get("image", [])
+    return [image] if isinstance(image, str) else list(image)
+
+
+# -- on disk --------------------------------------------------------------------------------------------------------
+
+
+def test_every_image_of_every_record_opens_and_has_a_placeholder(demo):
+    records = read(demo)
+    assert len(records) == demo.num_samples == 120
+    assert len({record["id"] for record in records}) == 120
+    for record in records:
+        paths = image_paths(record)
+        text = "".join(turn["value"] for turn in record["conversations"])
+        assert text.count("<image>") == len(paths)
+        assert [turn["from"] for turn in record["conversations"]] == ["human", "gpt"] * (
+            len(record["conversations"]) // 2
+        )
+        assert all(turn["value"].strip() for turn in record["conversations"])
+        assert all((demo.folder / path).is_file() for path in paths)
+        assert (not paths) == (record["source"] == "text")
+        assert (len(paths) > 1) == (record["source"] == "multi-image")
+
+
+def test_drawn_files_are_whole_pngs_and_jpegs_of_the_size_the_recipe_names(demo):
+    pictures = make_pictures(Random(0), 40)
+    assert sorted(path.name for path in demo.images.iterdir()) == sorted(picture.file for picture in pictures)
+    assert demo.num_pictures == len(pictures)
+    for picture in pictures:
+        with Image.open(demo.images / picture.file) as image:
+            assert image.size == (picture.width, picture.height)
+            assert image.format == ("JPEG" if picture.kind == "photo" else "PNG")
+            assert image.getexif().get(0x0112) == (6 if picture.turned else None)
+            image.draft("L", (64, 64))
+            image.load()  # whole: Pillow raises on a truncated file
+
+
+def test_counts_and_bytes_say_what_was_written(demo):
+    files = [path for path in demo.folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) == demo.num_bytes < 40_000_000
+    assert not [path for path in files if path.suffix == ".partial"]
+    counted = Counter(record["source"] for record in read(demo))
+    assert dict(demo.samples_per_source) == {source: counted[source] for source in SOURCES}
+
+
+def test_progress_reaches_its_total(tmp_path, monkeypatch):
+    monkeypatch.setattr("trimtab.demo.pictures.encode", lambda picture: b"")
+    seen: dict[str, tuple[int, int]] = {}
+    draw_dataset(tmp_path, num_samples=8, progress=lambda what, done, total: seen.update({what: (done, total)}))
+    assert set(seen) == {"images", "tokenizer"}
+    assert all(done == total for done, total in seen.values())
+
+
+def test_no_samples_is_an_error_that_says_what_to_try(tmp_path):
+    with pytest.raises(TrimtabError, match=r"0 samples was asked for, and holds nothing to plan: draw 1 or more"):
+        draw_dataset(tmp_path, num_samples=0)
+
+
+# -- the recipe -----------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_bytes_on_every_machine():
+    lines = "".join(sample.line() for sample in draw_samples(200)).encode()
+    assert hashlib.blake2b(lines, digest_size=8).hexdigest() == "d2a428ecc0bf1334"
+    assert lines != "".join(sample.line() for sample in draw_samples(200, seed=1)).encode()
+
+
+def test_pictures_span_icons_to_scans_and_eight_to_one_both_ways():
+    pictures = make_pictures(Random(3), 320)
+    assert min(min(p.width, p.height) for p in pictures) == 32
+    assert max(max(p.width, p.height) for p in pictures) == 4000
+    ratios = [p.width / p.height for p in pictures]
+    assert min(ratios) == 1 / 8
+    assert max(ratios) == 8
+    assert len({p.file for p in pictures}) == len(pictures)
+    assert {(p.kind, p.style) for p in pictures} == {(kind, style) for kind in STYLES for style in STYLES[kind]}
+
+
+def test_all_sources_occur_and_lengths_have_a_long_tail(samples):
+    counts = Counter(sample.source for sample in samples)
+    assert set(counts) == set(SOURCES)
+    assert min(counts.values()) > 40
+    lengths = sorted(sum(len(text.split()) for turn in sample.turns for text in turn) for sample in samples)
+    assert lengths[500] < 200
+    assert lengths[0] < 15
+    assert lengths[-1] > 2500
+    assert sum(lengths) / len(lengths) > 1.5 * lengths[500]
+    assert {len(sample.images) for sample in samples} >= {0, 1, 2, 3, 4, 6}
+
+
+def test_answers_about_charts_are_true(samples):
+    checked = 0
+    for sample in samples:
+        for question, answer in sample.turns:
+            picture = sample.images[0] if sample.source == "chart" else None
+            question = question.replace("<image>", "").strip()
+            if picture is None:
+                continue
+            known = dict(zip(picture.labels, picture.values, strict=True))
+            if question.startswith("What is the value for "):
+                assert int(answer) == known[question.removeprefix("What is the value for ").rstrip("?")]
+                checked += 1
+            if question.startswith("Which entry has the highest"):
+                name, value = answer.rstrip(".").split(", with ")
+                assert known[name] == int(value) == max(known.values())
+                checked += 1
+            if question.startswith("Turn the chart into a table"):
+                assert answer.splitlines()[2:] == [f"| {name} | {value} |" for name, value in known.items()]
+                checked += 1
+    assert checked > 50
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------
+
+
+def small(kind: str, style: str, width: int = 260, height: int = 200) -> Picture:
+    return Picture(
+        file=f"x.{'jpg' if kind == 'photo' else 'png'}",
+        kind=kind,
+        style=style,
+        width=width,
+        height=height,
+        seed=11,
+        title="Quiet harbors",
+        labels=("Jan", "Feb", "Mar", "Apr"),
+        values=(12, 40, 31, 7),
+    )
+
+
+@pytest.mark.parametrize(("kind", "style"), [(kind, style) for kind in STYLES for style in STYLES[kind]])
+def test_every_style_is_painted_at_any_size_and_is_not_blank(kind, style):
+    for width, height in ((260, 200), (150, 700), (1200, 150)):
+        with Image.open(io.BytesIO(encode(small(kind, style, width, height)))) as image:
+            assert image.size == (width, height)
+            low, high = image.convert("L").getextrema()
+            assert high - low > 60
+
+
+def test_the_same_picture_gives_the_same_file_and_another_seed_another():
+    for kind, style in (("chart", "lines"), ("page", "letter"), ("photo", "dawn"), ("screenshot", "chat")):
+        assert encode(small(kind, style)) == encode(small(kind, style))
+        assert encode(small(kind, style)) != encode(replace(small(kind, style), seed=12))
+
+
+# -- the tokenizer --------------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_is_lossless_and_knows_its_special_tokens(demo):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo.tokenizer))
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(12))
+    for text in ("Kühlschrank, 冷蔵庫 \N{SLICE OF PIZZA}\n\t x = 3.14;", "The quiet harbor was measured in June 1984."):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("<|im_start|>user\n<image>").ids[0] == 1
+    assert tokenizer.encode("<|im_start|>user\n<image>").tokens[-1] == "<image>"
+
+
+def test_tokenizer_training_is_deterministic_and_learns_words(samples):
+    texts = [text for sample in samples[:200] for turn in sample.turns for text in turn]
+    trained = train_tokenizer(texts, vocab_size=1500)
+    assert trained == train_tokenizer(texts, vocab_size=1500)
+    vocabulary = json.loads(trained)["model"]["vocab"]
+    assert len(vocabulary) == 1500
+    assert "Ġthe" in vocabulary  # a space and "the", as byte-level BPE writes it
+
+
+def test_chat_template_writes_chatml_in_jinjas_sandbox():
+    sandbox = pytest.importorskip("jinja2.sandbox", reason="chat templates need jinja2: pip install 'trimtab[data]'")
+    template = sandbox.ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": "A chart."},
+    ]
+    assert template.render(messages=messages) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is this?<|im_end|>\n"
+        "<|im_start|>assistant\nA chart.<|im_end|>\n"
+    )
+    own_system = [{"role": "system", "content": "Be brief."}, *messages[1:]]
+    assert template.render(messages=own_system, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\nA chart.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tokenizer_config_names_the_template_and_the_stop_token(demo: DemoData):
+    config = json.loads(Path(demo.tokenizer_config).read_text(encoding="utf-8"))
+    assert config["chat_template"] == CHAT_TEMPLATE
+    assert config["eos_token"] == "<|im_end|>"

@@ -1,0 +1,663 @@
+import contextlib
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import profile_model
+from trimtab.errors import ConfigError, ImageError, UnknownModelError
+from trimtab.models.describe import FAMILIES, MAX_CONFIG_BYTES, describe, shipped_models
+from trimtab.models.families.architecture import Architecture
+from trimtab.models.images import count_many, with_limits
+from trimtab.specs import LayerSpec, ModelSpec
+
+ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+SHIPPED = Path(__file__).parents[2] / "src/trimtab/models/zoo"
+GLM_LIMITS = {"min_pixels": 12544, "max_pixels": 9633792}  # the table has no pixel limits for this family
+
+
+def published() -> dict[str, dict]:
+    return json.loads(ZOO.read_text())["models"] if ZOO.is_file() else {}
+
+
+needs_zoo = pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not here")
+
+
+@pytest.fixture
+def internvl() -> dict:
+    return json.loads((SHIPPED / "InternVL-Chat-V1-5.json").read_text())
+
+
+@pytest.fixture
+def qwen() -> dict:
+    return json.loads((SHIPPED / "Qwen2.5-VL-7B.json").read_text())
+
+
+def qwen3(**changes: object) -> dict:
+    vision = {
+        "depth": 6,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [1, 3],
+        "out_hidden_size": 64,
+    }
+    text = {
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 100,
+        "attention_bias": False,
+    }
+    return {
+        "model_type": "qwen3_vl",
+        "vision_config": vision,
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "preprocess": {"min_pixels": 65536, "max_pixels": 16777216},
+        **changes,
+    }
+
+
+def llava(**changes: object) -> dict:
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 336,
+        "patch_size": 14,
+    }
+    text = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 100,
+        "tie_word_embeddings": False,
+    }
+    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
+    return {**config, "vision_feature_select_strategy": "default", "vision_feature_layer": -2, **changes}
+
+
+# -- published models -----------------------------------------------------------------------------------------------
+
+
+@needs_zoo
+@pytest.mark.parametrize("name", published())
+def test_published_models_are_described_as_they_stand(name):
+    """The table leaves out biases, norms, positions and resamplers: at most 1 %, the resampler of MiniCPM-V."""
+    entry = published()[name]
+    spec = describe(entry, name=name, preprocessor=GLM_LIMITS if entry["model_type"] == "glm4v_moe" else None)
+    assert spec.name == name
+    assert spec.num_params == pytest.approx(entry["computed_params_b"]["total"] * 1e9, rel=0.015)
+    active = sum(x.num_matmul_params for x in spec.layers if x.tower == "language")
+    embedding = spec.layers[spec.indices("language", "embed")[0]].num_params
+    if not spec.tied:  # the table counts the embedding among the active weights; rounded to 10 M
+        assert active + embedding == pytest.approx(entry["computed_params_b"]["language_active"] * 1e9, rel=0.015)
+
+
+@needs_zoo
+def test_table_lacks_the_pixel_limits_of_glm():
+    spec = describe(published()["GLM-4.5V (106B-A12B)"])
+    with pytest.raises(ConfigError, match="min_pixels"):
+        spec.image_rule.count(640, 480)
+
+
+def test_describing_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from trimtab.models.describe import describe; describe('Qwen2.5-VL-7B'); "
+        "print([x for x in ('torch', 'transformers', 'numba', 'pydantic', 'PIL') if x in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# -- layers ---------------------------------------------------------------------------------------------------------
+
+
+def test_shipped_internvl_has_remote_code_paths_and_exact_parameters():
+    """Counted by hand from the modules of InternVL's remote code (InternViT-6B, mlp1, InternLM2-20B)."""
+    spec = describe("InternVL-Chat-V1-5")
+    names = [x.name for x in spec.layers]
+    assert names[:2] == ["vision_model.embeddings", "vision_model.encoder.layers.0"]
+    assert names[45:49] == [
+        "vision_model.encoder.layers.44",
+        "mlp1",
+        "language_model.model.tok_embeddings",
+        "language_model.model.layers.0",
+    ]
+    assert names[-2:] == ["language_model.model.norm", "language_model.output"]
+    vit = 4 * 3200**2 + 3200 + 2 * 3200 * 12800 + 12800 + 3200 + 6 * 3200  # 2 norms, 2 layer scales, q and k norms
+    assert spec.layers[1].num_params == vit
+    assert spec.layers[0].num_params == 588 * 3200 + 3200 + 3200 + 1025 * 3200
+    llm = 6144 * (48 + 16) * 128 + 6144 * 6144 + 3 * 6144 * 16384 + 2 * 6144
+    assert spec.layers[48].num_params == llm
+    assert spec.layers[46].num_params == 2 * 12800 + 12800 * 6144 + 6144 + 6144**2 + 6144
+    assert spec.num_tower_params("language") == 48 * llm + 6144 + 2 * 92553 * 6144
+    assert spec.layers[46].rows_per_input == 256 / 1025
+    assert spec.image_rule.count(448, 448).patches == 1025
+
+
+def test_shipped_qwen_has_windows_in_all_but_four_vision_blocks():
+    spec = describe("Qwen2.5-VL-7B")
+    windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
+    assert [i for i, w in enumerate(windows) if w is None] == [7, 15, 23, 31]
+    assert {w for w in windows if w is not None} == {64}
+    merger = next(x for x in spec.layers if x.kind == "projector")
+    assert (merger.hidden_size, merger.output_size, merger.rows_per_input) == (5120, 3584, 0.25)
+    assert spec.num_params == 8_292_166_656  # numParameters of Qwen/Qwen2.5-VL-7B-Instruct on its Hub page
+
+
+def test_deepstack_forbids_every_cut_that_would_carry_features():
+    spec = describe(qwen3())
+    names = [x.name for x in spec.layers]
+    first = names.index("model.visual.deepstack_merger_list.0")
+    assert names[first - 1] == "model.visual.blocks.1"
+    last_fed = names.index("model.language_model.layers.1")
+    assert spec.forbidden_cuts == set(range(first + 1, last_fed + 1))
+    assert first not in spec.forbidden_cuts  # in front of the first tap nothing but hidden states crosses
+    assert last_fed + 1 not in spec.forbidden_cuts
+    assert "DeepStack" in str(spec.forbidden_cut_reason)
+
+
+def test_several_feature_layers_forbid_cuts_between_the_first_and_the_projector():
+    spec = describe(llava(vision_feature_layer=[-3, -1]))
+    names = [x.name for x in spec.layers]
+    # state -3 of 5 leaves block 1 and crosses the next cut alone; behind block 2 there are two
+    assert spec.forbidden_cuts == set(
+        range(names.index("model.vision_tower.encoder.layers.2") + 1, names.index("model.multi_modal_projector") + 1)
+    )
+    projector = spec.layers[names.index("model.multi_modal_projector")]
+    assert projector.hidden_size == 2 * 32
+
+
+def test_blocks_that_nothing_reads_are_noted():
+    assert any("block 3" in note and "no gradient" in note for note in describe(llava()).notes)
+    assert not any("no gradient" in note for note in describe(llava(vision_feature_layer=-1)).notes)
+
+
+def test_class_token_does_not_reach_the_llava_projector():
+    projector = next(x for x in describe(llava()).layers if x.kind == "projector")
+    assert projector.rows_per_input == 576 / 577
+
+
+def test_tied_head_owns_nothing_but_still_multiplies():
+    spec = describe(qwen3(tie_word_embeddings=True))
+    assert spec.tied == (("model.language_model.embed_tokens", "lm_head"),)
+    assert (spec.layers[-1].num_params, spec.layers[-1].num_matmul_params) == (0, 6400)
+    assert describe(qwen3()).num_params == spec.num_params + 6400
+
+
+def test_a_family_is_added_by_one_entry(monkeypatch):
+    layer = LayerSpec(
+        name="all", tower="language", kind="block", hidden_size=8, output_size=8, num_params=64, num_matmul_params=64
+    )
+    monkeypatch.setitem(FAMILIES, "qwen3_vl", lambda fields: Architecture(layers=(layer,), vocab_size=10))
+    assert describe(qwen3()).num_params == 64
+
+
+def layer(spec: ModelSpec, name: str) -> LayerSpec:
+    return next(x for x in spec.layers if x.name.endswith(name))
+
+
+def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
+    """One qkv matrix (Qwen, InternLM2, Phi-3), layer scale (InternViT), quick GELU (CLIP), as in the modules."""
+    phi3 = llava(text_config={**llava()["text_config"], "model_type": "phi3"})
+    found = {
+        name: (block.attention.fused_qkv, block.layer_scale, block.mlp.quick_gelu, block.norm, block.num_norms)
+        for name, block in {
+            "InternViT": layer(describe(internvl), "encoder.layers.0"),
+            "InternLM2": layer(describe(internvl), "model.layers.0"),
+            "Qwen2.5 ViT": layer(describe(qwen), "blocks.0"),
+            "Qwen2.5": layer(describe(qwen), "language_model.layers.0"),
+            "Qwen3 ViT": layer(describe(qwen3()), "blocks.0"),
+            "CLIP": layer(describe(llava()), "encoder.layers.0"),
+            "Llama": layer(describe(llava()), "language_model.layers.0"),
+            "Phi-3": layer(describe(phi3), "language_model.layers.0"),
+        }.items()
+    }
+    assert found == {
+        "InternViT": (False, True, False, "rms_norm", 2),  # flash attention reads the one matrix's result as it is
+        "InternLM2": (True, False, False, "rms_norm", 2),
+        "Qwen2.5 ViT": (True, False, False, "rms_norm", 2),
+        "Qwen2.5": (False, False, False, "rms_norm", 2),
+        "Qwen3 ViT": (True, False, False, "layer_norm", 2),
+        "CLIP": (False, False, True, "layer_norm", 2),
+        "Llama": (False, False, False, "rms_norm", 2),
+        "Phi-3": (True, False, False, "rms_norm", 2),
+    }
+
+
+def test_hidden_act_says_whether_clip_s_gelu_is_the_quick_one():
+    config = edit(llava(), "vision_config.hidden_act", "gelu")
+    assert not layer(describe(config), "encoder.layers.0").mlp.quick_gelu
+    with pytest.raises(ConfigError, match=r"vision_config\.hidden_act is 3: a text is needed"):
+        describe(edit(llava(), "vision_config.hidden_act", 3))
+
+
+@needs_zoo
+def test_gemma_has_four_norms_that_multiply_in_fp32_and_qwen2_vl_a_quick_gelu():
+    gemma = describe(published()["Gemma3-27B"])
+    block = layer(gemma, "language_model.layers.0")
+    assert (block.norm, block.num_norms) == ("rms_norm_fp32", 4)
+    assert layer(gemma, "language_model.norm").norm == layer(gemma, "projector").norm == "rms_norm_fp32"
+    assert layer(gemma, "encoder.layers.0").norm == "layer_norm"
+    vit = layer(describe(published()["Qwen2-VL-72B"]), "blocks.0")
+    assert vit.mlp.quick_gelu
+    assert vit.attention.fused_qkv
+
+
+@pytest.mark.parametrize(
+    ("state", "unread"),
+    [
+        (-2, ["model.vision_tower.encoder.layers.3", "model.vision_tower.post_layernorm"]),
+        (-1, ["model.vision_tower.post_layernorm"]),
+        (4, ["model.vision_tower.post_layernorm"]),
+        ([0, 2], [f"model.vision_tower.{x}" for x in ("encoder.layers.2", "encoder.layers.3", "post_layernorm")]),
+    ],
+)
+def test_layers_behind_the_last_state_that_is_read_have_forward_work_alone(state, unread):
+    spec = describe(llava(vision_feature_layer=state))
+    assert [x.name for x in spec.layers if x.unread] == unread
+    profile = profile_model(spec, DEVICES["A100-80GB"])
+    for described, cost in zip(spec.layers, profile.layers, strict=True):
+        assert max(cost.forward_s) > 0
+        assert cost.state_bytes > 0
+        if described.unread:
+            assert cost.backward_s == cost.tiers[0].saved_bytes == cost.transient_bytes == (0.0,) * 7
+            assert [tier.name for tier in cost.tiers] == ["none"]
+        elif described.kind == "block":
+            assert max(cost.backward_s) > max(cost.forward_s)
+            assert len(cost.tiers) == 3
+    blocks = [x for x in profile.layers if x.kind == "block" and x.tower == "vision"]
+    assert len({x.forward_s for x in blocks}) == 1
+    assert len({x.group for x in blocks}) == 1 + any("encoder" in name for name in unread)
+
+
+# -- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_preprocessor_layers_are_described_and_images_refused(tmp_path):
+    config = qwen3()
+    limits = config.pop("preprocess")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = describe(tmp_path)
+    assert spec.layers == describe(qwen3()).layers
+    assert any("preprocessor_config.json was not given" in note for note in spec.notes)
+    message = r"min_pixels.*: pass --preprocessor preprocessor_config\.json, or put it beside config\.json"
+    with pytest.raises(ConfigError, match=message):
+        spec.image_rule.count(640, 480)
+    with pytest.raises(ConfigError, match=message):
+        describe(tmp_path, max_pixels=10**6)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_pixels": limits["max_pixels"]}))
+    with pytest.raises(ConfigError, match=r"min_pixels.*: add it to that file"):
+        describe(tmp_path)
+
+
+def test_other_problems_come_with_what_the_image_rule_lacks():
+    config = qwen3()
+    del config["preprocess"], config["text_config"]["vocab_size"]
+    with pytest.raises(ConfigError, match=r"text_config\.vocab_size"):
+        describe(config)
+
+
+def test_a_user_s_own_limits_tighten_the_image_rule(internvl, qwen):
+    assert describe(internvl, max_tiles=1).image_rule.count(4000, 3000).tiles == 1
+    assert describe(internvl, max_tiles=6).image_rule == with_limits(describe(internvl).image_rule, max_tiles=6)
+    tight = describe(qwen, max_pixels=1003520)
+    assert tight.image_rule.count(4000, 3000).tokens <= 1003520 // 28**2
+    assert tight.layers == describe(qwen).layers
+    assert tight.config_blake2b == describe(qwen).config_blake2b
+    with pytest.raises(ConfigError, match="cannot set max_tiles 6 on image rule qwen_smart_resize"):
+        describe(qwen, max_tiles=6)
+    with pytest.raises(ConfigError, match="cannot set max_pixels 5 on image rule fixed"):
+        describe(llava(), max_pixels=5)
+    with pytest.raises(ConfigError, match="max_tiles is '6', and a limit of images is a whole number"):
+        describe(internvl, max_tiles="6")
+
+
+# -- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_file_folder_content_and_name_give_the_same_model(tmp_path, qwen):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    limits = qwen.pop("preprocess")
+    (folder / "config.json").write_text(json.dumps(qwen, indent=4))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"min_pixels": limits["min_pixels"], "max_pixels": limits["max_pixels"]})
+    )
+    by_folder = describe(folder)
+    assert by_folder == describe(str(folder / "config.json"))
+    assert by_folder.name == "my-model"
+    assert by_folder.layers == describe("Qwen2.5-VL-7B").layers
+    given = describe(qwen, preprocessor=folder / "preprocessor_config.json", name="my-model")
+    assert given == by_folder
+
+
+def test_processor_config_of_transformers_5_is_found(tmp_path):
+    config = qwen3()
+    limits = config.pop("preprocess")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": limits}))
+    assert describe(tmp_path).image_rule == describe(qwen3()).image_rule
+
+
+def test_flat_text_fields_are_read_from_the_top():
+    """Files of Qwen2-VL and Qwen2.5-VL as first published: no `text_config`."""
+    nested = json.loads((SHIPPED / "Qwen2.5-VL-7B.json").read_text())
+    flat = copy.deepcopy(nested)
+    text = flat.pop("text_config")
+    text.pop("model_type")
+    assert describe({**flat, **text}).layers == describe(nested).layers
+
+
+def test_internvl_language_model_may_be_named_by_its_class(internvl):
+    config = copy.deepcopy(internvl)
+    config["llm_config"] = {**config.pop("text_config"), "architectures": ["InternLM2ForCausalLM"], "bias": False}
+    del config["llm_config"]["model_type"], config["llm_config"]["attention_bias"]
+    assert describe(config).layers == describe(internvl).layers
+
+
+def test_digest_is_of_the_content_alone(qwen):
+    backwards = dict(reversed(list(qwen.items())))
+    assert (
+        describe(qwen).config_blake2b == describe(backwards).config_blake2b == describe("Qwen2.5-VL-7B").config_blake2b
+    )
+    qwen["text_config"]["vocab_size"] += 1
+    assert describe(qwen).config_blake2b != describe(backwards | {"extra": 1}).config_blake2b
+
+
+def test_shipped_models_name_their_sources():
+    assert shipped_models() == ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B")
+    for name in shipped_models():
+        assert json.loads((SHIPPED / f"{name}.json").read_text())["source"]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def edit(config: dict, path: str, value: object) -> dict:
+    result = copy.deepcopy(config)
+    *sections, key = path.split(".")
+    target = result
+    for section in sections:
+        target = target[section]
+    if value is ...:
+        del target[key]
+    else:
+        target[key] = value
+    return result
+
+
+def test_all_missing_fields_are_named_at_once_with_what_to_do():
+    config = llava()
+    config["text_config"] = {"model_type": "llama", "vocab_size": 32064}  # as llava-hf publishes it
+    with pytest.raises(ConfigError) as error:
+        describe(config)
+    message = str(error.value)
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        assert f"text_config.{field}" in message
+    assert "tie_word_embeddings" in message
+    assert "AutoConfig.from_pretrained(MODEL).to_dict()" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("vision_config.depth", -3, ["vision_config.depth is -3", "whole number"]),
+        ("vision_config.depth", 10**9, ["vision_config.depth", "4096"]),
+        ("vision_config.depth", True, ["vision_config.depth is True"]),
+        ("text_config.vocab_size", "100", ["text_config.vocab_size is '100'"]),
+        ("text_config.attention_bias", 1, ["text_config.attention_bias is 1", "true or false"]),
+        ("text_config", [], ["text_config is []", "JSON object"]),
+        ("text_config.model_type", "llama", ["text_config.model_type is 'llama'", "qwen3_vl_text"]),
+        ("vision_config.patch_size", [16, 0], ["vision_config.patch_size"]),
+        ("vision_config.deepstack_visual_indexes", [1, 1], ["deepstack_visual_indexes", "different"]),
+        ("vision_config.deepstack_visual_indexes", [9], ["deepstack_visual_indexes", "vision_config.depth 6"]),
+        ("vision_config.out_hidden_size", 48, ["out_hidden_size 48", "text_config.hidden_size 64"]),
+        ("vision_config.num_heads", 5, ["vision_config.hidden_size 32", "vision_config.num_heads 5"]),
+        ("text_config.num_key_value_heads", 3, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ("text_config.head_dim", ..., ["text_config.head_dim"]),
+        ("text_config.qk_norm", False, ["text_config.qk_norm is False", "qwen3_vl_text"]),
+        ("tie_word_embeddings", ..., ["tie_word_embeddings"]),
+        ("preprocess.max_pixels", -1, ["max_pixels"]),
+        ("preprocess.max_pixels", 10**12, ["max_pixels"]),
+    ],
+)
+def test_bad_fields_of_qwen3_are_named(path, value, words):
+    with pytest.raises(ConfigError) as error:
+        describe(edit(qwen3(), path, value))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("text_config.num_attention_heads", 5, ["text_config.hidden_size 64", "num_attention_heads 5", "head_dim"]),
+        ("text_config.model_type", "gpt2", ["text_config.model_type is 'gpt2'", "llama"]),
+        ("vision_config.model_type", "vit", ["vision_config.model_type is 'vit'", "siglip_vision_model"]),
+        ("vision_config.patch_size", 512, ["image_size", "patch_size"]),
+        ("vision_feature_layer", 9, ["vision_feature_layer 9", "num_hidden_layers 4"]),
+        ("vision_feature_layer", "last", ["vision_feature_layer is 'last'"]),
+        ("vision_feature_select_strategy", "some", ["vision_feature_select_strategy is 'some'"]),
+    ],
+)
+def test_bad_fields_of_llava_are_named(path, value, words):
+    with pytest.raises(ConfigError) as error:
+        describe(edit(llava(), path, value))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, ["layer_types names 3", "num_hidden_layers is 2"]),
+        ({"layer_types": ["full_attention", "chunked"]}, ["layer_types is 'chunked'", "sliding_attention"]),
+        ({"layer_types": "full"}, ["layer_types is 'full'", "a list"]),
+        ({"layer_types": ["sliding_attention"] * 2}, ["text_config.sliding_window"]),
+        ({"sliding_window": 64}, ["text_config.max_window_layers"]),
+    ],
+)
+def test_windows_must_be_settled(changes, words):
+    text = {**llava()["text_config"], "model_type": "qwen2", "use_sliding_window": True, **changes}
+    with pytest.raises(ConfigError) as error:
+        describe(llava(text_config=text))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_mistral_must_say_whether_it_slides():
+    text = {**llava()["text_config"], "model_type": "mistral"}
+    with pytest.raises(ConfigError, match=r"text_config\.sliding_window"):
+        describe(llava(text_config=text))
+    spec = describe(llava(text_config={**text, "sliding_window": None}))
+    assert spec.token_window is None
+    assert describe(llava(text_config={**text, "sliding_window": 4096})).token_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("projector.linear", [[12800, 2049], [2049, 2049]], ["projector.linear", "6144"]),
+        ("preprocess.downsample_ratio", 0.3, ["downsample_ratio 0.3"]),
+        ("text_config.head_dim", 64, ["text_config.head_dim is 64", "128"]),
+        ("text_config.attention_bias", ..., ["text_config.bias"]),
+        ("text_config.architectures", ["Qwen2ForCausalLM"], ["architectures names Qwen2ForCausalLM", "internlm2"]),
+        ("text_config.model_type", "mistral", ["text_config.model_type is 'mistral'", "internlm2"]),
+        ("use_llm_lora", 16, ["use_llm_lora is 16", "merge"]),
+        ("select_layer", [-1, -2], ["select_layer names 2 hidden states", "hidden_size"]),
+    ],
+)
+def test_bad_fields_of_internvl_are_named(internvl, path, value, words):
+    with pytest.raises(ConfigError) as error:
+        describe(edit(internvl, path, value))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("vision_config.fullatt_block_indexes", [7, 32], ["fullatt_block_indexes", "vision_config.depth 32"]),
+        ("vision_config.window_size", 8, ["window_size 8", "patch_size"]),
+        ("text_config.attention_bias", False, ["attention_bias is False", "qwen2_5_vl_text"]),
+        ("projector.merger", [5120, 5120, 1], ["projector.merger", "3584"]),
+    ],
+)
+def test_bad_fields_of_qwen25_are_named(qwen, path, value, words):
+    with pytest.raises(ConfigError) as error:
+        describe(edit(qwen, path, value))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_experts_must_be_enough_and_dense_layers_exist():
+    text = {**qwen3()["text_config"], "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 8}
+    config = qwen3(model_type="qwen3_vl_moe", text_config={**text, "num_experts": 2, "num_experts_per_tok": 3})
+    with pytest.raises(ConfigError, match="num_experts_per_tok 3 is more than the 2 experts"):
+        describe(config)
+
+
+@pytest.mark.parametrize("model_type", [None, 3, "gpt2", "x" * 1000])
+def test_unknown_families_are_refused_with_the_known_ones(model_type):
+    with pytest.raises(UnknownModelError, match="qwen2_5_vl") as error:
+        describe({"model_type": model_type})
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"[1]", "a JSON object with a `model_type` is needed"),
+        (b'{"a": NaN}', "NaN is not a number in JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path, content, words):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        describe(path)
+
+
+def test_missing_paths_name_the_shipped_descriptions(tmp_path):
+    for source in (tmp_path / "no.json", "no-such-model", tmp_path):
+        with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B"):
+            describe(source)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        describe("a\0b")
+    with pytest.raises(ConfigError, match=r"preprocessor .* cannot be read"):
+        describe(qwen3(), preprocessor=tmp_path / "no.json")
+    with pytest.raises(ConfigError, match="does not describe a model"):
+        describe(3)
+
+
+def test_content_that_is_not_json_is_refused():
+    with pytest.raises(ConfigError, match="cannot be written as JSON"):
+        describe(qwen3(extra=float("nan")))
+    with pytest.raises(ConfigError, match="cannot be written as JSON"):
+        describe(qwen3(extra=object()))
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1,
+        3,
+        7,
+        10**9,
+        10**400,
+        1.5,
+        0.0,
+        -2.5,
+        1e308,
+        float("nan"),
+        "",
+        "x",
+        [],
+        [1],
+        [[1]],
+        {},
+        {"a": 1},
+    ]
+)
+
+
+def paths(config: dict, prefix: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        if key != "preprocess":  # the image rules have their own tests
+            found.append(prefix + key)
+            if isinstance(value, dict):
+                found += paths(value, f"{prefix}{key}.")
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damage_gives_a_model_or_a_config_error(data):
+    config = data.draw(
+        st.sampled_from([qwen3(), llava(), *(json.loads(x.read_text()) for x in SHIPPED.glob("*.json"))])
+    )
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(paths(config)))
+        config = edit(config, path, data.draw(st.one_of(st.just(...), VALUES)))
+        if not paths(config):
+            break
+    with contextlib.suppress(ConfigError):
+        assert isinstance(describe(config), ModelSpec)
+
+
+HUGE = [4096, 4097, 10**6, 2**30, 2**31 - 1, 10**9, 10**18, 10**400, 1e300, 5e-324, [10**9], [[10**9, 10**9]] * 30_000]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_huge_numbers_end_at_once_in_a_model_or_an_error_that_is_short(data):
+    config = data.draw(
+        st.sampled_from([qwen3(), llava(), *(json.loads(x.read_text()) for x in SHIPPED.glob("*.json"))])
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        fields = [*paths(config), *(f"preprocess.{key}" for key in config.get("preprocess", {}))]
+        config = edit(
+            config, data.draw(st.sampled_from([x for x in fields if "." in x])), data.draw(st.sampled_from(HUGE))
+        )
+        config = {k: v for k, v in config.items() if k != "preprocess" or isinstance(v, dict)}
+    message = ""
+    try:
+        spec = describe(config)
+        assert len(spec.layers) < 3 * 4096
+        count_many(spec.image_rule, [1, 1920, 2**31 - 1], [1, 1080, 2**31 - 1])
+    except (ConfigError, ImageError) as error:
+        message = str(error)
+    assert len(message) < 5000

@@ -1,0 +1,118 @@
+"""dispatch_packs: every pack in one slot, the shuffle kept by random order, alike packs together when asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.balance.dispatch import BLOCK_STEPS, dispatch_packs
+from trimtab.balance.grouping import group_alike
+from trimtab.balance.metrics import dist_ratio
+from trimtab.errors import PackingError
+
+
+def make_columns(n: int, seed: int = 0) -> np.ndarray:
+    r = np.random.default_rng(seed)
+    v = r.integers(15, 19, n).astype(float)
+    t = 256 * v + r.normal(500, 60, n)
+    return np.column_stack([v, t, 11.9 * v + 0.04 * t])
+
+
+def rows_of(schedule) -> np.ndarray:
+    return schedule.table.transpose(0, 2, 1).reshape(-1, schedule.table.shape[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 90),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(["random", "tolerance", "sorted"]),
+    st.floats(0, 0.5),
+    st.integers(1, 4),
+)
+def test_every_pack_has_one_slot_and_empty_ones_come_last(n, dp, num_microbatches, order, tolerance, block_steps):
+    schedule = dispatch_packs(
+        make_columns(n),
+        dp=dp,
+        num_microbatches=num_microbatches,
+        order=order,
+        tolerance=tolerance,
+        block_steps=block_steps,
+    )
+    assert schedule.order == order
+    assert schedule.table.shape == (-(-n // (dp * num_microbatches)), dp, num_microbatches)
+    flat = rows_of(schedule).reshape(-1)
+    assert sorted(flat[flat >= 0].tolist()) == list(range(n))
+    assert (flat[:n] >= 0).all()
+
+
+def test_random_order_leaves_the_shuffle_as_it_is():
+    schedule = dispatch_packs(make_columns(22), dp=4, num_microbatches=2)
+    assert schedule.table[0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert rows_of(schedule).reshape(-1)[:22].tolist() == list(range(22))
+    assert schedule.table[-1].tolist() == [[16, 20], [17, 21], [18, -1], [19, -1]]
+
+
+def test_sorted_is_better_than_tolerance_is_better_than_random_in_every_column():
+    columns = make_columns(4096)
+    ratios = {}
+    for order in ("random", "tolerance", "sorted"):
+        rows = rows_of(dispatch_packs(columns, dp=8, order=order, tolerance=0.05))
+        ratios[order] = [dist_ratio(columns[:, d][rows]) for d in range(3)]
+    assert sum(ratios["sorted"]) < sum(ratios["tolerance"]) < sum(ratios["random"])
+    for d in range(3):
+        assert ratios["tolerance"][d] < 0.5 * ratios["random"][d]
+        assert ratios["sorted"][d] < 0.1 * ratios["random"][d]
+
+
+def test_tolerance_moves_only_packs_that_stick_out():
+    columns = np.ones((64, 2))
+    far = [3, 10, 17, 40, 41, 50, 51, 63]
+    columns[far] *= 1.5
+    rows = rows_of(dispatch_packs(columns, dp=8, order="tolerance", tolerance=0.01)).tolist()
+    assert sorted(far) in [sorted(row) for row in rows]
+    others = [p for row in rows if sorted(row) != sorted(far) for p in row]
+    assert others == [p for p in range(64) if p not in far]
+
+
+def test_tolerance_without_outliers_is_the_shuffle():
+    schedule = dispatch_packs(np.ones((50, 3)), dp=8, order="tolerance")
+    assert rows_of(schedule).reshape(-1)[:50].tolist() == list(range(50))
+
+
+def test_packs_stay_within_their_block():
+    dp, block_steps = 4, 8
+    rows = rows_of(dispatch_packs(make_columns(320), dp=dp, order="sorted", block_steps=block_steps))
+    for start in range(0, len(rows), block_steps):
+        assert sorted(rows[start : start + block_steps].reshape(-1)) == list(
+            range(start * dp, (start + block_steps) * dp)
+        )
+
+
+def test_ranks_and_rows_of_grouped_packs_are_shuffled():
+    # without it rank 0 would always get the lightest pack, and training would go from light to heavy
+    columns = make_columns(8 * BLOCK_STEPS)
+    rows = rows_of(dispatch_packs(columns, dp=8, order="sorted", seed=1))
+    cost = columns[:, 2][rows]
+    assert abs(cost.mean(axis=0) / cost.mean() - 1).max() < 0.002
+    means = cost.mean(axis=1)
+    assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.12
+    other = rows_of(dispatch_packs(columns, dp=8, order="sorted", seed=2))
+    assert (other != rows).any()
+
+
+def test_group_alike_finds_rows_of_equal_packs():
+    r = np.random.default_rng(3)
+    kinds = np.repeat(np.arange(16), 8)
+    values = np.column_stack([kinds % 4 + 1.0, kinds // 4 + 1.0])
+    packs = r.permutation(128)
+    group_alike(values, packs, 8)
+    assert (kinds[packs].reshape(-1, 8) == kinds[packs].reshape(-1, 8)[:, :1]).all()
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(PackingError, match="dp 0 x 1 micro-batches leaves no place for a pack: give 1 or more of both"):
+        dispatch_packs(make_columns(4), dp=0)

@@ -1,0 +1,46 @@
+"""files.py: files written whole or not at all, and told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.files import fingerprint_file, write_atomically
+
+
+def test_a_file_appears_whole_with_the_folders_it_needs(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b.txt"
+    write_atomically(target, "text é")
+    assert target.read_bytes() == "text é".encode()
+    assert [p.name for p in target.parent.iterdir()] == ["b.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "plan.yaml"
+    write_atomically(target, "old")
+
+    def fail(self: Path, other: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(target, "new")
+    assert target.read_text(encoding="utf-8") == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_fingerprint_sees_size_head_and_tail(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    content = bytearray(3 * 2**20)
+    file.write_bytes(content)
+    before = fingerprint_file(file)
+    for position in (0, 2**20 - 1, 2**21, len(content) - 1):
+        changed = bytearray(content)
+        changed[position] = 1
+        file.write_bytes(changed)
+        assert fingerprint_file(file) != before
+    file.write_bytes(content + b"\0")
+    assert fingerprint_file(file) != before
+    file.write_bytes(b"")
+    assert fingerprint_file(file) != before

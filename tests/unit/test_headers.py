@@ -1,0 +1,299 @@
+"""Image sizes from headers agree with Pillow, and hostile bytes raise nothing but ImageError."""
+
+import io
+import os
+import struct
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.errors import ImageError
+from trimtab.samples.headers import MAX_PIXELS, image_size, image_size_of_descriptor
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow draws the test images")
+from PIL import ImageOps  # noqa: E402
+
+SIZES = [(1, 1), (17, 300), (1025, 31)]
+
+
+def encode(size, kind, mode="RGB", exif=None, **options):
+    buffer = io.BytesIO()
+    image = Image.effect_noise(size, 60).convert(mode)
+    if exif is not None:
+        options["exif"] = exif
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def exif_of(orientation, filler=0):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    if filler:
+        exif[0x010E] = "x" * filler  # ImageDescription, so that the tag directory is not the whole segment
+    return exif.tobytes()
+
+
+def png_header(width, height, depth=8, colour=2):
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    end = b"\0\0\0\0IEND\xaeB`\x82"
+    return b"\x89PNG\r\n\x1a\n\0\0\0\r" + body + struct.pack(">I", zlib.crc32(body)) + end
+
+
+def jpeg_segments(*segments, end=b"\xff\xd9"):
+    return b"\xff\xd8" + b"".join(segments) + end
+
+
+def frame(marker, width, height):
+    return bytes((0xFF, marker)) + struct.pack(">HBHHB", 17, 8, height, width, 3) + bytes(9)
+
+
+VALID = {
+    "png": encode((64, 48), "PNG"),
+    "png palette": encode((64, 48), "PNG", "P"),
+    "png exif": encode((64, 48), "PNG", exif=exif_of(6)),
+    "jpeg": encode((64, 48), "JPEG"),
+    "jpeg progressive": encode((64, 48), "JPEG", progressive=True),
+    "jpeg exif": encode((64, 48), "JPEG", exif=exif_of(6, 60000)),
+    "webp lossy": encode((64, 48), "WEBP"),
+    "webp lossless": encode((64, 48), "WEBP", lossless=True),
+    "webp exif": encode((64, 48), "WEBP", exif=exif_of(6)),
+    "gif": encode((64, 48), "GIF", "P"),
+    "bmp": encode((64, 48), "BMP"),
+    "tiff": encode((64, 48), "TIFF"),
+    "ppm": encode((64, 48), "PPM"),
+    "jpeg 2000": encode((64, 48), "JPEG2000"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        *(("PNG", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "I;16")),
+        *(("JPEG", mode, {}) for mode in ("L", "RGB", "CMYK")),
+        ("JPEG", "RGB", {"progressive": True}),
+        ("WEBP", "RGB", {}),
+        ("WEBP", "RGBA", {}),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("GIF", "P", {}),
+        *(("BMP", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA")),
+        ("TIFF", "RGB", {}),
+        ("PPM", "RGB", {}),
+        ("JPEG2000", "RGB", {}),
+    ],
+)
+def test_sizes_equal_pillows(tmp_path, size, kind, mode, options):
+    data = encode(size, kind, mode, **options)
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    assert (
+        image_size(data)
+        == image_size(path)
+        == image_size(memoryview(data))
+        == size
+        == Image.open(io.BytesIO(data)).size
+    )
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_is_ignored_or_applied_as_exif_transpose_does(kind, orientation):
+    data = encode((40, 30), kind, exif=exif_of(orientation, 200))
+    assert image_size(data) == Image.open(io.BytesIO(data)).size
+    assert image_size(data, exif="apply") == ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_orientation_in_xmp_counts_where_exif_has_none(kind):
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    if kind == "jpeg":
+        data = encode((40, 30), "JPEG", xmp=xmp)
+    elif kind == "webp":
+        data = encode((40, 30), "WEBP", xmp=xmp)
+    else:
+        from PIL.PngImagePlugin import PngInfo
+
+        info = PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", xmp.decode())
+        data = encode((40, 30), "PNG", pnginfo=info)
+    assert image_size(data, exif="apply") == ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == (30, 40)
+    assert image_size(data) == (40, 30)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_orientation_in_a_raw_png_profile_counts(compressed):
+    from PIL.PngImagePlugin import PngInfo
+
+    payload = exif_of(8)
+    info = PngInfo()
+    info.add_text("Raw profile type exif", f"\nexif\n{len(payload):8}\n{payload.hex()}\n", zip=compressed)
+    data = encode((40, 30), "PNG", pnginfo=info)
+    assert image_size(data, exif="apply") == ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == (30, 40)
+
+
+@pytest.mark.parametrize("marker", [m for m in range(0xC0, 0xD0) if m not in (0xC4, 0xC8, 0xCC)])
+def test_every_jpeg_frame_kind_is_read(marker):
+    assert image_size(jpeg_segments(frame(marker, 321, 123))) == (321, 123)
+
+
+def test_jpeg_segments_before_the_frame_are_stepped_over():
+    big = b"\xff\xe1" + struct.pack(">H", 65535) + b"\xff\xc0" * 32766 + b"\0"  # holds what looks like frame headers
+    huffman = b"\xff\xc4" + struct.pack(">H", 6) + bytes(4)
+    data = jpeg_segments(big, big, b"\xff" * 9000, huffman[1:], b"\xff\x01", b"junk", frame(0xC2, 77, 55))
+    assert image_size(data) == (77, 55)
+
+
+def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_count():
+    whole = encode((64, 48), "JPEG")
+    assert image_size(whole + bytes(2_000_000)) == (64, 48)
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 4) + b"\xff\xd9"
+    with pytest.raises(ImageError, match="truncated: a JPEG"):
+        image_size(whole[:2] + thumbnail + whole[2:-2])
+
+
+def test_both_bmp_headers_and_both_row_orders_are_read():
+    windows = encode((6, 4), "BMP")
+    down = windows[:22] + struct.pack("<i", -4) + windows[26:]
+    assert image_size(down) == Image.open(io.BytesIO(down)).size == (6, 4)
+    core = b"BM" + struct.pack("<IHHIIHHHH", 26 + 80, 0, 0, 26, 12, 6, 4, 1, 24) + bytes(80)
+    assert image_size(core) == Image.open(io.BytesIO(core)).size == (6, 4)
+
+
+def test_a_gif_frame_larger_than_its_screen_widens_it():
+    data = bytearray(encode((64, 48), "GIF", "P"))
+    data[6:10] = struct.pack("<HH", 10, 10)
+    assert image_size(bytes(data)) == Image.open(io.BytesIO(bytes(data))).size == (64, 48)
+
+
+def test_the_pixel_limit_is_pillows_and_can_be_raised():
+    limit = png_header(MAX_PIXELS // 2, 2)
+    assert image_size(limit) == (MAX_PIXELS // 2, 2)
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+    with pytest.raises(Image.DecompressionBombError):
+        Image._decompression_bomb_check((MAX_PIXELS // 2 + 1, 2))
+    with pytest.raises(ImageError, match="more than max_pixels 178956970"):
+        image_size(png_header(MAX_PIXELS // 2 + 1, 2))
+    assert image_size(png_header(20000, 20000), max_pixels=400_000_000) == (20000, 20000)
+
+
+HOSTILE = {
+    "empty": (b"", "is empty"),
+    "text": (b"<html>not found</html>", "not an image"),
+    "zeros": (bytes(5000), "not an image"),
+    "png signature only": (b"\x89PNG\r\n\x1a\n", "truncated"),
+    "png zero wide": (png_header(0, 10), "no pixel"),
+    "png zero high": (png_header(10, 0), "no pixel"),
+    "png bomb": (png_header(60000, 60000), "max_pixels"),
+    "png widest": (png_header(2**31 - 1, 2**31 - 1), "max_pixels"),
+    "png checksum": (png_header(10, 10)[:20] + b"\0\0\0\x0b" + png_header(10, 10)[24:], "checksum"),
+    "png odd depth": (png_header(10, 10, depth=3), "colour type"),
+    "png odd colour": (png_header(10, 10, colour=5), "colour type"),
+    "png without ihdr": (b"\x89PNG\r\n\x1a\n\0\0\0\rIDAT" + bytes(30), "IHDR"),
+    "png half": (VALID["png"][: len(VALID["png"]) // 2], "truncated"),
+    "png without end": (VALID["png"][:-12], "truncated"),
+    "png endless chunks": (png_header(9, 9)[:33] + b"\0\0\0\0tEXt\0\0\0\0" * 100_001, "chunks"),
+    "jpeg start only": (b"\xff\xd8", "truncated"),
+    "jpeg no frame": (jpeg_segments(b"\xff\xda\0\x04\0\0"), "frame header"),
+    "jpeg ends at once": (jpeg_segments(), "frame header"),
+    "jpeg zero wide": (jpeg_segments(frame(0xC0, 0, 10)), "no pixel"),
+    "jpeg height from dnl": (jpeg_segments(frame(0xC0, 10, 0)), "no pixel"),
+    "jpeg bomb": (jpeg_segments(frame(0xC0, 65535, 65535)), "max_pixels"),
+    "jpeg short frame": (jpeg_segments(b"\xff\xc0\0\x03\0"), "too short"),
+    "jpeg zero segment": (jpeg_segments(b"\xff\xe0\0\0"), "claims 0 bytes"),
+    "jpeg half": (VALID["jpeg"][: len(VALID["jpeg"]) // 2], "truncated"),
+    "jpeg cut in exif": (VALID["jpeg exif"][:3000], "truncated"),
+    "jpeg endless fill": (b"\xff\xd8" + b"\xff" * (17 << 20), "no JPEG frame header"),
+    "jpeg endless junk": (b"\xff\xd8" + bytes(17 << 20), "no JPEG frame header"),
+    "jpeg endless markers": (b"\xff\xd8" + b"\xff\x01" * 200_000, "no JPEG frame header"),
+    "webp header only": (b"RIFF\x10\0\0\0WEBPVP8 ", "truncated"),
+    "webp half": (VALID["webp lossy"][: len(VALID["webp lossy"]) // 2], "truncated"),
+    "webp odd chunk": (b"RIFF\x20\0\0\0WEBPABCD" + bytes(40), "none of"),
+    "webp lossless unsigned": (b"RIFF\x20\0\0\0WEBPVP8L" + bytes(40), "signature"),
+    "webp no key frame": (b"RIFF\x20\0\0\0WEBPVP8 " + bytes(40), "key frame"),
+    "webp bomb": (b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + bytes(10), "max_pixels"),
+    "gif header only": (b"GIF89a", "truncated"),
+    "gif without frame": (b"GIF89a\x0a\0\x0a\0\0\0\0;", "without a frame"),
+    "gif zero": (b"GIF89a\0\0\0\0\0\0\0,\0\0\0\0\0\0\0\0\0\x02\0;", "no pixel"),
+    "gif half": (VALID["gif"][: len(VALID["gif"]) // 2], "truncated"),
+    "bmp header only": (b"BM" + bytes(8), "truncated"),
+    "bmp odd header": (b"BM" + bytes(12) + struct.pack("<I", 17) + bytes(40), "header of 17 bytes"),
+    "bmp half": (VALID["bmp"][: len(VALID["bmp"]) // 2], "truncated"),
+    "bmp negative width": (
+        b"BM" + struct.pack("<IHHIIiiHHI", 54, 0, 0, 54, 40, -5, 5, 1, 24, 0) + bytes(40),
+        "no pixel",
+    ),
+    "bmp bomb": (b"BM" + struct.pack("<IHHIIiiHHI", 54, 0, 0, 54, 40, 2**31 - 1, 1, 1, 0, 1) + bytes(40), "max_pixels"),
+    "tiff garbage": (b"II*\0" + b"\xff" * 60, "not a readable image"),
+    "ppm garbage": (b"P6 x y", "not a readable image"),
+    "avif garbage": (b"\0\0\0\x1cftypavif" + bytes(20), "not a readable image"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("exif", ["ignore", "apply"])
+def test_a_hostile_image_is_refused_with_its_reason(tmp_path, name, exif):
+    data, reason = HOSTILE[name]
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    for source in (data, path) if exif == "ignore" else (data,):
+        with pytest.raises(ImageError, match=reason):
+            image_size(source, exif=exif)
+
+
+def test_a_path_that_is_no_regular_file_is_refused_without_waiting(tmp_path):
+    with pytest.raises(ImageError, match="No such file"):
+        image_size(tmp_path / "absent.png")
+    with pytest.raises(ImageError, match="null byte"):
+        image_size("a\0b")
+    with pytest.raises(ImageError, match="folder or a device"):
+        image_size(tmp_path)
+    with pytest.raises(ImageError, match="folder or a device"):
+        image_size("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ImageError, match="folder or a device"):
+        image_size(tmp_path / "fifo")
+    fd = os.open(tmp_path, os.O_RDONLY)
+    os.close(fd)
+    with pytest.raises(ImageError, match="cannot read the image"):
+        image_size_of_descriptor(fd)
+
+
+def size_or_refusal(data, exif):
+    try:
+        width, height = image_size(data, exif=exif)
+    except ImageError:
+        return None
+    assert width > 0
+    assert height > 0
+    assert width * height <= MAX_PIXELS
+    return width, height
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([b"", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"P6"]),
+    st.binary(max_size=200),
+)
+def test_random_bytes_never_raise_anything_else(magic, data):
+    size_or_refusal(magic + data, "apply")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(VALID)), st.data())
+def test_damaged_images_never_raise_anything_else(name, data):
+    image = bytearray(VALID[name])
+    for _ in range(data.draw(st.integers(0, 4))):
+        image[data.draw(st.integers(0, min(len(image), 400) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.integers(0, len(image)))
+    size_or_refusal(bytes(image[:cut]), data.draw(st.sampled_from(["ignore", "apply"])))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VALID if name.split()[0] in ("png", "jpeg", "webp", "bmp") and "2000" not in name]
+)
+def test_every_truncation_is_found(name):
+    data = VALID[name]
+    for cut in [*range(0, len(data), 97), len(data) - 1, len(data) - 2]:
+        assert size_or_refusal(data[:cut], "ignore") is None, cut

@@ -1,0 +1,182 @@
+"""Every figure of BalanceReport against a case worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimtab.balance.metrics import (
+    dist_ratio,
+    lower_bound_packs,
+    pad_ratio,
+    report_balance,
+    serial_correlation,
+    shuffle_chi2,
+    utilisation,
+)
+from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.specs import Packing, SampleTable, Schedule
+
+
+def make_case():
+    """Six samples in four packs on two ranks: packs {0,1}, {2}, {3,4}, {5}."""
+    v, t = np.array([1, 2, 3, 0, 1, 2]), np.array([100, 300, 200, 100, 100, 400])
+    table = SampleTable(
+        num_images=v,
+        num_patches=v,
+        num_tokens=t,
+        patches_sq=v,
+        patches_windowed=v,
+        source=np.array([0, 0, 1, 1, 0, 1], np.int32),
+        source_names=("a", "b"),
+        patch_unit="tiles",
+    )
+    packing = Packing(offsets=np.array([0, 2, 3, 5, 6]), indices=np.arange(6), limits=(3, 400))
+    return table, packing, Schedule(table=np.array([[[0], [1]], [[2], [3]]]))
+
+
+def test_report_equals_the_hand_computed_figures():
+    table, packing, schedule = make_case()
+    report = report_balance(table, packing, schedule, cost=np.array([1.0, 1, 4, 1, 2, 3]))
+    # patches of packs 3 3 | 1 2, tokens 400 200 | 200 400, cost 2 4 | 3 3
+    assert report.dist_ratio_vit == pytest.approx((0 + 0.25) / 2)
+    assert report.dist_ratio_llm == pytest.approx((0.25 + 0.25) / 2)
+    assert report.dist_ratio_cost == pytest.approx((0.25 + 0) / 2)
+    assert report.utilisation == pytest.approx(12 / (2 * (4 + 3)))
+    assert report.utilisation_accumulated == report.utilisation
+    assert report.fill_vit == pytest.approx(9 / 12)
+    assert report.fill_llm == pytest.approx(1200 / 1600)
+    assert report.lower_bound_packs == 3
+    assert report.packs_over_bound == pytest.approx(4 / 3)
+    assert report.samples_per_pack == 1.5
+    assert (report.num_packs, report.num_steps, report.dp, report.num_empty_slots) == (4, 2, 2, 0)
+    assert (report.num_samples, report.num_packed, report.num_oversize, report.num_over_limit) == (6, 6, 0, 0)
+    assert report.pad_ratio == 0.0
+    # sources of step 0: a a b, of step 1: b a b; expected 1.5 each: chi-square 1/3 + 1/3 over one degree of freedom
+    assert report.shuffle_chi2 == pytest.approx(2 / 3)
+    assert report.shuffle_acf1 is None  # two steps say nothing
+
+
+def test_padded_batches_compute_their_longest_sample():
+    table, packing, schedule = make_case()
+    report = report_balance(
+        table, packing, schedule, cost=np.ones(6), padded_cost=np.array([3.0, 1, 1, 1, 1, 1]), padded=True
+    )
+    # computed tokens 600 200 | 200 400: of 1400, 1200 are real
+    assert report.pad_ratio == pytest.approx(1 - 1200 / 1400)
+    assert report.dist_ratio_llm == pytest.approx(((1 - 400 / 600) + (1 - 300 / 400)) / 2)
+    # cost 2 1 | 2 1 useful; 4 1 | 2 1 computed
+    assert report.dist_ratio_cost == pytest.approx(((1 - 2.5 / 4) + (1 - 1.5 / 2)) / 2)
+    assert report.utilisation == pytest.approx(6 / (2 * (4 + 2)))
+
+
+def test_accumulated_microbatches_wait_once_a_step():
+    table, packing, _ = make_case()
+    schedule = Schedule(table=np.array([[[0, 3], [1, 2]]]))  # rank 0 runs packs 0 and 3, rank 1 packs 1 and 2
+    report = report_balance(table, packing, schedule, cost=np.array([1.0, 1, 4, 1, 2, 3]))
+    assert report.utilisation == pytest.approx(12 / (2 * (4 + 3)))
+    assert report.utilisation_accumulated == pytest.approx(12 / (2 * 7))
+    schedule = Schedule(table=np.array([[[0, 1], [2, 3]]]))  # 2 + 4 against 3 + 3
+    report = report_balance(table, packing, schedule, cost=np.array([1.0, 1, 4, 1, 2, 3]))
+    assert report.utilisation == pytest.approx(12 / (2 * (3 + 4)))
+    assert report.utilisation_accumulated == 1.0
+
+
+def test_an_empty_slot_waits_for_the_others():
+    table, packing, _ = make_case()
+    schedule = Schedule(table=np.array([[[0], [1], [2]], [[3], [-1], [-1]]]))
+    report = report_balance(table, packing, schedule, cost=np.ones(6))
+    assert report.num_empty_slots == 2
+    assert report.dist_ratio_vit == pytest.approx(((1 - 7 / 9) + (1 - 1 / 3)) / 2)
+    assert report.utilisation == pytest.approx(6 / (3 * (2 + 1)))
+
+
+def test_a_sample_alone_above_the_limits_adds_one_to_the_bound():
+    table, packing, schedule = make_case()
+    small = Packing(offsets=packing.offsets, indices=packing.indices, limits=(3, 300))
+    report = report_balance(table, small, schedule, cost=np.ones(6))
+    assert report.lower_bound_packs == 1 + max(-(-7 // 3), -(-800 // 300))
+    assert report.num_over_limit == 2
+
+
+def test_pad_ratio_of_one_batch_is_the_papers_formula():
+    lengths = np.array([10.0, 7, 4])
+    assert pad_ratio(lengths, np.array([0, 3])) == pytest.approx((0 + 3 + 6) / (10 * 3))
+    assert pad_ratio(np.array([5.0, 5, 5]), np.array([0, 2, 3])) == 0.0
+    assert pad_ratio(np.array([]), np.array([0])) == 0.0
+
+
+def test_dist_ratio_of_one_step_is_the_papers_formula():
+    assert dist_ratio(np.array([[4.0, 3, 1, 4]])) == pytest.approx((0 + 1 + 3 + 0) / (4 * 4))
+    assert dist_ratio(np.array([[0.0, 0.0]])) == 0.0
+    assert dist_ratio(np.zeros((0, 4))) == 0.0
+
+
+def test_lower_bound_is_the_fullest_column():
+    assert lower_bound_packs(np.array([19, 100]), (9, 100)) == 3
+    assert lower_bound_packs(np.array([18, 201]), (9, 100)) == 3
+    assert lower_bound_packs(np.array([0, 0]), (9, 100)) == 0
+
+
+def test_useful_work_is_all_of_it_when_ranks_are_alike():
+    assert utilisation(np.ones((3, 4)), np.ones((3, 4))) == 1.0
+    assert utilisation(np.zeros((3, 4)), np.zeros((3, 4))) == 1.0
+
+
+def test_chi2_is_one_for_random_and_grows_with_clusters():
+    r = np.random.default_rng(0)
+    sources = r.permutation(np.repeat(np.arange(4), 5000))
+    random = np.array([np.bincount(step, minlength=4) for step in sources.reshape(-1, 40)])
+    assert shuffle_chi2(random) == pytest.approx(1.0, abs=0.1)
+    clustered = np.array([np.bincount(step, minlength=4) for step in np.sort(sources).reshape(-1, 40)])
+    assert shuffle_chi2(clustered) > 30
+    even = np.full((500, 4), 10)
+    assert shuffle_chi2(even) == 0.0
+    assert shuffle_chi2(np.array([[5], [6]])) is None
+
+
+def test_serial_correlation_sees_order():
+    r = np.random.default_rng(0)
+    values = r.normal(size=4000)
+    assert abs(serial_correlation(values)) < 0.05
+    assert serial_correlation(np.sort(values)) > 0.99
+    assert serial_correlation(np.ones(5)) == 0.0
+    assert serial_correlation(np.ones(2)) is None
+
+
+def test_baselines_show_what_the_paper_says_of_them():
+    r = np.random.default_rng(1)
+    v = r.integers(0, 6, 6000)
+    t = 256 * v + r.integers(30, 900, 6000)
+    table = SampleTable(
+        num_images=v,
+        num_patches=v,
+        num_tokens=t,
+        patches_sq=v,
+        patches_windowed=v,
+        source=(v > 2).astype(np.int32),
+        source_names=("small", "large"),
+        patch_unit="tiles",
+    )
+    reports = {
+        method: report_packing(table, pack_samples(table, limits=(18, 8192), dp=8, method=method))
+        for method in ("random", "length_group", "device_group", "isf", "balanced")
+    }
+    assert reports["random"].pad_ratio > 0.1
+    assert reports["isf"].pad_ratio == reports["balanced"].pad_ratio == 0.0
+    assert reports["length_group"].dist_ratio_cost < 0.7 * reports["random"].dist_ratio_cost
+    assert reports["device_group"].dist_ratio_cost < 0.4 * reports["random"].dist_ratio_cost
+    assert reports["random"].shuffle_chi2 == pytest.approx(1.0, abs=0.25)
+    assert reports["device_group"].shuffle_chi2 > 2
+    assert reports["balanced"].utilisation > reports["isf"].utilisation > reports["random"].utilisation
+    for name in ("random", "length_group", "device_group"):
+        assert reports[name].num_packed == 6000
+        assert reports[name].samples_per_pack == pytest.approx(4, abs=0.1)
+
+
+def test_padding_of_a_plain_cost_column_is_scaled_by_tokens():
+    table, _, _ = make_case()
+    result = pack_samples(table, limits=(3, 400), dp=1, method="random", batch_size=6, cost=np.ones(6))
+    report = report_packing(table, result, cost=np.ones(6))
+    padded = (400 / np.array([100, 300, 200, 100, 100, 400])).sum()
+    assert report.utilisation == pytest.approx(6 / padded)

@@ -1,0 +1,99 @@
+"""plan/file.py: plans as YAML, tables as .npy, hostile files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from plans import small_plan
+
+from trimtab.errors import PlanError
+from trimtab.plan.file import array_bytes, load_array, load_plan, name_table, plan_from_yaml, plan_to_yaml
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_a_plan_reads_back_as_it_was_written() -> None:
+    plan = small_plan()
+    assert plan_from_yaml(plan_to_yaml(plan)) == plan
+
+
+def test_keys_keep_the_order_of_the_fields_and_rows_stay_on_one_line() -> None:
+    text = plan_to_yaml(small_plan())
+    keys = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith((" ", "-"))]
+    assert keys == [f.name for f in dataclasses.fields(small_plan())]
+    assert "    - {stage: 0, modules: [model.visual.patch_embed, 'model.visual.blocks[0..23]']}" in text
+    assert "  parallel: {dp: 2, pp: 2, tp: 2, cp: 1}" in text
+    assert yaml.safe_load(text)["plan_version"] == "1.0"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("plan_v*.yaml")), ids=lambda p: p.stem)
+def test_every_golden_plan_still_loads(path: Path) -> None:
+    assert load_plan(path).decisions.stages
+
+
+def test_the_golden_plan_of_this_version_is_what_we_write() -> None:
+    assert plan_to_yaml(small_plan()) == (GOLDEN / "plan_v1_0.yaml").read_text(encoding="utf-8")
+
+
+def test_an_unknown_key_is_a_warning_that_names_it() -> None:
+    text = plan_to_yaml(small_plan()).replace("  parallel: {dp: 2,", "  parallel: {dq: 7, dp: 2,")
+    with pytest.warns(UserWarning, match=r"decisions\.parallel\.dq is unknown"):
+        assert plan_from_yaml(text) == small_plan()
+
+
+def test_all_wrong_types_are_named_at_once() -> None:
+    text = plan_to_yaml(small_plan()).replace("dp: 2", "dp: two").replace("zero_stage: 1", "zero_stage: [1]")
+    with pytest.raises(PlanError) as error:
+        plan_from_yaml(text)
+    assert "decisions.parallel.dp" in str(error.value)
+    assert "inputs.training.zero_stage" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not YAML"),
+        ("[1, 2]", "holds no mapping"),
+        ("plan_version: 1.0", "in quotes"),
+        ("plan_version: '2.0'", "this trimtab reads 1.0"),
+        ("a: &a [1]\nb: *a\nplan_version: '1.0'", "aliases are not allowed"),
+        ("plan_version: '1.0'\nx: !!python/object/apply:os.system ['true']", "is not YAML"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_from_yaml(text)
+
+
+def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"give a plan\.yaml"):
+        load_plan(tmp_path)
+    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is not text"):
+        load_plan(tmp_path)
+
+
+def test_a_table_is_read_only_if_it_is_the_plans_own(tmp_path: Path) -> None:
+    content = array_bytes(np.arange(5))
+    (tmp_path / "t.npy").write_bytes(content)
+    table = name_table("t.npy", content)
+    assert load_array(tmp_path, table).tolist() == [0, 1, 2, 3, 4]
+    (tmp_path / "t.npy").write_bytes(b"other")
+    with pytest.raises(PlanError, match="not the one the plan was made with"):
+        load_array(tmp_path, table)
+    with pytest.raises(PlanError, match="outside its own folder"):
+        load_array(tmp_path, dataclasses.replace(table, file="../t.npy"))
+    (tmp_path / "t.npy").unlink()
+    with pytest.raises(PlanError, match="is missing"):
+        load_array(tmp_path, table)
+
+
+def test_a_pickled_array_is_never_loaded(tmp_path: Path) -> None:
+    np.save(tmp_path / "p.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    table = name_table("p.npy", (tmp_path / "p.npy").read_bytes())
+    with pytest.raises(PlanError, match=r"no \.npy array"):
+        load_array(tmp_path, table)

@@ -1,0 +1,144 @@
+"""Profiles of whole models: settings, groups, errors, and files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cost_models import small_model
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import load_profile, profile_model, save_profile
+from trimtab.errors import PartitionError, TrimtabError
+from trimtab.specs import ParallelDims
+
+A100 = DEVICES["A100-80GB"]
+
+
+def test_a_profile_has_one_cost_for_each_layer_in_order():
+    model = small_model()
+    profile = profile_model(model, A100)
+    assert [x.name for x in profile.layers] == [x.name for x in model.layers]
+    assert profile.method == "analytic"
+    assert sum(x.num_params for x in profile.layers) == model.num_params
+
+
+def test_layers_that_cost_the_same_share_a_group_and_others_do_not():
+    profile = profile_model(small_model(), A100, frozen_towers=frozenset({"vision"}))
+    groups = [x.group for x in profile.layers]
+    assert groups == [0, 1, 1, 1, 2, 3, 4, 4, 4, 4, 5]
+    by_group = {}
+    for layer in profile.layers:
+        same = by_group.setdefault(layer.group, layer)
+        assert (same.forward_s, same.backward_s, same.tiers) == (layer.forward_s, layer.backward_s, layer.tiers)
+
+
+def test_the_same_call_gives_an_equal_profile():
+    assert profile_model(small_model(), A100) == profile_model(small_model(), A100)
+
+
+def test_assumptions_are_said_in_sentences():
+    profile = profile_model(
+        small_model(tied=True, num_heads=25),
+        A100,
+        dims=ParallelDims(tp=2, pp=2, dp=2),
+        zero_stage=3,
+        attention="sdpa",
+        frozen_towers=frozenset({"vision"}),
+    )
+    text = "\n".join(profile.assumptions)
+    for part in (
+        "70% of peak flop/s",
+        "The 25 heads of the vision tower are padded to 26 for tp 2.",
+        "With sdpa attention a pack computes the pairs between its samples too",
+        "Weights gathered by ZeRO-3 are not overlapped",
+        "Frozen: vision.",
+        "The tied head holds its own copy",
+    ):
+        assert part in text
+    copied = profile_model(small_model(), A100, dims=ParallelDims(tp=4)).assumptions
+    assert any("Each device of tp 4 holds a copy of key/value heads of the language tower." in s for s in copied)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"dtype": "int3"}, "dtype 'int3' has no cost formula: choose one of bf16, fp16, fp32"),
+        ({"grad_dtype": "fp8"}, "grad_dtype 'fp8' has no cost formula"),
+        ({"optimizer": "lion"}, "optimizer 'lion' has no cost formula: choose one of adamw"),
+        ({"attention": "magic"}, "attention 'magic' has no cost formula: choose one of flash, sdpa, eager"),
+        ({"zero_stage": 4}, "zero_stage 4 does not exist: choose 0, 1, 2 or 3"),
+        ({"frozen_towers": frozenset({"audio"})}, "tower 'audio' cannot be frozen: models have vision"),
+        ({"dims": ParallelDims(cp=2)}, "cp 2 was asked for, and context parallelism has no formula yet: use cp 1"),
+        ({"dp_bytes_per_s": 0.0}, "dp_bytes_per_s 0.0 is no bandwidth: give bytes per second above 0"),
+        (
+            {"dims": ParallelDims(tp=3)},
+            "tp 3 cannot share the 2 key/value heads of language.0: use a tp that divides 2",
+        ),
+        (
+            {"dims": ParallelDims(tp=3)},
+            "tp 3 cannot share the intermediate size 256 of vision.0: use a tp that divides",
+        ),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(asked, message):
+    with pytest.raises(PartitionError, match=message):
+        profile_model(small_model(), A100, **asked)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(PartitionError) as caught:
+        profile_model(small_model(), A100, dtype="int3", zero_stage=9, optimizer="lion")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_profile_loads_as_it_was(tmp_path):
+    profile = profile_model(small_model(), A100, dims=ParallelDims(tp=2, dp=3, pp=2), attention="eager")
+    save_profile(profile, tmp_path / "a.json")
+    assert load_profile(tmp_path / "a.json") == profile
+    save_profile(load_profile(tmp_path / "a.json"), tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.json"]  # no partial file stays
+
+
+def spoil(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("dtype"), "dtype: missing"),
+        (lambda d: d.update(colour="red"), "colour: unknown"),
+        (lambda d: d.update(method="guessed"), "method: 'guessed' is none of analytic, traced, timed"),
+        (lambda d: d["layers"][1].update(forward_s="fast"), "layers.1.forward_s: expected a list"),
+        (lambda d: d["layers"][1]["tiers"][0].update(name=3), "layers.1.tiers.0.name: 3 is none of none, selective"),
+        (lambda d: d["layers"][0]["forward_s"].pop(), r"layers.0 \(patches\): 6 coefficients, expected 7"),
+        (lambda d: d["dims"].update(tp=0), "tp 0 is not a degree of parallelism"),
+        (lambda d: d["dims"].update(tp=True), "dims.tp: expected int, found bool"),
+        (lambda d: d.update(device=None), "device.: expected an object"),
+        (
+            lambda d: d.update(format="trimtab-profile 9.0"),
+            "is of format 'trimtab-profile 9.0', and this version reads",
+        ),
+    ],
+)
+def test_a_spoilt_profile_is_refused_with_the_place(tmp_path, change, message):
+    path = tmp_path / "p.json"
+    save_profile(profile_model(small_model(), A100), path)
+    spoil(path, change)
+    with pytest.raises(TrimtabError, match=message):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80"])
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text):
+    path = tmp_path / "p.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(TrimtabError, match="write it again with save_profile"):
+        load_profile(path)

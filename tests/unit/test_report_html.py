@@ -1,0 +1,201 @@
+"""The HTML page: complete, self-contained, escaped, small, and the same for the same plan."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import report_fixtures as fixtures
+
+from trimtab.plan.details import PlanDetails
+from trimtab.report.html import html_report
+
+CASES = {
+    "internvl": fixtures.internvl_details,
+    "tiny": fixtures.tiny_details,
+    "interleaved": fixtures.interleaved_details,
+    "text_only": fixtures.text_only_details,
+    "hostile": fixtures.hostile_details,
+}
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+SECTIONS = [
+    "Before and after",
+    "Pipeline timeline",
+    "Memory of each pipeline rank",
+    "Sizes of the packs",
+    "Stages",
+    "Packing",
+    "Decisions",
+    "Inputs",
+    "Assumptions",
+    "How to read this page",
+]
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on tags that do not nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.headings: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+@pytest.fixture(params=CASES, scope="module")
+def details(request: pytest.FixtureRequest) -> PlanDetails:
+    made: PlanDetails = CASES[request.param]()
+    return made
+
+
+def test_the_page_has_every_section_in_order(details):
+    assert Page(html_report(details)).headings == SECTIONS
+
+
+def test_nothing_is_loaded_from_anywhere(details):
+    page = Page(html_report(details))
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form", "a"} & {tag for tag, _ in page.tags}
+    assert not [attrs for _, attrs in page.tags if {"src", "href", "xlink:href", "srcset", "action"} & set(attrs)]
+    style = html_report(details).partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_the_only_script_is_ours_and_the_policy_names_it(details):
+    html = html_report(details)
+    assert len(Page(html).named("script")) == 1
+    script = html.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in html
+
+
+def test_no_element_carries_an_event_handler(details):
+    assert not [k for _, attrs in Page(html_report(details)).tags for k in attrs if k.startswith("on")]
+
+
+def test_hostile_names_are_text_and_cannot_steer_a_reader():
+    html = html_report(fixtures.hostile_details())
+    html.encode("utf-8")  # lone surrogates would raise
+    assert "<script>alert" not in html
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&quot;&amp;" in html
+    assert not {"\x1b", "\u202e"} & set(html)
+    assert max(map(len, re.findall("y+", html))) < 700  # long names are cut
+
+
+def test_same_details_give_same_bytes():
+    assert html_report(fixtures.internvl_details()) == html_report(fixtures.internvl_details())
+
+
+def test_every_drawing_announces_itself_or_is_hidden(details):
+    html = html_report(details)
+    for drawing in re.findall(r"<svg[^>]*>(?:<title>[^<]+</title><desc>[^<]+</desc>)?", html):
+        inner = 'role="img"' not in drawing and ("aria-hidden" in drawing or "y=" in drawing or "viewBox" in drawing)
+        assert inner or "<title>" in drawing
+
+
+def test_every_table_has_scoped_headers(details):
+    page = Page(html_report(details))
+    assert len(page.named("table")) >= 3
+    assert all(attrs.get("scope") in ("col", "row") for attrs in page.named("th"))
+
+
+def test_no_shape_is_placed_outside_its_drawing(details):
+    for attrs in Page(html_report(details)).named("rect"):
+        x, width = (float((attrs[k] or "").rstrip("%")) for k in ("x", "width"))
+        assert x >= 0
+        assert width >= 0
+        assert x + width <= 100.03
+
+
+def test_the_headline_figures_are_on_the_page():
+    text = " ".join(Page(html_report(fixtures.internvl_details())).text)
+    rows = fixtures.internvl_details().plan.estimates.variants
+    assert f"{rows[-1].samples_per_s / rows[0].samples_per_s:.2f} ×" in text
+    assert "± 20 %" in text
+    assert "does not fit" in text
+    assert "Nothing here was measured" in text
+
+
+def test_a_plan_without_gain_is_not_dressed_up():
+    page = Page(html_report(fixtures.tiny_details()))
+    assert "1.00 ×" in page.text
+    assert not [a for a in page.named("div") if a.get("class") == "tile main"]
+    assert [a for a in Page(html_report(fixtures.internvl_details())).named("div") if a.get("class") == "tile main"]
+
+
+def test_data_without_images_says_so_in_words():
+    html = html_report(fixtures.text_only_details())
+    assert "every pack has 0 patches" in html
+    assert html.count("tokens per pack</h3>") == 2
+    assert html.count("patches per pack</h3>") == 0
+
+
+def test_a_single_variant_is_shown_without_a_comparison():
+    details = fixtures.internvl_details()
+    plan = details.plan
+    alone = replace(
+        details,
+        variants=details.variants[-1:],
+        plan=replace(plan, estimates=replace(plan.estimates, variants=plan.estimates.variants[-1:])),
+    )
+    text = " ".join(Page(html_report(alone)).text)
+    assert "baseline 1" not in text
+    assert "Samples per second, predicted" in text
+
+
+@pytest.mark.parametrize("column", ["pack_tokens", "pack_patches"])
+def test_packs_far_over_the_limit_do_not_break_the_histogram(column):
+    details = fixtures.internvl_details()
+    wild = np.array([1.0, 5e6, 3.0])
+    first = replace(details.variants[0], **{column: wild})
+    page = Page(html_report(replace(details, variants=(first, *details.variants[1:]))))
+    assert "5,000,000" in " ".join(page.text)
+
+
+def test_many_files_stages_and_assumptions_are_counted_not_listed():
+    details = fixtures.internvl_details()
+    given = details.plan.inputs
+    many = replace(given, data=replace(given.data, files=given.data.files * 5000))
+    plan = replace(details.plan, inputs=many, assumptions=("It holds." * 100,) * 3000)
+    html = html_report(replace(details, plan=plan))
+    assert len(html.encode()) < 500_000
+    assert "… and 4,988 more" in html
+    assert "… and 2952 more in the plan file" in html
+
+
+def test_the_largest_plan_stays_under_500_kb():
+    details = fixtures.crowded_details()
+    assert details.variants[0].timeline.num_devices == 64
+    assert len(details.variants[0].timeline.stage) == 64 * 256 * 2
+    assert len(details.variants[0].pack_tokens) == 300_000
+    html = html_report(details)
+    Page(html)
+    assert len(html.encode()) < 500_000

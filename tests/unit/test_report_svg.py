@@ -1,0 +1,159 @@
+"""Drawing helpers: round ticks, bounded timelines, honest histograms."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import report_fixtures as fixtures
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.report import svg
+from trimtab.report.words import count_scale, memory_scale, time_scale
+from trimtab.specs import Timeline
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1e-9, 1e15), st.integers(2, 12))
+def test_ticks_are_few_round_and_inside(limit, max_ticks):
+    ticks = svg.nice_ticks(limit, max_ticks=max_ticks)
+    assert ticks[0] == 0
+    assert 1 <= len(ticks) <= max_ticks
+    assert ticks[-1] <= limit * (1 + 1e-9)
+    assert np.allclose(np.diff(ticks), ticks[1] if len(ticks) > 1 else 0)
+    if len(ticks) > 1:
+        mantissa = ticks[1] / 10.0 ** math.floor(math.log10(ticks[1]) + 1e-9)
+        assert min(abs(mantissa - m) for m in (1, 2, 2.5, 5, 10)) < 1e-6
+    assert max_ticks < 5 or len(ticks) >= 3  # never an almost empty axis
+
+
+def test_ticks_of_nothing_are_a_single_zero():
+    assert svg.nice_ticks(0.0) == [0.0]
+    assert svg.nice_ticks(float("nan")) == [0.0]
+
+
+def test_axis_labels_are_round_in_the_unit_that_is_shown():
+    span = 93.0 * 2**30
+    labels = re.findall(r'class="tick"[^>]*>([^<]+)<', svg.axis(span, memory_scale([span]), label="GiB", y=0))
+    assert labels == ["0", "20", "40", "60", "80", "GiB"]
+
+
+def test_first_and_last_tick_stay_inside_the_drawing():
+    ticks = svg.axis(100.0, count_scale([100.0]), label="x", y=0)
+    assert '<text class="tick" x="0%" y="13" text-anchor="start">0<' in ticks
+    assert '<text class="tick" x="100%" y="13" text-anchor="end">100<' in ticks
+
+
+def _bars(drawn: str) -> list[tuple[float, float, str]]:
+    found = re.findall(r'<rect class="new" x="([\d.]+)%" y="[\d.]+" width="([\d.]+)%"[^>]*data-t="([^"]+)"', drawn)
+    return [(float(x), float(width), tip) for x, width, tip in found]
+
+
+def test_a_full_pack_is_drawn_left_of_the_limit_and_a_larger_one_right():
+    for value, left in ((1000.0, True), (1001.0, False)):
+        drawn = svg.histogram(
+            np.array([value]), largest=1001.0, limit=1000.0, unit="tokens", title="t", css_class="new"
+        )
+        ((x, width, tip),) = _bars(drawn)
+        limit = float(re.findall(r'class="limit" x1="([\d.]+)%', drawn)[0])
+        assert (x + width <= limit + 0.01) is left
+        assert (x >= limit - 0.01) is not left
+        assert "100.0 % of packs (1)" in tip
+
+
+def test_a_histogram_counts_every_pack_once():
+    values = np.random.default_rng(0).integers(0, 50_000, 10_000).astype(float)
+    drawn = svg.histogram(values, largest=values.max(), limit=8192.0, unit="tokens", title="t", css_class="new")
+    counts = [int(tip.rpartition("(")[2].rstrip(")").replace(",", "")) for _, _, tip in _bars(drawn)]
+    assert sum(counts) == 10_000
+    assert len(counts) <= svg.MAX_BINS
+
+
+def test_every_block_is_drawn_where_it_runs():
+    line = fixtures.internvl_details().variants[0].timeline
+    span = 2 * line.makespan_s
+    drawn = svg.timeline(line, span_s=span, title="t", description="d")
+    boxes = re.findall(r'<rect class="([fb])[012]" x="([\d.]+)%" y="([\d.]+)" width="([\d.]+)%"', drawn)
+    assert len(boxes) == len(line.stage)
+    row = svg.timeline_rows(line.num_devices)
+    got = sorted((int(float(y) // row), float(x), float(w), kind) for kind, x, y, w in boxes)
+    want = sorted(
+        (int(s) % line.num_devices, 100 * a / span, 100 * (b - a) / span, "fb"[k])
+        for s, a, b, k in zip(line.stage, line.start_s, line.end_s, line.kind, strict=True)
+    )
+    for one, other in zip(got, want, strict=True):
+        assert one[0] == other[0]
+        assert one[1:3] == pytest.approx(other[1:3], abs=0.0051)
+        assert one[3] == other[3]
+
+
+def test_numbers_stand_only_in_blocks_with_room_for_them():
+    line = fixtures.internvl_details().variants[0].timeline
+    drawn = svg.timeline(line, span_s=line.makespan_s, title="t", description="d")
+    labelled = re.findall(r'width="([\d.]+)%" height="[\d.]+" data-t="([FB])(\d+)[^"]*"/><text[^>]*>(\d+)<', drawn)
+    assert labelled
+    assert all(number == shown and float(width) >= 1.9 for width, _, number, shown in labelled)
+
+
+def test_shades_tell_heavy_micro_batches_from_light_ones():
+    spent = np.array([1.0, 1.0, 1.0, 2.0, 0.5])
+    line = Timeline(
+        stage=np.zeros(5, np.int32),
+        microbatch=np.arange(5, dtype=np.int32),
+        kind=np.array([0, 1, 0, 1, 0], np.int8),
+        start_s=np.cumsum(spent) - spent,
+        end_s=np.cumsum(spent),
+        num_devices=1,
+        makespan_s=5.5,
+    )
+    assert svg.block_looks(line) == ["f1", "b1", "f1", "b2", "f0"]
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Timeline:
+    return fixtures.crowded_details(num_packs=64).variants[0].timeline
+
+
+def test_a_crowded_timeline_is_bounded(crowded):
+    drawn = svg.timeline(crowded, span_s=crowded.makespan_s, title="t", description="d")
+    assert len(re.findall(r"h\d", drawn)) <= svg.MAX_RUNS
+    assert len(drawn) < 150_000
+    assert 'class="d mixed"' in drawn
+
+
+def test_merging_hides_no_idle_time(crowded):
+    """Of every device the dashes drawn add up to its busy time, up to rounding to the grid."""
+    drawn = svg.timeline(crowded, span_s=crowded.makespan_s, title="t", description="d")
+    row = svg.timeline_rows(crowded.num_devices)
+    drawn_busy = np.zeros(crowded.num_devices)
+    for y, path in re.findall(r'<path class="d \w+" d="M\d+ ([\d.]+)([^"]*)"', drawn):
+        drawn_busy[int(float(y) // row)] += sum(int(dash) for dash in re.findall(r"h(\d+)", path))
+    true_busy = crowded.busy_s() / crowded.makespan_s
+    grid = float(re.findall(r'viewBox="0 0 (\d+)', drawn)[0])
+    assert np.abs(drawn_busy / grid - true_busy).max() < 0.01
+
+
+def test_only_what_passes_the_cap_is_outlined():
+    parts = [("state", 60.0, "a"), ("saved", 30.0, "b")]
+    inside = svg.stacked_bar(parts, span=100.0, cap=95.0, y=0, height=10)
+    outside = svg.stacked_bar(parts, span=100.0, cap=80.0, y=0, height=10)
+    assert "over" not in inside
+    assert '<rect class="over" x="80%" y="0" width="10%"' in outside
+
+
+def test_an_empty_timeline_is_drawn_as_nothing():
+    none = np.empty(0)
+    line = Timeline(
+        stage=none.astype(np.int32),
+        microbatch=none.astype(np.int32),
+        kind=none.astype(np.int8),
+        start_s=none,
+        end_s=none,
+        num_devices=2,
+        makespan_s=0.0,
+    )
+    assert "data-t" not in svg.timeline(line, span_s=1.0, title="t", description="d")
+    assert time_scale([]).text(0.0) == "0 µs"

@@ -1,0 +1,138 @@
+"""The terminal tables: they fit, they say what the plan says, and names cannot steer the terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import report_fixtures as fixtures
+from rich.cells import cell_len
+from rich.console import Console
+
+from trimtab.report.html import html_report
+from trimtab.report.text import plan_text, print_plan
+from trimtab.report.words import (
+    clean,
+    describe_layers,
+    describe_recompute,
+    headline,
+    memory_scale,
+    signed_percent,
+    time_scale,
+)
+from trimtab.specs import RecomputeChoice, Stage
+
+MAKERS = [
+    fixtures.internvl_details,
+    fixtures.tiny_details,
+    fixtures.interleaved_details,
+    fixtures.text_only_details,
+    fixtures.hostile_details,
+]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_line_fits_the_terminal(make, width):
+    text = plan_text(make(), width=width)
+    assert max(cell_len(line) for line in text.splitlines()) <= width
+    assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_figure_is_cut_off(width):
+    details = fixtures.internvl_details()
+    text = plan_text(details, width=width)
+    for row in details.plan.estimates.variants:
+        assert f"{row.step_ms / 1e3:.2f}" in text
+        assert f"{row.peak_memory_gib:.1f}" in text
+    plan = details.variants[-1]
+    for i, memory in enumerate(plan.memory):
+        assert f"{1e3 * plan.stage_forward_s[i]:.1f}" in text
+        assert f"{memory.total_bytes / 2**30:.1f}" in text
+    assert "too much" in text
+    assert "36,864 patches, 8,192 tokens" in text
+
+
+def test_colours_are_for_terminals_only():
+    details = fixtures.internvl_details()
+    assert "\x1b" not in plan_text(details)
+    stream = io.StringIO()
+    print_plan(details, Console(file=stream, width=100, force_terminal=True, color_system="standard"))
+    assert "\x1b[" in stream.getvalue()
+
+
+def test_names_are_neither_markup_nor_escapes():
+    details = fixtures.hostile_details()
+    stream = io.StringIO()
+    print_plan(details, Console(file=stream, width=100, force_terminal=True, color_system="standard"))
+    assert "\x1b[31mred" not in stream.getvalue()
+    assert "\u202e" not in stream.getvalue()
+    assert "[bold]" in plan_text(details)
+
+
+def test_of_many_stages_the_first_and_the_last_are_shown():
+    text = plan_text(fixtures.crowded_details(num_microbatches=2, num_packs=64))
+    assert "49 more stages" in text
+    assert "language norm, head" in text
+
+
+def test_the_headline_claims_no_gain_where_there_is_none():
+    assert "as many samples per second as the baseline" in headline(fixtures.tiny_details())
+    gain = headline(fixtures.internvl_details())
+    assert gain.startswith("Predicted: 1.67 × the samples per second of the baseline, which would not fit in memory")
+
+
+def test_a_slower_plan_says_so():
+    details = fixtures.internvl_details()
+    estimates = details.plan.estimates
+    swapped = replace(estimates, variants=(estimates.variants[-1], estimates.variants[0]))
+    assert "0.60 × the samples per second" in headline(replace(details, plan=replace(details.plan, estimates=swapped)))
+
+
+def test_layers_of_a_stage_read_as_a_sentence():
+    model = fixtures.make_model(4, 3)
+    whole = Stage(index=0, start=0, stop=len(model.layers))
+    assert describe_layers(model, whole) == (
+        "patch embedding, vision blocks 0–3, projector, token embedding, language blocks 0–2, language norm, head"
+    )
+    assert describe_layers(model, Stage(index=1, start=2, stop=3)) == "vision block 1"
+    assert describe_layers(model, Stage(index=1, start=3, stop=9)) == (
+        "vision blocks 2–3, projector, token embedding, language blocks 0–1"
+    )
+
+
+def test_recompute_is_counted_by_tier():
+    choices = (
+        RecomputeChoice(tier="full", layers=(0, 1, 2)),
+        RecomputeChoice(tier="selective", layers=(3,)),
+    )
+    assert describe_recompute(Stage(index=0, start=0, stop=10, recompute=choices)) == "full 3, selective 1 of 10"
+    assert describe_recompute(Stage(index=0, start=0, stop=10)) == "none"
+
+
+def test_a_column_has_one_unit_and_one_number_of_digits():
+    scale = time_scale([0.703, 0.0124])
+    assert [scale.text(x) for x in (0.703, 0.0124)] == ["703 ms", "12 ms"]
+    assert memory_scale([2**30 * 9.5]).text(2**30 * 1.25) == "1.25 GiB"
+    assert time_scale([0.0]).text(-0.0) == "0 µs"
+    assert [signed_percent(x) for x in (0.02, -0.007, -0.0001)] == ["+2.0 %", "−0.7 %", "0.0 %"]
+
+
+def test_data_of_one_source_has_no_shuffle_figure():
+    details = fixtures.internvl_details()
+    balance = replace(details.plan.estimates.balance, shuffle_chi2=None)
+    plan = replace(details.plan, estimates=replace(details.plan.estimates, balance=balance))
+    assert "one source" in plan_text(replace(details, plan=plan))
+    assert "one source" in html_report(replace(details, plan=plan))
+    assert "1.003" in plan_text(details)
+
+
+def test_cleaning_keeps_one_printable_line():
+    assert clean("a\n\tb  c") == "a b c"
+    assert clean("\x1b[2J\x07\u202ex\ud800\x85") == "\ufffd[2J\ufffd\ufffdx\ufffd"
+    assert clean("x" * 500, limit=10) == "x" * 9 + "…"
+    assert clean("x" * 10, limit=10) == "x" * 10
+    assert clean("日本語 é") == "日本語 é"
+    assert len(clean(" " * 10_000 + "x", limit=10)) <= 10

@@ -1,0 +1,92 @@
+"""The Chrome trace: valid events, no overlap on a track, the simulated times."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import report_fixtures as fixtures
+
+from trimtab.report.trace import chrome_trace
+
+MAKERS = [
+    fixtures.internvl_details,
+    fixtures.tiny_details,
+    fixtures.interleaved_details,
+    fixtures.text_only_details,
+    fixtures.hostile_details,
+    lambda: fixtures.crowded_details(num_stages=8, num_microbatches=64, num_packs=64),
+]
+
+
+def _nanoseconds(microseconds: float) -> int:
+    """Exact: every time in the file has at most three decimals."""
+    whole = round(microseconds * 1000)
+    assert whole / 1000 == microseconds
+    return whole
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_blocks_of_one_track_never_overlap(make):
+    tracks = defaultdict(list)
+    for event in json.loads(chrome_trace(make()))["traceEvents"]:
+        if event["ph"] == "X":
+            start = _nanoseconds(event["ts"])
+            tracks[event["pid"], event["tid"]].append((start, start + _nanoseconds(event["dur"])))
+    assert tracks
+    for spans in tracks.values():
+        spans.sort()
+        assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
+        assert all(start <= end for start, end in spans)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_block_is_one_event_with_its_times(make):
+    details = make()
+    trace = json.loads(chrome_trace(details))
+    for process, variant in enumerate((details.variants[0], details.variants[-1]), start=1):
+        line = variant.timeline
+        want = {
+            (f"{'FB'[k]}{m}", int(s)): (a * 1e6, (b - a) * 1e6)
+            for s, m, k, a, b in zip(line.stage, line.microbatch, line.kind, line.start_s, line.end_s, strict=True)
+        }
+        events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == process]
+        assert len(events) == len(line.stage) == len(want)
+        for event in events:
+            ts, dur = want.pop((event["name"], event["args"]["stage"]))
+            assert event["ts"] == pytest.approx(ts, abs=0.002)
+            assert event["dur"] == pytest.approx(dur, abs=0.002)
+            assert event["tid"] == event["args"]["stage"] % line.num_devices + 1
+            assert event["args"]["microbatch"] == int(event["name"][1:])
+            assert event["cat"] == {"F": "forward", "B": "backward"}[event["name"][0]]
+
+
+def test_processes_and_tracks_are_named_once():
+    details = fixtures.internvl_details()
+    events = json.loads(chrome_trace(details))["traceEvents"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == [
+        "Baseline: packs random, padded; stages equal layers",
+        "Plan: packs balanced, random order; stages balanced",
+    ]
+    tracks = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+    assert tracks == [(p, d + 1, f"rank {d}") for p in (1, 2) for d in range(4)]
+
+
+def test_a_plan_that_compares_nothing_has_one_process():
+    details = fixtures.internvl_details()
+    events = json.loads(chrome_trace(replace(details, variants=details.variants[-1:])))["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+
+
+def test_hostile_names_leave_the_trace_readable():
+    text = chrome_trace(fixtures.hostile_details())
+    text.encode("ascii")
+    assert "\\u001b" not in text
+    assert "\\ud800" not in text
+
+
+def test_same_details_give_the_same_trace():
+    assert chrome_trace(fixtures.interleaved_details()) == chrome_trace(fixtures.interleaved_details())

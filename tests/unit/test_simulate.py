@@ -1,0 +1,212 @@
+"""Tests of partition/simulate.py and schedules.py: dependencies, known makespans, memory in flight, many steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partition_cases import constant, layer, profile_of
+
+from trimtab.errors import PartitionError
+from trimtab.partition.schedules import block_order, num_warmup, peak_in_flight, peak_saved_bytes
+from trimtab.partition.simulate import StageTimes, simulate, simulate_steps, stage_times
+from trimtab.specs import NUM_WORK_TERMS, RecomputeChoice, Stage
+
+
+def times_of(forward, backward, send=None):
+    forward, backward = np.asarray(forward, float), np.asarray(backward, float)
+    send = np.zeros_like(forward) if send is None else np.asarray(send, float)
+    return StageTimes(forward_s=forward, backward_s=backward, send_forward_s=send, send_backward_s=send.copy())
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    P, V = int(rng.integers(1, 6)), int(rng.integers(1, 4))
+    schedule = str(rng.choice(["1F1B", "GPipe", "Interleaved1F1B"]))
+    V = V if schedule == "Interleaved1F1B" else 1
+    M = P * int(rng.integers(1, 5)) if schedule == "Interleaved1F1B" else int(rng.integers(1, 12))
+    forward, backward, send = rng.uniform(0, 1, (3, P * V, M))
+    return schedule, P, V, M, times_of(forward, backward, send * 0.3)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=80, deadline=None)
+def test_blocks_wait_for_their_inputs_never_overlap_and_never_idle_without_cause(seed):
+    schedule, P, V, M, times = random_case(seed)
+    line = simulate(times, schedule=schedule, num_devices=P)
+    S = P * V
+    assert len(line.stage) == 2 * S * M
+    assert len(set(zip(line.stage.tolist(), line.microbatch.tolist(), line.kind.tolist(), strict=True))) == 2 * S * M
+    start, end = np.empty((2, S, M)), np.empty((2, S, M))
+    start[line.kind, line.stage, line.microbatch] = line.start_s
+    end[line.kind, line.stage, line.microbatch] = line.end_s
+    send = times.send_forward_s if P > 1 else np.zeros((S, M))
+    ready = np.zeros((2, S, M))
+    ready[0, 1:] = end[0, :-1] + send[:-1]
+    ready[1, :-1] = end[1, 1:] + send[1:]
+    ready[1, -1] = end[0, -1]
+    assert (start >= ready - 1e-12).all()
+    device = line.stage % P
+    for d in range(P):
+        mine = np.flatnonzero(device == d)
+        free = np.concatenate([[0.0], line.end_s[mine][:-1]])
+        own_ready = ready[line.kind[mine], line.stage[mine], line.microbatch[mine]]
+        np.testing.assert_allclose(line.start_s[mine], np.maximum(free, own_ready), atol=1e-12)
+    assert line.makespan_s == pytest.approx(line.end_s.max())
+    work = times.forward_s.sum() + times.backward_s.sum()
+    assert line.bubble_ratio == pytest.approx(1 - work / (P * line.makespan_s))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_activations_alive_reach_and_never_exceed_the_memory_formula(seed):
+    schedule, P, V, M, times = random_case(seed)
+    line = simulate(times, schedule=schedule, num_devices=P)
+    counts = peak_in_flight(schedule, num_devices=P, num_chunks=V, num_microbatches=M)
+    saved = np.random.default_rng(seed).uniform(1, 2, P * V)
+    peaks = peak_saved_bytes(saved, schedule, num_devices=P, num_chunks=V, num_microbatches=M)
+    for d in range(P):
+        mine = np.flatnonzero(line.stage % P == d)
+        alive = np.zeros(P * V, int)
+        most, most_bytes = alive.copy(), 0.0
+        for block in mine:
+            alive[line.stage[block]] += 1 if line.kind[block] == 0 else -1
+            most = np.maximum(most, alive)
+            most_bytes = max(most_bytes, float(alive @ saved))
+        assert not alive.any()
+        assert (most[d::P] == counts[d::P]).all()
+        assert peaks[d] == pytest.approx(most_bytes)
+
+
+def test_in_flight_counts_are_the_published_ones():
+    assert peak_in_flight("1F1B", num_devices=4, num_microbatches=8).tolist() == [4, 3, 2, 1]
+    assert peak_in_flight("1F1B", num_devices=4, num_microbatches=2).tolist() == [2, 2, 2, 1]
+    assert peak_in_flight("GPipe", num_devices=3, num_microbatches=5).tolist() == [5, 5, 5]
+    # interleaved: 2 (P - d - 1) + (V - 1) P + 1 chunk activations on device d; counts rise towards the model's start
+    for P, V, M in ((4, 2, 16), (8, 4, 32), (2, 3, 2), (4, 2, 4)):
+        ones = np.ones(P * V)
+        peaks = peak_saved_bytes(ones, "Interleaved1F1B", num_devices=P, num_chunks=V, num_microbatches=M)
+        assert peaks.tolist() == [min(2 * (P - d - 1) + (V - 1) * P + 1, V * M) for d in range(P)]
+        counts = peak_in_flight("Interleaved1F1B", num_devices=P, num_chunks=V, num_microbatches=M)
+        assert (np.diff(counts) <= 0).all()
+
+
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 1), (4, 4), (4, 11), (7, 3), (16, 64)])
+def test_equal_stages_take_the_closed_form(P, M):
+    times = times_of(np.full((P, M), 2.0), np.full((P, M), 3.0))
+    for schedule in ("1F1B", "GPipe"):
+        assert simulate(times, schedule=schedule).makespan_s == pytest.approx((M + P - 1) * 5.0)
+
+
+@pytest.mark.parametrize(("P", "V", "M"), [(2, 2, 2), (4, 2, 8), (4, 3, 12), (8, 4, 32), (3, 1, 6)])
+def test_interleaving_divides_the_bubble_by_the_chunks(P, V, M):
+    times = times_of(np.full((P * V, M), 2.0 / V), np.full((P * V, M), 4.0 / V))
+    line = simulate(times, schedule="Interleaved1F1B", num_devices=P)
+    # bubble time / ideal time = (P - 1) / (V M): Narayanan et al. 2021, section 2.2.2
+    assert line.makespan_s == pytest.approx(M * 6.0 * (1 + (P - 1) / (V * M)))
+
+
+def test_one_stage_is_the_sum_and_sends_nothing():
+    times = times_of([[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]], [[9.0, 9.0, 9.0]])
+    assert simulate(times).makespan_s == 21.0
+    chunks = times_of([[1.0], [2.0]], [[3.0], [4.0]], [[9.0], [9.0]])
+    assert simulate(chunks, schedule="Interleaved1F1B", num_devices=1).makespan_s == 10.0
+
+
+def test_a_worked_case_with_sends():
+    # P 2, M 2, f 1, b 2, send .5: stage 1 forwards at 1.5, backward ends 4.5, stage 0 receives at 5 and ends at 7;
+    # stage 1 runs its second pair from 4.5 to 7.5, stage 0 its last backward from 8 to 10
+    line = simulate(times_of(np.ones((2, 2)), np.full((2, 2), 2.0), np.full((2, 2), 0.5)))
+    assert line.makespan_s == pytest.approx(10.0)
+    last = np.flatnonzero((line.stage == 0) & (line.kind == 1) & (line.microbatch == 1))
+    assert line.start_s[last] == pytest.approx(8.0)
+
+
+def test_stage_times_price_recompute_and_sends():
+    profile = profile_of([layer(i, 1.0, 2.0, saved=((0, 10), (0.5, 1)), sent=100.0 * (i + 1)) for i in range(4)])
+    recompute = (RecomputeChoice(tier="full", layers=(1, 3)),)
+    stages = (Stage(index=0, start=0, stop=1), Stage(index=1, start=1, stop=4, recompute=recompute))
+    work = np.zeros((2, NUM_WORK_TERMS))
+    work[:, 0] = 1.0, 2.0
+    times = stage_times(profile, stages, work, link_bytes_per_s=50.0, latency_s=0.25)
+    assert times.forward_s.tolist() == [[1.0, 2.0], [3.0, 6.0]]
+    assert times.backward_s.tolist() == [[2.0, 4.0], [7.0, 14.0]]
+    assert times.send_forward_s.tolist() == [[2.25, 4.25], [0.0, 0.0]]
+    assert times.send_backward_s.tolist() == [[0.0, 0.0], [2.25, 4.25]]
+    assert stage_times(profile, stages, work).send_forward_s.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    by_link = stage_times(profile, stages, work, link_bytes_per_s=[25.0])
+    assert by_link.send_forward_s[0].tolist() == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_many_steps_equal_one_by_one(schedule):
+    rng = np.random.default_rng(1)
+    S, P, M, num_packs = 4, 2 if schedule == "Interleaved1F1B" else 4, 6, 40
+    times = times_of(*rng.uniform(0.1, 1, (3, S, num_packs)))
+    table = rng.permutation(36).reshape(3, 2, M)
+    steps = simulate_steps(times, table, schedule=schedule, num_devices=P, all_reduce_s=0.5)
+    for step in range(3):
+        alone = [
+            simulate(
+                times_of(times.forward_s[:, t], times.backward_s[:, t], times.send_forward_s[:, t]),
+                schedule=schedule,
+                num_devices=P,
+            ).makespan_s
+            for t in table[step]
+        ]
+        assert steps[step] == pytest.approx(max(alone) + 0.5)
+
+
+def test_empty_slots_cost_nothing():
+    times = times_of(np.ones((2, 3)), np.ones((2, 3)))
+    full, short = simulate_steps(times, np.array([[[0, 1, 2]], [[0, 1, -1]]]))
+    assert (full, short) == (8.0, 6.0)
+
+
+def test_a_thousand_steps_on_eight_ranks_are_each_simulated_alike():
+    rng = np.random.default_rng(0)
+    times = times_of(*rng.uniform(0.1, 1, (3, 4, 64_000)))
+    table = np.arange(64_000).reshape(1000, 8, 8)
+    steps = simulate_steps(times, table)
+    assert steps.shape == (1000,)
+    assert [simulate_steps(times, table[[i]])[0] for i in (0, 500, 999)] == steps[[0, 500, 999]].tolist()
+
+
+def test_warmup_is_capped_by_the_number_of_blocks():
+    assert num_warmup("1F1B", device=0, num_devices=8, num_chunks=1, num_microbatches=3) == 3
+    assert num_warmup("Interleaved1F1B", device=0, num_devices=4, num_chunks=2, num_microbatches=4) == 8
+    order = block_order("1F1B", num_devices=2, num_microbatches=3)
+    assert order.kind[0].tolist() == [0, 0, 1, 0, 1, 1]
+    assert order.microbatch[0].tolist() == [0, 1, 0, 2, 1, 2]
+
+
+def test_messages_of_impossible_schedules():
+    times = times_of(np.ones((4, 6)), np.ones((4, 6)))
+    with pytest.raises(
+        PartitionError, match=r"schedule 'zigzag' is unknown: choose one of 1F1B, GPipe, Interleaved1F1B"
+    ):
+        simulate(times, schedule="zigzag")
+    with pytest.raises(PartitionError, match=r"4 stages do not spread evenly over 3 devices: give a divisor of 4"):
+        simulate(times, num_devices=3)
+    with pytest.raises(PartitionError, match=r"1F1B runs one chunk a device, 2 were asked for: give num_chunks=1"):
+        simulate(times, num_devices=2)
+    with pytest.raises(
+        PartitionError, match=r"rounds of 4.* 6 is no multiple: take 4 or 8 of them, or schedule='1F1B'"
+    ):
+        simulate(times, schedule="Interleaved1F1B", num_devices=4)
+    with pytest.raises(PartitionError, match=r"0 micro-batches is empty: give at least 1 of each"):
+        block_order("1F1B", num_devices=2, num_microbatches=0)
+    with pytest.raises(PartitionError, match=r"shapes \(4, 5\), \(4, 6\): give four arrays of one shape"):
+        simulate(times_of(np.ones((4, 6)), np.ones((4, 5)), np.ones((4, 6))))
+    with pytest.raises(PartitionError, match=r"negative or not finite: give seconds >= 0"):
+        simulate(times_of(np.ones((1, 1)), [[-1.0]]))
+    with pytest.raises(PartitionError, match=r"table of shape \(1, 1, 1\) over 6 packs cannot be simulated: give"):
+        simulate_steps(times, np.array([[[6]]]))
+
+
+def test_recompute_tiers_that_the_profile_lacks_are_named():
+    profile = profile_of([layer(0)])
+    stages = (Stage(index=0, start=0, stop=1, recompute=(RecomputeChoice(tier="full", layers=(0,)),)),)
+    with pytest.raises(PartitionError, match=r"layers\.0 is to take the tier 'full'.*choose one of none"):
+        stage_times(profile, stages, np.array([constant(1.0)]))

@@ -1,0 +1,598 @@
+"""Sizing a data set: every format, every kind of bad sample, any number of workers, any interruption."""
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers", reason="the [data] extra is not installed")
+pytest.importorskip("jinja2", reason="the [data] extra is not installed")
+pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+parquet = pytest.importorskip("pyarrow.parquet", reason="the [data] extra is not installed")
+
+from sample_sets import PixelRule, png, talk, tar_bytes, write_jsonl, write_tokenizer  # noqa: E402
+
+from trimtab.errors import SampleError  # noqa: E402
+from trimtab.samples import records  # noqa: E402
+from trimtab.samples.size import size_samples  # noqa: E402
+from trimtab.samples.table import load_sizing, save_sizing  # noqa: E402
+
+HERE = Path(__file__).parent
+COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return fill_folder(tmp_path)
+
+
+def fill_folder(path):
+    """Three images and a tokenizer."""
+    (path / "a.png").write_bytes(png(40, 20))
+    (path / "b.png").write_bytes(png(30, 30))
+    (path / "sub").mkdir()
+    (path / "sub" / "c.png").write_bytes(png(100, 100))
+    write_tokenizer(path / "model")
+    return path
+
+
+def size(folder, *data, **options):
+    options = {"tokenizer": folder / "model", "image_rule": PixelRule(), **options}
+    return size_samples([folder / name for name in data], **options)
+
+
+def rows_of(result):
+    return np.stack([getattr(result.table, name) for name in COLUMNS], axis=1).tolist()
+
+
+TALK = talk("<image> and <image>?", "the cat")
+PNG_URL = "data:image/png;base64," + base64.b64encode(png(30, 30)).decode()
+TYPED = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image", "image": "a.png"},
+            {"type": "text", "text": " and "},
+            {
+                "type": "image_url",
+                "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(30, 30)).decode()},
+            },
+            {"type": "text", "text": "?"},
+        ],
+    },
+    {"role": "assistant", "content": "the cat"},
+]
+
+
+def test_every_format_gives_the_same_sizes(folder):
+    row = {"id": "x", "conversations": TALK, "image": ["a.png", "b.png"]}
+    write_jsonl(folder / "lines.jsonl", [row])
+    (folder / "list.json").write_text(json.dumps([row]))
+    (folder / "lines.json").write_text(json.dumps(row))
+    write_jsonl(folder / "typed.jsonl", [{"id": "x", "messages": TYPED}])
+    turns = [{"role": "user", "content": "<image> and <image>?"}, {"role": "assistant", "content": "the cat"}]
+    write_jsonl(folder / "mixed.ndjson", [{"id": "x", "images": ["a.png", "b.png"], "messages": turns}])
+    table = pyarrow.Table.from_pylist([row | {"unused": 3}])
+    parquet.write_table(table, folder / "paths.parquet")
+    images = [{"bytes": png(40, 20), "path": None}, {"bytes": None, "path": "b.png"}]
+    parquet.write_table(pyarrow.Table.from_pylist([{**row, "image": images}]), folder / "bytes.parquet")
+    record = json.dumps({"id": "x", "conversations": TALK, "image": "elsewhere/z.png"}).encode()
+    members = [("x.json", record), ("x.10.png", png(30, 30)), ("x.2.png", png(40, 20)), ("x.cls", b"7")]
+    (folder / "shard.tar").write_bytes(tar_bytes(members))
+    names = ["lines.jsonl", "list.json", "lines.json", "typed.jsonl", "mixed.ndjson"]
+    names += ["paths.parquet", "bytes.parquet", "shard.tar"]
+    result = [size(folder, name) for name in names]
+    expected = rows_of(result[0])
+    assert expected == [[2, 4 * 17, expected[0][2], 32**2 + 36**2, 16 * 17]]
+    assert expected[0][2] > 17 + 10
+    for name, one in zip(names, result, strict=True):
+        assert rows_of(one) == expected, name
+        assert one.table.ids == ("x",)
+        assert one.num_read == 1
+    together = size(folder, *names)
+    assert rows_of(together) == expected * len(names)
+    assert together.table.source.tolist() == list(range(len(names)))
+    assert together.table.source_names == tuple(names), "two stems are equal, so whole names tell them apart"
+    assert together.table.ids[1] == "list.json/x"
+
+
+def test_text_alone_and_captions_are_sized(folder):
+    write_jsonl(
+        folder / "text.jsonl", [{"conversations": talk("what?", "a cat")}, b"", b"  ", {"conversations": talk("b")}]
+    )
+    result = size(folder, "text.jsonl")
+    assert result.table.ids is None
+    assert result.table.num_patches.tolist() == [0, 0]
+    assert result.assumptions == ()
+    members = [("d/1.txt", b"a cat"), ("d/1.jpg", png(40, 20)), ("d/2.json", b'{"w": 1}'), ("d/2.txt", b"sun")]
+    (folder / "captions.tar").write_bytes(tar_bytes(members))
+    result = size(folder, "captions.tar")
+    assert result.table.num_images.tolist() == [1, 0]
+    assert result.table.ids == ("d/1", "d/2")
+
+
+def test_without_a_tokenizer_the_estimate_is_stated(folder):
+    write_jsonl(folder / "data.jsonl", [{"conversations": TALK, "image": ["a.png", "b.png"]}])
+    result = size(folder, "data.jsonl", tokenizer=None)
+    assert not result.table.tokens_exact
+    assert "estimated without a tokenizer" in result.assumptions[0]
+    assert "EXIF orientation is ignored" in result.assumptions[1]
+    assert "EXIF orientation is applied" in size(folder, "data.jsonl", exif="apply").assumptions[0]
+
+
+def test_a_rule_for_samples_of_several_images_is_asked(folder):
+    write_jsonl(
+        folder / "data.jsonl",
+        [{"conversations": talk("<image>"), "image": "a.png"}, {"conversations": TALK, "image": ["a.png", "b.png"]}],
+    )
+    result = size(folder, "data.jsonl", rule_in_sample=coarse_when_many)
+    assert result.table.num_patches.tolist() == [32, 8]
+
+
+def coarse_when_many(rule, num_images):
+    return rule if num_images == 1 else PixelRule(cell=1000)
+
+
+# -- bad samples ------------------------------------------------------------------------------------------------------
+
+GOOD = {"conversations": talk("what?", "a cat")}
+
+
+def user(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+BAD_ROWS = {
+    "broken json": (b'{"id": 1', "json", "not JSON"),
+    "not utf-8": (b'{"id": "\xff"}', "json", "not JSON"),
+    "a number that is none": (b'{"conversations": NaN}', "json", "not JSON"),
+    "lone surrogate": (b'{"conversations": [{"from": "human", "value": "\\ud800"}]}', "json", "not JSON"),
+    "deep": (b'{"conversations": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "json", "JSON"),
+    "huge number": (b'{"id": ' + b"9" * 10_000 + b"}", None, None),
+    "null": (b"null", "type", "the record is None"),
+    "list": ([GOOD], "type", "the record is list"),
+    "number": (3, "type", "the record is 3"),
+    "text": ("conversations", "type", "the record is 'conversations'"),
+    "no conversation": ({"id": "q"}, "type", "neither 'conversations' nor 'messages'"),
+    "empty conversation": ({"conversations": []}, "type", "at least one turn"),
+    "conversation of text": ({"conversations": "hi"}, "type", "'hi'"),
+    "turn of text": ({"conversations": ["hi"]}, "type", "a turn of 'conversations' is 'hi'"),
+    "no role": ({"conversations": [{"value": "x"}]}, "type", "'role' is None"),
+    "odd role": ({"conversations": [{"from": "narrator", "value": "x"}]}, "type", "'from' is 'narrator'"),
+    "role of list": ({"conversations": [{"from": ["human"], "value": "x"}]}, "type", "'from' is list"),
+    "no value": ({"conversations": [{"from": "human"}]}, "type", "'value' is None"),
+    "number value": ({"conversations": [{"from": "human", "value": 3.5}]}, "type", "'value' is 3.5"),
+    "odd part": (user([{"type": "video", "video": "x"}]), "type", "video and audio are not sized"),
+    "part of number": (user([7]), "type", "a content part is 7"),
+    "part without text": (user([{"type": "text"}]), "type", "'text' of a content part is None"),
+    "image of number": ({"conversations": talk("<image>"), "image": 7}, "type", "'image' is 7"),
+    "image of list": ({"conversations": talk("<image>"), "image": [["a.png"]]}, "type", "'image' is list"),
+    "both image columns": (
+        {"conversations": talk("<image>"), "image": "a.png", "images": ["b.png"]},
+        "type",
+        "both 'image' and 'images'",
+    ),
+    "odd id": ({"id": 1.5, **GOOD}, "type", "id is 1.5"),
+    "id of bool": ({"id": True, **GOOD}, "type", "id is True"),
+    "image without placeholder": ({**GOOD, "image": "a.png"}, "placeholder", "0 image placeholders and 1 images"),
+    "placeholder without image": ({"conversations": talk("<image>")}, "placeholder", "1 image placeholders and 0"),
+    "too few images": ({"conversations": TALK, "image": ["a.png"]}, "placeholder", "2 image placeholders and 1"),
+    "too many images": (
+        {"conversations": talk("<image>"), "image": ["a.png", "b.png"]},
+        "placeholder",
+        "1 image placeholders and 2",
+    ),
+    "token in text": ({"conversations": talk("<|image_pad|>")}, "placeholder", "keep the token out"),
+    "system refused": ({"conversations": [{"from": "system", "value": "refuse me"}]}, "template", "refuses it"),
+    "missing": ({"conversations": talk("<image>"), "image": "absent.png"}, "path", "No such file"),
+    "null byte": ({"conversations": talk("<image>"), "image": "a\0.png"}, "path", "null byte"),
+    "long name": ({"conversations": talk("<image>"), "image": "x" * 5000}, "path", "name too long"),
+    "folder": ({"conversations": talk("<image>"), "image": "sub"}, "image", "folder or a device"),
+    "dot": ({"conversations": talk("<image>"), "image": "."}, "image", "folder or a device"),
+    "above": ({"conversations": talk("<image>"), "image": "../outside.png"}, "path", "outside the media folder"),
+    "around": ({"conversations": talk("<image>"), "image": "sub/../../outside.png"}, "path", "outside"),
+    "absolute": ({"conversations": talk("<image>"), "image": "/etc/hostname"}, "path", "outside the media folder"),
+    "file url": ({"conversations": talk("<image>"), "image": "file:///etc/hostname"}, "path", "outside"),
+    "symlink out": ({"conversations": talk("<image>"), "image": "link.png"}, "path", "outside the media folder"),
+    "folder link out": ({"conversations": talk("<image>"), "image": "away/outside.png"}, "path", "outside"),
+    "http": ({"conversations": talk("<image>"), "image": "http://169.254.169.254/x.png"}, "path", "on the network"),
+    "s3": ({"conversations": talk("<image>"), "image": "s3://bucket/x.png"}, "path", "on the network"),
+    "data url without comma": ({"conversations": talk("<image>"), "image": "data:image/png"}, "image", "comma"),
+    "data url not base64": ({"conversations": talk("<image>"), "image": "data:;base64,!!"}, "image", "not base64"),
+    "data url of text": ({"conversations": talk("<image>"), "image": "data:,hello"}, "image", "not an image"),
+    "empty image": ({"conversations": talk("<image>"), "image": "empty.png"}, "image", "is empty"),
+    "cut image": ({"conversations": talk("<image>"), "image": "cut.png"}, "image", "truncated"),
+    "bomb": ({"conversations": talk("<image>"), "image": "bomb.png"}, "image", "max_pixels"),
+    "sliver": ({"conversations": talk("<image>"), "image": "sliver.png"}, "image", "longer than 100 times"),
+    "long": ({"conversations": talk("cat " * 300)}, "length", "more than max_tokens 200"),
+    "terminal codes": ({"conversations": talk("<image>"), "image": "\x1b[2J\u202e.png"}, "path", r"\x1b[2J\x202e"),
+}
+
+
+@pytest.fixture
+def trap(folder):
+    return fill_trap(folder)
+
+
+def fill_trap(folder):
+    """Everything a hostile row can name."""
+    outside = folder.parent / "outside.png"
+    outside.write_bytes(png(9, 9))
+    (folder / "link.png").symlink_to(outside)
+    (folder / "inner.png").symlink_to("sub/c.png")
+    (folder / "away").symlink_to(folder.parent)
+    (folder / "empty.png").touch()
+    (folder / "cut.png").write_bytes(png(40, 20)[:-5])
+    (folder / "bomb.png").write_bytes(png(9, 9)[:16] + png_head(60_000, 60_000))
+    (folder / "sliver.png").write_bytes(png(500, 2))
+    template = "{% for m in messages %}{% if 'refuse' in m.content %}{{ raise_exception('refused') }}{% endif %}"
+    template += "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{{ '<|image_pad|>' if "
+    write_tokenizer(folder / "model", template + "c.type == 'image' else c.text }}{% endfor %}{% endif %}{% endfor %}")
+    return folder
+
+
+def png_head(width, height):
+    import struct
+    import zlib
+
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return body[4:] + struct.pack(">I", zlib.crc32(body)) + b"\0\0\0\0IEND\xaeB`\x82"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """All bad rows in one file, a good one before each: the folder, and what sizing says."""
+    folder = tmp_path_factory.mktemp("hostile") / "media"
+    folder.mkdir()
+    fill_trap(fill_folder(folder))
+    write_jsonl(folder / "data.jsonl", [row for bad, _, _ in BAD_ROWS.values() for row in (GOOD, bad)])
+    return folder, size(folder, "data.jsonl", on_bad="skip", max_tokens=200)
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_named_and_left_out(hostile, name):
+    folder, result = hostile
+    line = 2 * list(BAD_ROWS).index(name) + 2
+    _, kind, reason = BAD_ROWS[name]
+    found = [bad for bad in result.bad if bad.line == line]
+    if kind is None and not found:  # parsers differ in how large a number they take
+        return
+    assert len(found) == 1
+    assert found[0].file == str(folder / "data.jsonl")
+    if kind is not None:
+        assert found[0].kind == kind
+        assert reason in found[0].reason
+    assert all(ord(c) >= 32 for c in str(found[0])), "control characters reach the terminal"
+
+
+def test_good_rows_among_bad_ones_are_kept(hostile):
+    folder, result = hostile
+    assert result.num_read == 2 * len(BAD_ROWS)
+    assert len(result.bad) + len(result.table) == result.num_read
+    kept = [f"data:{2 * n + 1}" for n in range(len(BAD_ROWS))]
+    assert [name for name in result.table.ids if name.startswith("data:")] == kept
+    with pytest.raises(SampleError, match=rf"{len(result.bad)} of {result.num_read} samples .*on_bad='skip'"):
+        size(folder, "data.jsonl", max_tokens=200)
+
+
+def test_all_bad_rows_are_listed_at_once(trap):
+    write_jsonl(trap / "data.jsonl", [{"id": f"i{n}", "messages": []} for n in range(30)] + [GOOD])
+    with pytest.raises(SampleError) as caught:
+        size(trap, "data.jsonl")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("30 of 31 samples cannot be planned (30 type)")
+    assert lines[1].startswith(f"{trap / 'data.jsonl'}:1 (id i0): messages is list")
+    assert lines[-1] == "... and 10 more of the same input"
+
+
+def test_links_inside_and_outside_asked_for_are_followed(trap):
+    rows = [{"conversations": talk("<image>"), "image": name} for name in ("inner.png", "sub/../sub/c.png")]
+    write_jsonl(trap / "data.jsonl", rows)
+    assert size(trap, "data.jsonl").table.num_patches.tolist() == [400, 400]
+    rows = [
+        {"conversations": talk("<image>"), "image": name} for name in ("link.png", str(trap.parent / "outside.png"))
+    ]
+    write_jsonl(trap / "data.jsonl", rows)
+    assert size(trap, "data.jsonl", allow_outside=True).table.num_patches.tolist() == [4, 4]
+    rows = [
+        {"conversations": talk("<image>"), "image": f"{trap.name}/{name}"} for name in ("link.png", "../outside.png")
+    ]
+    write_jsonl(trap / "data.jsonl", rows)
+    assert size(trap, "data.jsonl", media_root=trap.parent).table.num_patches.tolist() == [4, 4]
+    write_jsonl(trap / "data.jsonl", [{"conversations": talk("<image>"), "image": "c.png"}])
+    assert size(trap, "data.jsonl", media_root=trap / "sub").table.num_patches.tolist() == [400]
+
+
+def test_repeated_ids_are_refused_or_numbered(folder):
+    write_jsonl(folder / "data.jsonl", [{"id": n, **GOOD} for n in ("a", 7, "a", "7", "a", "a#2")])
+    result = size(folder, "data.jsonl", on_bad="skip")
+    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(3, "a", "id"), (4, "7", "id"), (5, "a", "id")]
+    assert "line 1 has this id too" in result.bad[0].reason
+    numbered = size(folder, "data.jsonl", unique_ids=False)
+    assert len(set(numbered.table.ids)) == 6
+    assert numbered.table.ids[:5] == ("a", "7", "a#2", "7#2", "a#3")
+    write_jsonl(folder / "more.jsonl", [{"id": "a", **GOOD}])
+    write_jsonl(folder / "data.jsonl", [{"id": "a", **GOOD}])
+    assert size(folder, "data.jsonl", "more.jsonl").table.ids == ("data/a", "more/a")
+
+
+def test_files_that_cannot_be_read_always_raise(folder):
+    cases = {
+        "absent.jsonl": (None, "cannot read"),
+        "data.csv": (b"a,b", "no known format"),
+        "list.json": (b'[{"a": 1}, ', "is not JSON"),
+        "nan.json": (b'[{"conversations": NaN}]', "is not JSON"),
+        "bad.parquet": (b"PAR1 nonsense", "not readable as Parquet"),
+        "empty.jsonl": (b"\n\n", "no sample in"),
+        "none.json": (b"[]", "no sample in"),
+    }
+    for name, (content, reason) in cases.items():
+        if content is not None:
+            (folder / name).write_bytes(content)
+        with pytest.raises(SampleError, match=reason):
+            size(folder, name, on_bad="skip")
+    with pytest.raises(SampleError, match="no data file was named"):
+        size(folder)
+    with pytest.raises(SampleError, match="cannot read"):
+        size(folder, "sub")
+    write_jsonl(folder / "lengths.jsonl", [{"num_tokens": 3}])
+    write_jsonl(folder / "data.jsonl", [GOOD])
+    with pytest.raises(SampleError, match="not both conversations nor both lengths"):
+        size(folder, "data.jsonl", "lengths.jsonl")
+    write_jsonl(folder / "data.jsonl", [{"messages": []}])
+    with pytest.raises(SampleError, match="1 of 1 samples"):
+        size(folder, "data.jsonl", on_bad="skip")
+
+
+def test_broken_shards_keep_what_came_before(folder):
+    good = json.dumps(GOOD).encode()
+    whole = tar_bytes([("1.json", good), ("2.json", good), ("3.json", b"{"), ("4.json", b"{}"), ("5.txt", b"\xff")])
+    (folder / "a.tar").write_bytes(whole)
+    result = size(folder, "a.tar", on_bad="skip")
+    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [
+        (3, "3", "json"),
+        (4, "4", "type"),
+        (5, "5", "type"),
+    ]
+    for cut in (2048, 2148, 2700, 5120):
+        (folder / "a.tar").write_bytes(whole[:cut])
+        result = size(folder, "a.tar", on_bad="skip")
+        assert len(result.table) >= 1
+        assert "the tar ends here" in result.bad[-1].reason, cut
+    rows = [GOOD] * 3000
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "p.parquet", row_group_size=1500, compression=None)
+    content = bytearray((folder / "p.parquet").read_bytes())
+    content[60:400] = bytes(340)
+    (folder / "p.parquet").write_bytes(bytes(content))
+    with pytest.raises(SampleError, match=r"cannot be planned|not readable|no sample"):
+        size(folder, "p.parquet")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 20))
+def test_damaged_files_never_raise_anything_else(tmp_path_factory, seed, flips):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    folder.mkdir(exist_ok=True)
+    row = {"id": "x", "conversations": TALK, "images": ["a.png", "b.png"]}
+    rng = np.random.default_rng(seed)
+    contents = {
+        "d.jsonl": b"\n".join([json.dumps(row).encode()] * 3),
+        "d.tar": tar_bytes([("1.json", json.dumps(row).encode()), ("1.0.png", png(9, 9)), ("1.1.png", png(9, 9))]),
+    }
+    for name, content in contents.items():
+        damaged = np.frombuffer(content, np.uint8).copy()
+        damaged[rng.integers(0, min(len(damaged), 1200), flips)] = rng.integers(0, 256, flips)
+        (folder / name).write_bytes(damaged.tobytes())
+        with contextlib.suppress(SampleError):
+            size_samples(folder / name, image_rule=PixelRule(), tokenizer=None, on_bad="skip")
+
+
+# -- chunks, workers, interruptions -----------------------------------------------------------------------------------
+
+
+def test_chunks_cut_lines_nowhere(folder, monkeypatch):
+    rows = [{"id": str(n), "conversations": talk("cat " * (n % 7))} if n % 5 else b"" for n in range(40)]
+    rows[11] = b"broken"
+    write_jsonl(folder / "data.jsonl", rows)
+    (folder / "data.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + (folder / "data.jsonl").read_bytes().replace(b"\n", b"\r\n")[:-2]
+    )
+    whole = size(folder, "data.jsonl", on_bad="skip")
+    assert whole.bad[0].line == 12
+    assert len(whole.table) == 31
+    for step in (1, 7, 64, 333):
+        monkeypatch.setattr(records, "CHUNK_BYTES", step)
+        cut = size(folder, "data.jsonl", on_bad="skip")
+        assert rows_of(cut) == rows_of(whole)
+        assert cut.table.ids == whole.table.ids
+        assert cut.bad == whole.bad
+
+
+def test_a_line_too_long_is_listed_and_stepped_over(folder, monkeypatch):
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 500)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 600)
+    write_jsonl(folder / "data.jsonl", [GOOD, b'"' + b"x" * 5000 + b'"', GOOD])
+    result = size(folder, "data.jsonl", on_bad="skip")
+    assert [(bad.line, bad.kind) for bad in result.bad] == [(2, "json")]
+    assert "longer than" in result.bad[0].reason
+    assert len(result.table) == 2
+
+
+@pytest.fixture
+def large(folder):
+    """Some 400 samples in three files of three formats, some of them bad, and chunks small enough to be many."""
+    rows = [
+        {
+            "id": f"n{n}",
+            "conversations": talk("<image> cat " * (n % 3), "sun " * (n % 11)),
+            "image": ["a.png"] * (n % 3),
+        }
+        for n in range(200)
+    ]
+    rows[17]["image"] = "absent.png"
+    write_jsonl(folder / "data.jsonl", rows)
+    (folder / "list.json").write_text(json.dumps(rows[:130]))
+    parquet.write_table(pyarrow.Table.from_pylist(rows[20:90]), folder / "rows.parquet", row_group_size=10)
+    return folder
+
+
+def saved(folder, name, **options):
+    options = {"on_bad": "skip", "max_tokens": 60, "rule_in_sample": coarse_when_many, **options}
+    result = size(folder, "data.jsonl", "list.json", "rows.parquet", **options)
+    save_sizing(result, folder / name)
+    return (folder / name).read_bytes()
+
+
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(records, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(records, "CHUNK_RECORDS", 10)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_workers_and_chunks_change_no_byte(large, monkeypatch, suffix):
+    expected = saved(large, "one" + suffix)
+    small_chunks(monkeypatch)
+    assert saved(large, "cut" + suffix) == expected
+    seen = []
+    workers = 2 if suffix == ".npz" else 1
+    assert saved(large, "two" + suffix, workers=workers, progress=lambda *pair: seen.append(pair)) == expected
+    assert len(seen) > 20
+    assert seen == sorted(seen)
+    total = sum((large / name).stat().st_size for name in ("data.jsonl", "list.json", "rows.parquet"))
+    assert {pair[1] for pair in seen} == {total}
+    assert seen[-1][0] > 0.98 * total
+    result = load_sizing(large / ("one" + suffix))
+    assert {bad.kind for bad in result.bad} == {"path", "length"} or {bad.kind for bad in result.bad} == {"placeholder"}
+    assert result.num_read == 200 + 130 + 70 == len(result.table) + len(result.bad)
+
+
+class StopError(Exception):
+    pass
+
+
+def test_an_interrupted_pass_goes_on_where_it_was(large, monkeypatch):
+    expected = saved(large, "whole.npz")
+    small_chunks(monkeypatch)
+
+    def stop_after(count):
+        calls = []
+
+        def progress(done, total):
+            calls.append(done)
+            if len(calls) == count:
+                raise StopError
+
+        return progress
+
+    kept = large / "kept"
+    for count in (1, 9):
+        with pytest.raises(StopError):
+            saved(large, "never.npz", resume_dir=kept, progress=stop_after(count))
+    files = sorted(kept.iterdir())
+    assert len(files) >= 9
+    before = {file: file.stat().st_mtime_ns for file in files}
+    files[0].write_bytes(b"torn")
+    files[1].write_bytes(files[2].read_bytes()[:-30])
+    assert saved(large, "resumed.npz", resume_dir=kept) == expected
+    assert all(file.stat().st_mtime_ns == before[file] for file in files[2:]), "a finished chunk was sized again"
+    assert all(file.stat().st_mtime_ns > before[file] for file in files[:2]), "a torn chunk was trusted"
+
+
+def test_other_settings_or_other_data_take_nothing_over(large, monkeypatch):
+    small_chunks(monkeypatch)
+    kept = large / "kept"
+    saved(large, "a.npz", resume_dir=kept)
+    count = len(list(kept.iterdir()))
+    saved(large, "b.npz", resume_dir=kept, image_rule=PixelRule(cell=20))
+    assert len(list(kept.iterdir())) == 2 * count
+    assert load_sizing(large / "b.npz").table.num_patches.sum() < load_sizing(large / "a.npz").table.num_patches.sum()
+    write_tokenizer(large / "model", config={"note": 1}, post=True)
+    saved(large, "c.npz", resume_dir=kept)
+    assert len(list(kept.iterdir())) == 3 * count
+    rows = (large / "data.jsonl").read_bytes()
+    (large / "data.jsonl").write_bytes(rows.replace(b"sun sun", b"mat mat"))
+    saved(large, "d.npz", resume_dir=kept)
+    assert len(list(kept.iterdir())) > 3 * count
+    changed = saved(large, "e.npz")
+    assert (large / "d.npz").read_bytes() == changed
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_size import PixelRule, coarse_when_many
+from trimtab.samples import records
+from trimtab.samples.size import size_samples
+
+records.CHUNK_BYTES, records.CHUNK_RECORDS = 2000, 10
+
+def slow(done, total):
+    print(done, flush=True)
+    time.sleep(0.05)
+
+if __name__ == "__main__":
+    folder = Path({folder!r})
+    size_samples([folder / name for name in ("data.jsonl", "list.json", "rows.parquet")], image_rule=PixelRule(),
+                 rule_in_sample=coarse_when_many, tokenizer=folder / "model", on_bad="skip", workers=2,
+                 resume_dir=folder / "kept", progress=slow)
+"""
+
+
+def test_a_killed_pass_resumes_to_the_same_bytes(large, monkeypatch):
+    decoder = {str(n): {"content": f"sun{n}", "special": True, "lstrip": True, "rstrip": True} for n in range(9)}
+    write_tokenizer(large / "model", config={"added_tokens_decoder": decoder})
+    expected = saved(large, "whole.npz")
+    script = large / "killed.py"
+    script.write_text(KILLED.format(here=str(HERE), folder=str(large)))
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # what is kept must be found under any seed
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, start_new_session=True, env=environment
+    )
+    for _ in range(7):
+        assert process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 10
+    while group_alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not group_alive(process.pid), "workers outlived their parent"
+    small_chunks(monkeypatch)
+    kept = {file: file.stat().st_mtime_ns for file in (large / "kept").glob("chunk-*.npz")}
+    assert len(kept) >= 6
+    assert saved(large, "resumed.npz", resume_dir=large / "kept") == expected
+    assert all(file.stat().st_mtime_ns == written for file, written in kept.items()), "a finished chunk was sized again"
+
+
+def group_alive(group):
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
+def test_a_worker_that_dies_is_told(folder):
+    write_jsonl(folder / "data.jsonl", [{"conversations": talk("<image>"), "image": "a.png"}])
+    with pytest.raises(SampleError, match="a worker process ended with exit code 9 before its work was done"):
+        size(folder, "data.jsonl", image_rule=Dying(), workers=2)
+
+
+class Dying(PixelRule):
+    def count(self, width, height):
+        os._exit(9)

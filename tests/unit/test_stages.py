@@ -1,0 +1,290 @@
+"""Tests of partition/stages.py (with tiers, cuts, layer_table, assess, schedules): optimum, memory, messages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from partition_cases import ONE, layer, profile_of, random_profile, split
+
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import assess_stages
+from trimtab.partition.baselines import even_stages, parameter_stages
+from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
+from trimtab.specs import RecomputeChoice, Stage
+
+
+def stage_options(profile, start, stop):
+    """Every tier choice of the stage: (time, saved bytes, recomputed layers) arrays; and its state and transient."""
+    own = profile.layers[start:stop]
+    time_, saved, recomputed = np.zeros(1), np.zeros(1), np.zeros(1, int)
+    for x in own:
+        extra = np.array([t.extra_backward_s[0] for t in x.tiers])
+        size = np.array([t.saved_bytes[0] for t in x.tiers])
+        time_ = np.add.outer(time_, x.forward_s[0] + x.backward_s[0] + extra).ravel()
+        saved = np.add.outer(saved, size).ravel()
+        recomputed = np.add.outer(recomputed, np.arange(len(x.tiers)) > 0).ravel()
+    return time_, saved, recomputed, sum(x.state_bytes for x in own), max(x.transient_bytes[0] for x in own)
+
+
+def brute_force(profile, num_stages, memory, in_flight, forbidden):
+    """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
+    L = len(profile.layers)
+    base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
+    options: dict = {}
+    for i, a in itertools.product(range(num_stages), range(L)):
+        for b in range(a + 1, L + 1):
+            times, saved, recomputed, state, transient = stage_options(profile, a, b)
+            size = state + in_flight[i] * saved + transient
+            fits = np.flatnonzero(size <= memory)
+            options[i, a, b] = (times[fits], recomputed[fits], size[fits])
+    splits = []
+    for inner in itertools.combinations([c for c in range(1, L) if c not in forbidden], num_stages - 1):
+        cuts = (0, *inner, L)
+        stages = [options[i, cuts[i], cuts[i + 1]] for i in range(num_stages)]
+        if all(len(s[0]) for s in stages):
+            splits.append((max(s[0].min() for s in stages), stages))
+    if not splits:
+        return None
+    bottleneck = min(time_ for time_, _ in splits)
+    # among the tied splits each stage takes its least time, and of those its fewest recomputed layers
+    keys = []
+    for time_, stages in splits:
+        if time_ == bottleneck:
+            least = sum(s[0].min() for s in stages)
+            fewest = sum(s[1][s[0] == s[0].min()].min() for s in stages)
+            keys.append((least - base, fewest))
+    return bottleneck, *min(keys)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_split_equals_brute_force_on_a_thousand_instances(block):
+    rng = np.random.default_rng(block)
+    num_infeasible = 0
+    for _ in range(100):
+        L = int(rng.integers(2, 7))
+        P = int(rng.integers(1, min(L, 4) + 1))
+        M = int(rng.integers(1, 6))
+        profile = random_profile(rng, L, int(rng.integers(1, 5)))
+        memory = int(rng.integers(40, 400))
+        schedule = "GPipe" if rng.random() < 0.3 else "1F1B"
+        forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)
+        if L - len(forbidden) < P:
+            forbidden = frozenset()
+        in_flight = [M if schedule == "GPipe" else min(P - i, M) for i in range(P)]
+        expected = brute_force(profile, P, memory, in_flight, forbidden)
+        ask = {"memory": memory, "microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden}
+        if expected is None:
+            num_infeasible += 1
+            with pytest.raises(PartitionError, match="do not fit"):
+                split(profile, P, **ask)
+            continue
+        result = split(profile, P, **ask)
+        assert result.exact
+        recomputed = sum(stage.num_recomputed() for stage in result.stages)
+        assert (result.bottleneck_s, sum(result.recompute_s), recomputed) == pytest.approx(expected, rel=1e-9)
+        assert max(device.total_bytes for device in result.memory) <= memory
+        assert [s.start for s in result.stages[1:]] == [s.stop for s in result.stages[:-1]]
+        assert not forbidden & {s.start for s in result.stages}
+        assert result.lower_bound_s <= result.bottleneck_s * (1 + 1e-12)
+    assert 0 < num_infeasible < 90
+
+
+def test_choice_of_tiers_equals_brute_force_with_many_alike_layers():
+    from trimtab.partition.tiers import IMPOSSIBLE, least_extra, tier_table
+
+    rng = np.random.default_rng(5)
+    for _ in range(150):
+        C = int(rng.integers(1, 5))
+        gain = np.cumsum(rng.integers(1, 60, (C, 2)), axis=1)
+        cost = np.cumsum(rng.integers(1, 60, (C, 2)), axis=1)
+        single = rng.random(C) < 0.3
+        gain[single, 1] = cost[single, 1] = 0
+        num_alike = rng.integers(0, 6, C)
+        need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()) + 20)))
+        # every count of every class
+        saved, paid = np.zeros(1, int), np.zeros(1, int)
+        for g in range(C):
+            pairs = [
+                (x, y) for x in range(num_alike[g] + 1) for y in range(num_alike[g] + 1 - x) if gain[g, 1] or not y
+            ]
+            saved = np.add.outer(saved, [x * gain[g, 0] + y * gain[g, 1] for x, y in pairs]).ravel()
+            paid = np.add.outer(paid, [x * cost[g, 0] + y * cost[g, 1] for x, y in pairs]).ravel()
+        enough = paid[saved >= need]
+        counts = np.zeros((C, 2), np.int64)
+        tiers = tier_table(gain, cost)
+        found = least_extra(tiers, num_alike, need, 10**12, counts)
+        if not len(enough):
+            assert found == IMPOSSIBLE
+            continue
+        least = int(enough.min())
+        assert found == least == (counts * cost).sum()
+        assert (counts * gain).sum() >= need
+        assert (counts.sum(axis=1) <= num_alike).all()
+        for slack in (0, 3, 40):
+            assert least_extra(tiers, num_alike, need, least + slack, counts) == least
+        assert least_extra(tiers, num_alike, need, least - 1, counts) == IMPOSSIBLE
+
+
+def test_ties_recompute_least_and_then_even_out_memory():
+    # the head is the bottleneck whatever is done: the rest is free to choose
+    layers = [layer(i, 1.0, 2.0, state=10.0, saved=((0, 10.0), (1.0, 0.0))) for i in range(4)]
+    layers.append(layer(4, 10.0, 20.0, state=1.0))
+    result = split(profile_of(layers), 3, memory=1000.0, microbatches=1)
+    assert [s.stop for s in result.stages] == [2, 4, 5]
+    assert result.bottleneck_s == 30.0
+    # with 60 bytes a 2 + 2 split recomputes one layer, 1 + 3 and 3 + 1 two
+    tight = split(profile_of(layers), 3, memory=60.0, microbatches=8)
+    assert [s.stop for s in tight.stages] == [2, 4, 5]
+    assert tight.recompute_s == (1.0, 0.0, 0.0)
+
+
+def test_recompute_names_tiers_and_the_first_layers():
+    layers = [layer(i, saved=((0, 100.0), (0.5, 60.0), (1.0, 10.0)), transient=5.0) for i in range(3)]
+    profile = profile_of(layers)
+    # all on none 300, one on selective 260, one on full 210
+    assert split(profile, 1, memory=305.0, microbatches=1).stages[0].recompute == ()
+    assert split(profile, 1, memory=304.0, microbatches=1).stages[0].recompute == (
+        RecomputeChoice(tier="selective", layers=(0,)),
+    )
+    assert split(profile, 1, memory=200.0, microbatches=1).stages[0].recompute == (
+        RecomputeChoice(tier="selective", layers=(1,)),
+        RecomputeChoice(tier="full", layers=(0,)),
+    )
+    forced = split(profile, 1, memory=1e6, microbatches=1, recompute="full")
+    assert forced.stages[0].recompute == (RecomputeChoice(tier="full", layers=(0, 1, 2)),)
+    assert forced.recompute_s == (3.0,)
+    assert forced.memory[0].total_bytes == 35.0
+
+
+def test_memory_counts_state_flight_transient_and_overhead():
+    layers = [layer(i, state=100.0, saved=((0, 7.0),), transient=float(i)) for i in range(8)]
+    stages = [Stage(index=i, start=2 * i, stop=2 * i + 2) for i in range(4)]
+    ask = {"work_mean": ONE, "work_max": 2 * ONE, "overhead_bytes": 3.0}
+    result = assess_stages(profile_of(layers), stages, num_microbatches=8, **ask)
+    assert [m.total_bytes for m in result.memory] == [
+        200 + n * 28 + 2 * t + 3 for n, t in ((4, 1), (3, 3), (2, 5), (1, 7))
+    ]
+    assert result.in_flight == (4, 3, 2, 1)
+    gpipe = assess_stages(profile_of(layers), stages, num_microbatches=8, schedule="GPipe", **ask)
+    assert [m.saved_bytes for m in gpipe.memory] == [8 * 28.0] * 4
+    # two devices of two chunks: at most 2 (P - d - 1) + (V - 1) P + 1 chunk activations alive
+    chunks = assess_stages(
+        profile_of(layers), stages, num_microbatches=8, schedule="Interleaved1F1B", num_chunks=2, **ask
+    )
+    assert [m.saved_bytes for m in chunks.memory] == [5 * 28.0, 3 * 28.0]
+    assert [m.state_bytes for m in chunks.memory] == [400.0, 400.0]
+
+
+def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
+    rng = np.random.default_rng(2)
+    profile = random_profile(rng, 12, 3)
+    ask = {"schedule": "Interleaved1F1B", "num_chunks": 2, "microbatches": 4}
+    ample = split(profile, 2, **ask)
+    assert ample.exact
+    assert ample.bottleneck_s == pytest.approx(brute_force(profile, 4, 1e18, [1] * 4, frozenset())[0])
+    need = max(m.total_bytes for m in ample.memory)
+    assert split(profile, 2, memory=need, **ask).exact
+    for share in (0.95, 0.85, 0.75):
+        capped = split(profile, 2, memory=need * share, **ask)
+        assert max(m.total_bytes for m in capped.memory) <= need * share
+        assert not capped.exact
+        assert capped.bottleneck_s >= ample.bottleneck_s
+
+
+def test_recompute_stages_keeps_the_cuts():
+    rng = np.random.default_rng(8)
+    profile = random_profile(rng, 9, 3)
+    problem = SplitProblem(
+        profile=profile, num_stages=3, work_mean=ONE, work_max=ONE, memory_bytes=500.0, num_microbatches=4
+    )
+    stages = [Stage(index=i, start=3 * i, stop=3 * i + 3) for i in range(3)]
+    result = recompute_stages(problem, stages)
+    assert [(s.start, s.stop) for s in result.stages] == [(0, 3), (3, 6), (6, 9)]
+    for i, stage in enumerate(result.stages):
+        times, saved, _, state, transient = stage_options(profile, stage.start, stage.stop)
+        fits = state + (3 - i) * saved + transient <= 500.0
+        assert result.forward_s[i] + result.backward_s[i] == pytest.approx(times[fits].min())
+
+
+def test_two_hundred_layers_into_64_stages_keep_to_the_cap():
+    rng = np.random.default_rng(0)
+    kinds = []
+    for g in range(4):
+        f, size = rng.uniform(5e-3, 1e-2), rng.uniform(0.6e9, 2e9)
+        tiers = ((0, size), (0.4 * f, 0.45 * size), (0.9 * f, 0.05 * size))
+        kinds.append({"forward": f, "backward": 2 * f, "state": 2e9, "saved": tiers, "transient": size, "group": g})
+    profile = profile_of(layer(i, **kinds[i // 50]) for i in range(200))
+    free = split(profile, 64, microbatches=128)
+    cap = 0.6 * max(m.total_bytes for m in free.memory)
+    result = split(profile, 64, microbatches=128, memory=cap)
+    assert max(m.total_bytes for m in result.memory) <= cap
+    assert sum(stage.num_recomputed() for stage in result.stages) > 0
+
+
+def test_even_and_parameter_splits():
+    profile = profile_of(
+        [
+            replace(layer(0), kind="embed", tower="vision"),
+            *(replace(layer(i, params=1.0), tower="vision") for i in range(1, 5)),
+            replace(layer(5), kind="projector", tower="projector"),
+            *(layer(i, params=10.0) for i in range(6, 12)),
+            replace(layer(12, params=30.0), kind="head"),
+        ]
+    )
+    # ten blocks: 4 + 3 + 3; embedding first, projector behind the vision blocks, head last
+    assert [s.start for s in even_stages(profile, 3)] == [0, 6, 9]
+    assert [s.start for s in even_stages(profile, 3, vision="first")] == [0, 8, 10]
+    assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
+    sums = [sum(profile.layers[i].num_params for i in range(s.start, s.stop)) for s in parameter_stages(profile, 3)]
+    assert max(sums) == min(
+        max(sum(x.num_params for x in profile.layers[a:b]) for a, b in itertools.pairwise((0, *cuts, 13)))
+        for cuts in itertools.combinations(range(1, 13), 2)
+    )
+    assert 4 not in {s.start for s in parameter_stages(profile, 5, forbidden_cuts=frozenset({4, 8}))}
+    with pytest.raises(PartitionError, match=r"cannot deal 10 blocks evenly to 11 stages: choose between 1 and 10"):
+        even_stages(profile, 11)
+    with pytest.raises(PartitionError, match=r"only 1 cuts are allowed: choose at most 2 stages"):
+        even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))
+    with pytest.raises(
+        PartitionError, match=r"13 layers with 0 forbidden cuts into 14 stages: choose between 1 and 13"
+    ):
+        parameter_stages(profile, 14)
+
+
+def test_messages_name_what_is_wrong_and_what_to_try():
+    profile = profile_of([layer(i, state=100.0, saved=((0, 50.0), (1.0, 10.0)), transient=4.0) for i in range(4)])
+    with pytest.raises(PartitionError, match=r"cannot cut 4 layers into 5 stages: choose between 1 and 4 in all"):
+        split(profile, 5)
+    with pytest.raises(PartitionError, match=r"into 2 stages of 3 chunks each: choose between 1 and 4 in all"):
+        split(profile, 2, schedule="Interleaved1F1B", num_chunks=3)
+    with pytest.raises(PartitionError, match=r"3 stages: 2 of the 3 cuts are forbidden: choose at most 2 stages"):
+        split(profile, 3, forbidden_cuts=frozenset({1, 2}))
+    with pytest.raises(PartitionError, match=r"recompute='some' is unknown: choose auto, none or full"):
+        split(profile, 2, recompute="some")
+    with pytest.raises(PartitionError, match=r"cap of 10 B with 10 B of overhead leaves nothing for the model"):
+        split(profile, 2, memory=10.0, overhead_bytes=10.0)
+    with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts.*take the mean or the maximum"):
+        split_stages(profile, num_stages=2, work_mean=ONE[:3], work_max=ONE, memory_bytes=1e9, num_microbatches=1)
+    with pytest.raises(
+        PartitionError, match=r"backward time is negative at the mean micro-batch \(-1 s\).*profile again"
+    ):
+        split(profile_of([layer(0, backward=-1.0), layer(1)]), 2)
+
+
+def test_infeasible_splits_say_how_many_bytes_are_missing():
+    profile = profile_of([layer(i, state=100.0, saved=((0, 50.0), (1.0, 10.0)), transient=4.0) for i in range(4)])
+    # 2 + 2 layers: 200 + 2 x 2 x 10 + 4 + 1 on the first device
+    ask = {"microbatches": 4, "overhead_bytes": 1.0}
+    assert split(profile, 2, memory=245.0, **ask).bottleneck_s == 8.0
+    expected = r"strongest recompute everywhere.*needs 245 B.*5 B \(5 bytes\) too many: try more stages, a larger tp or"
+    with pytest.raises(PartitionError, match=expected):
+        split(profile, 2, memory=240.0, **ask)
+    with pytest.raises(PartitionError, match=r"without recompute.*needs 405 B.*5 bytes.*or recompute='auto'"):
+        split(profile, 2, memory=400.0, recompute="none", **ask)
+    with pytest.raises(PartitionError, match=r"with full recompute.*schedule='1F1B'"):
+        split(profile, 2, memory=244.0, recompute="full", schedule="GPipe", **ask)
+    with pytest.raises(PartitionError, match=r"shared evenly by its chunks the best split needs.*fewer chunks"):
+        split(profile, 2, memory=240.0, schedule="Interleaved1F1B", num_chunks=2, **ask)
