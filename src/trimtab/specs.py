@@ -253,11 +253,17 @@ class SampleTable:
     source_names: tuple[str, ...] = ("data",)
     patch_unit: Literal["patches", "tiles"] = "patches"
     tokens_exact: bool = True  # False: estimated without a tokenizer
+    # where each sample's record is: file of the data set, from 0, and line or record number in it, from 1
+    file_index: npt.NDArray[np.int32] | None = None  # None: all are in the first file
+    line: IntArray | None = None  # None: row i is record i + 1, none was left out and no line is blank
+    num_files: int = 1
 
     def __post_init__(self) -> None:
         n = len(self.num_tokens)
         for name in ("num_images", "num_patches", "patches_sq", "patches_windowed", "source"):
             assert len(getattr(self, name)) == n, f"column {name} has another length"
+        for name in ("file_index", "line"):
+            assert getattr(self, name) is None or len(getattr(self, name)) == n, f"column {name} has another length"
         assert self.ids is None or len(self.ids) == n
 
     def __len__(self) -> int:

@@ -50,7 +50,8 @@ def test_every_pack_has_one_slot_and_empty_ones_come_last(n, dp, num_microbatche
 
 
 def test_random_order_leaves_the_shuffle_as_it_is():
-    schedule = dispatch_packs(make_columns(22), dp=4, num_microbatches=2)
+    assert rows_of(dispatch_packs(make_columns(22), dp=4)).reshape(-1)[:22].tolist() == list(range(22))
+    schedule = dispatch_packs(np.empty((22, 0)), dp=4, num_microbatches=2)  # nothing to tell packs apart by
     assert schedule.table[0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert rows_of(schedule).reshape(-1)[:22].tolist() == list(range(22))
     assert schedule.table[-1].tolist() == [[16, 20], [17, 21], [18, -1], [19, -1]]

@@ -150,8 +150,8 @@ def test_plan_of_a_known_input_stays_what_it_was():
     table = make_table(i * 7 % 6, 256 * (i * 7 % 6) + i * i * 31 % 701 + 20)
     result = pack_samples(table, limits=(18, 8192), dp=4, seed=0, order="tolerance")
     assert result.packing.num_packs == 72
-    assert result.packing.indices[:8].tolist() == [497, 384, 461, 404, 114, 83, 128, 137]
-    assert result.schedule.table[0, :, 0].tolist() == [0, 4, 5, 6]
+    assert result.packing.indices[:8].tolist() == [162, 281, 170, 492, 182, 184, 88, 187]
+    assert result.schedule.table[0, :, 0].tolist() == [0, 1, 3, 5]
 
 
 def test_packs_are_many_windows_of_whole_steps(monkeypatch):
@@ -175,7 +175,7 @@ def test_samples_are_not_carried_on_for_ever():
         dp=4,
         num_others=0,
         window_packs=64,
-        effort=window.Effort(4, 4, 0.004, 3, 8),
+        effort=window.Effort(4, 4, 0.004, 3, 8, num_polished=1, tail=0.1, polish_free=8),
         fill=0.9955,
         state=rng.make_stream(1),
     )
@@ -296,7 +296,7 @@ def test_native_resolution_data_packs_as_well():
         table, pack_samples(table, limits=limits, dp=8, cost=cost, oversize="skip", method="isf"), cost=cost
     )
     assert ours.packs_over_bound <= 1.02
-    assert ours.dist_ratio_cost <= 0.045
+    assert ours.dist_ratio_cost <= 0.02
     assert ours.dist_ratio_cost < 0.5 * isf.dist_ratio_cost
     assert ours.num_packs < isf.num_packs
 

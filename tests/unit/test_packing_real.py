@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trimtab.balance.cost import TILE_COST
+from trimtab.balance.dispatch import redispatch
+from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.packing import pack_samples, report_packing
 from trimtab.specs import SampleTable
 
@@ -51,6 +54,13 @@ def mixture_table() -> SampleTable:
     return make_table(v, t, source.astype(np.int32), tuple(names.tolist()))
 
 
+@pytest.fixture(scope="module")
+def part_of_mixture(mixture_table) -> SampleTable:
+    rows = np.random.default_rng(0).permutation(len(mixture_table))[:150_000]
+    t = mixture_table
+    return make_table(t.num_patches[rows], t.num_tokens[rows], t.source[rows], t.source_names)
+
+
 GOALS = {  # order: dist ratio ViT, LLM, cost; chi-square
     "random": (0.006, 0.028, 0.014, 1.02),
     "tolerance": (0.005, 0.010, 0.003, 1.5),
@@ -92,6 +102,26 @@ def test_mixture_is_packed_and_dispatched_evenly(mixture_table):
     assert report.num_over_limit == 0
     assert report.shuffle_chi2 <= 1.02
     assert (np.bincount(result.packing.indices, minlength=len(mixture_table)) == 1).all()
+
+
+@pytest.mark.parametrize("order", ["random", "tolerance"])
+def test_many_ranks_use_their_time(part_of_mixture, order):
+    result = pack_samples(part_of_mixture, limits=(9, 4096), dp=64, order=order)
+    report = report_packing(part_of_mixture, result)
+    assert report.utilisation >= 0.995
+    assert report.packs_over_bound <= 1.02
+    assert report.num_over_limit == 0
+
+
+def test_a_plan_for_eight_ranks_serves_others(part_of_mixture):
+    cost = TILE_COST.of(part_of_mixture)
+    result = pack_samples(part_of_mixture, limits=(9, 4096), dp=8, order="tolerance", cost=cost)
+    columns = [result.packing.sums(c) for c in (part_of_mixture.num_patches, part_of_mixture.num_tokens, cost)]
+    for dp in (4, 16, 32):
+        table = redispatch(result.schedule, dp, columns=np.column_stack(columns).astype(float)).table
+        assert (table < 0).sum() < dp * table.shape[2]
+        rows = table.transpose(0, 2, 1).reshape(-1, dp)
+        assert dist_ratio(np.where(rows >= 0, columns[2][rows], 0.0)[:-1]) <= 0.005
 
 
 def test_isf_on_the_mixture_has_the_papers_ratios(mixture_table):

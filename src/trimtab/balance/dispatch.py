@@ -33,8 +33,9 @@ def dispatch_packs(
     """A schedule of packs with the given columns (num_packs, k): patches, tokens, cost, ...
 
     A *row* is what the ranks run at the same time: one pack each; a step is `num_microbatches` rows. `random` takes the
-    packs as they come. `sorted` puts alike packs into one row within blocks of `block_steps` rows and shuffles the rows
-    and the ranks of each row. `tolerance` does so only with the packs that stick out; the others keep their order.
+    packs as they come: the shuffle alone decides in which step a pack is; within a step alike packs make the rows.
+    `sorted` puts alike packs into one row within blocks of `block_steps` rows and shuffles the rows and the ranks of
+    each row. `tolerance` does so only with the packs that stick out; the others keep their order.
 
     Full rows but for the last, full steps but for the last; slots left over are -1.
     """
@@ -46,21 +47,109 @@ def dispatch_packs(
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
-    num_packs = len(columns)
-    num_rows = -(-num_packs // dp)
-    num_steps = -(-num_rows // num_microbatches)
-    sequence = np.arange(num_packs, dtype=np.int64)
-    if order != "random":
-        block = max(1, block_steps) * dp
-        for number, start in enumerate(range(0, num_packs, block)):
-            part = sequence[start : start + block]
-            chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
-            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
+    sequence = order_packs(
+        columns, dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance, block_steps=block_steps
+    )
+    if order == "random" and num_microbatches > 1 and columns.shape[1]:
+        _group_in_steps(columns, sequence, dp, dp * num_microbatches, (seed, epoch))
+    return _fill_table(sequence, dp, num_microbatches, order)
+
+
+def redispatch(
+    schedule: Schedule,
+    dp: int,
+    *,
+    columns: FloatArray | None = None,
+    num_microbatches: int | None = None,
+    first_step: int = 0,
+    keep_steps: bool = True,
+    seed: int = 0,
+    epoch: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Schedule:
+    """The packs of steps `first_step` and later for another number of ranks: no pack is made anew, none lost or twice.
+
+    Without `num_microbatches` a step keeps its number of packs where dp divides it, else it has as many rows as come
+    closest. Where the number is kept, and `keep_steps`, every step keeps its very packs: the optimizer sees the same
+    batches, whatever the ranks. `columns` (per pack: patches, tokens, cost), given for an order other than `random`,
+    put alike packs into one row again, within each step if steps are kept and within blocks of rows otherwise. Without
+    them packs only close up: enough when dp shrinks to a divisor.
+
+    Exact cover; full rows but for the last, so at most dp - 1 empty slots more than there were.
+    """
+    old_dp, old_microbatches = schedule.table.shape[1:]
+    if dp < 1 or (num_microbatches is not None and num_microbatches < 1):
+        raise PackingError(
+            f"dp {dp} x {num_microbatches} micro-batches leaves no place for a pack: give 1 or more of both"
+        )
+    if not 0 <= first_step <= schedule.num_steps:
+        raise PackingError(
+            f"first_step {first_step} is not a step of {schedule.num_steps}: give 0 (all of them) to "
+            f"{schedule.num_steps} (none left)"
+        )
+    per_step = old_dp * old_microbatches
+    if num_microbatches is None:
+        num_microbatches = max(1, round(per_step / dp))
+    slots = schedule.table[first_step:].transpose(0, 2, 1).reshape(-1)
+    sequence = np.ascontiguousarray(slots[slots >= 0])
+    if columns is not None and schedule.order != "random":
+        if keep_steps and dp * num_microbatches == per_step:
+            _group_in_steps(columns, sequence, dp, per_step, (seed, epoch))
+        else:
+            order: Order = "sorted" if schedule.order == "sorted" else "tolerance"
+            moved = order_packs(columns[sequence], dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance)
+            sequence = sequence[moved]
+    return _fill_table(sequence, dp, num_microbatches, schedule.order)
+
+
+def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, int]) -> None:
+    """Rows of alike packs within each `per_step` packs in a row, which stay those packs; rows and ranks shuffled."""
+    from trimtab.balance.grouping import group_alike
+    from trimtab.balance.rng import make_stream, shuffle
+
+    state = make_stream(*keys, 0x7264)
+    for start in range(0, len(sequence), per_step):
+        packs = sequence[start : start + per_step]
+        group_alike(columns, packs, dp)
+        num_rows = len(packs) // dp
+        which = np.arange(num_rows, dtype=np.int64)
+        shuffle(which, state)
+        rows = packs[: num_rows * dp].reshape(-1, dp)[which]
+        for row in rows:
+            shuffle(row, state)
+        packs[: num_rows * dp] = rows.reshape(-1)
+
+
+def _fill_table(sequence: IntArray, dp: int, num_microbatches: int, order: str) -> Schedule:
+    """Packs row after row into steps; what is left of the last one is -1."""
+    num_steps = -(-len(sequence) // (dp * num_microbatches))
     slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)
-    slots[:num_packs] = sequence
+    slots[: len(sequence)] = sequence
     # (steps, microbatches, dp) -> (steps, dp, microbatches)
     table = slots.reshape(num_steps, num_microbatches, dp).transpose(0, 2, 1)
     return Schedule(table=np.ascontiguousarray(table), order=order)
+
+
+def order_packs(
+    columns: FloatArray,
+    *,
+    dp: int,
+    order: Order,
+    seed: int = 0,
+    epoch: int = 0,
+    tolerance: float = TOLERANCE,
+    block_steps: int = BLOCK_STEPS,
+    first_block: int = 0,
+) -> IntArray:
+    """Packs in the order in which they run, row after row of dp; `first_block` numbers the blocks of a part."""
+    sequence = np.arange(len(columns), dtype=np.int64)
+    if order != "random":
+        block = max(1, block_steps) * dp
+        for number, start in enumerate(range(0, len(columns), block), first_block):
+            part = sequence[start : start + block]
+            chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
+            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
+    return sequence
 
 
 def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -> IntArray:

@@ -52,5 +52,36 @@ def insert_singles(groups: Groups, singles: IntArray, places: IntArray) -> Group
     return Groups(np.insert(groups.members, starts, singles), _offsets_of(counts))
 
 
+def complete_rows(
+    groups: Groups,
+    small: IntArray,
+    large: IntArray,
+    sizes: IntArray,
+    limits: tuple[int, ...],
+    *,
+    dp: int,
+    keys: tuple[int, int],
+    shard: int = 0,
+) -> Groups:
+    """Packs of all samples, a multiple of dp where there are samples enough.
+
+    `groups` packs the rows of `small`, whose columns are `sizes`; each of `large` is a pack alone, somewhere among the
+    others: where a shuffle would put it.
+    """
+    num_alone = len(large)
+    missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
+    if missing:
+        groups = split_packs(groups, (sizes / np.array(limits)).max(axis=1), missing)
+    groups = Groups(small[groups.members], groups.offsets)
+    if num_alone:
+        from trimtab.balance.rng import permutation
+
+        keys_of_shard = (*keys, shard) if shard else keys
+        slots = np.sort(permutation(groups.num_packs + num_alone, *keys_of_shard, 3)[:num_alone])
+        shuffled = large[permutation(num_alone, *keys_of_shard, 4)]
+        groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
+    return groups
+
+
 def _offsets_of(counts: IntArray | list[int]) -> IntArray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
 from trimtab.balance.cost import CostWeights, default_cost
 from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
-from trimtab.balance.groups import Groups, insert_singles, split_packs
+from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
 from trimtab.errors import PackingError, join_problems
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
@@ -93,17 +93,15 @@ def pack_samples(
     else:
         groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
 
-    missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
-    if missing:
-        groups = split_packs(groups, (columns / np.array(limits)).max(axis=1), missing)
-    groups = Groups(small[groups.members], groups.offsets)
-    if num_alone:
-        from trimtab.balance.rng import permutation
-
-        # places of the shuffle: the oversize samples are where any other pack could be
-        slots = np.sort(permutation(groups.num_packs + num_alone, seed, epoch, 3)[:num_alone])
-        shuffled = large[permutation(num_alone, seed, epoch, 4)]
-        groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
+    groups = complete_rows(
+        groups,
+        small,
+        large if num_alone else large[:0],
+        columns,
+        limits,
+        dp=dp,
+        keys=(seed, epoch),
+    )
     packing = Packing(
         offsets=groups.offsets,
         indices=groups.members,

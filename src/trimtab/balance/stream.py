@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.balance.pair import Goal, make_packs, make_scratch
 from trimtab.balance.rng import UIntArray
-from trimtab.balance.window import Effort, deal, evict, improve, repair, sum_columns, unload
+from trimtab.balance.window import Effort, deal, evict, improve, polish, repair, sum_columns, unload
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3
@@ -69,13 +69,13 @@ def pack_stream(
     members, counts = [], []
     num_packs, num_carried, oldest, num_grown = 0, 0, 0, 0
     highest = fill
-    planned = _round_up(_packs_for(left, bounds) / fill + num_others, dp) - num_others
+    planned = round_up(packs_for(left, bounds) / fill + num_others, dp) - num_others
     carried, age = np.empty(0, np.int64), np.empty(0, np.int64)
     position = 0
     while position < n or len(carried):
         ceiling = 0.5 + 0.5 * fill
         packs_left = planned - num_packs
-        while packs_left < 1 or _packs_for(left, bounds) > ceiling * packs_left:
+        while packs_left < 1 or packs_for(left, bounds) > ceiling * packs_left:
             packs_left += dp
         planned = num_packs + packs_left
         num_left = n - position + len(carried)
@@ -94,39 +94,19 @@ def pack_stream(
 
         window = columns[chosen]
         total = sum_columns(window)
-        P = min(P, taken)
-        scratch = make_scratch(taken)
-        evicted = np.empty(taken, np.int64)
-        tried, growth = False, dp
-        while True:
-            mean = np.where(total > 0, total, 1.0) / P
-            goal = Goal(bounds, np.where(total > 0, weights / mean**2, 0.0), PENALTY / bounds)
-            # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
-            share = np.append(1.0 / bounds[:k], min(1.0, _packs_for(total[:k], bounds) / P) / mean[k])
-            packs = make_packs(P, taken, D)
-            deal(window, share, packs)
-            improve(window, packs, goal, effort, state, scratch)
-            repair(window, packs, goal, state, scratch)
-            improve(window, packs, goal, effort.shortened(), state, scratch)
-            out = evicted[: evict(window, packs, bounds, age, evicted)]
-            if taken <= P or not (len(out) and (last or age[out].max() >= MAX_AGE)):
-                break
-            tried = not tried  # another deal of the same packs may hold them all
-            if tried:
-                continue
-            P = min(taken, P + max(growth, _round_up(_packs_for(sum_columns(window[out])[:k], bounds), dp)))
-            growth *= 2  # few trials, however far from possible the fill is
-            num_grown += 1
-
-        packed, sizes = unload(packs, state)
-        members.append(chosen[packed])
-        counts.append(sizes)
-        num_packs += len(sizes)
+        packed = pack_window(
+            window, total, min(P, taken), bounds, weights, age, dp=dp, hold_all=last, effort=effort, state=state
+        )
+        out = packed.left
+        members.append(chosen[packed.members])
+        counts.append(packed.counts)
+        num_packs += len(packed.counts)
+        num_grown += packed.num_grown
         left = left - total[:k] + sum_columns(window[out])[:k]
         carried, age = chosen[out], age[out] + 1
         num_carried += len(out)
         oldest = max(oldest, int(age.max(initial=0)))
-        if _packs_for(sum_columns(window[out])[:k], bounds) > MAX_CARRY * P:
+        if packs_for(sum_columns(window[out])[:k], bounds) > MAX_CARRY * packed.num_wanted:
             fill = max(min(fill, LEAST_FULL), fill - LESS_FULL)
         elif len(out) == 0:
             fill = min(highest, fill + FULLER)
@@ -139,12 +119,71 @@ def pack_stream(
     )
 
 
-def _packs_for(total: FloatArray, bounds: FloatArray) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedWindow:
+    """One window: pack p holds counts[p] of the members, which are positions in the window."""
+
+    members: IntArray
+    counts: IntArray
+    left: IntArray  # positions of samples that did not fit
+    num_wanted: int  # packs it was given in the end; fewer come out only if some hold nothing
+    num_grown: int
+
+
+def pack_window(
+    window: FloatArray,
+    total: FloatArray,
+    num_packs: int,
+    bounds: FloatArray,
+    weights: FloatArray,
+    age: IntArray,
+    *,
+    dp: int,
+    hold_all: bool,
+    effort: Effort,
+    state: UIntArray,
+) -> PackedWindow:
+    """Pack one window of samples with sums `total` into `num_packs` packs.
+
+    Samples that do not fit are left, unless `hold_all` or one of them is `MAX_AGE` windows old: then there are more
+    packs, by dp at a time, in the end one for each sample.
+    """
+    n, D = window.shape
+    k = D - 1
+    P = num_packs
+    scratch = make_scratch(n)
+    evicted = np.empty(n, np.int64)
+    tried, growth, num_grown = False, dp, 0
+    while True:
+        mean = np.where(total > 0, total, 1.0) / P
+        goal = Goal(bounds, np.where(total > 0, weights / mean**2, 0.0), PENALTY / bounds)
+        # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
+        share = np.append(1.0 / bounds[:k], min(1.0, packs_for(total[:k], bounds) / P) / mean[k])
+        packs = make_packs(P, n, D)
+        deal(window, share, packs)
+        improve(window, packs, goal, effort, state, scratch)
+        repair(window, packs, goal, state, scratch)
+        improve(window, packs, goal, effort.shortened(), state, scratch)
+        polish(window, packs, goal, effort, state, scratch)
+        out = evicted[: evict(window, packs, bounds, age, evicted)]
+        if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
+            break
+        tried = not tried  # another deal of the same packs may hold them all
+        if tried:
+            continue
+        P = min(n, P + max(growth, round_up(packs_for(sum_columns(window[out])[:k], bounds), dp)))
+        growth *= 2  # few trials, however far from possible the fill is
+        num_grown += 1
+    members, counts = unload(packs, state)
+    return PackedWindow(members=members, counts=counts, left=out, num_wanted=P, num_grown=num_grown)
+
+
+def packs_for(total: FloatArray, bounds: FloatArray) -> float:
     """Packs that the fullest column fills, as a real number."""
     return float((total / bounds[: len(total)]).max())
 
 
-def _round_up(packs: float, multiple: int) -> int:
+def round_up(packs: float, multiple: int) -> int:
     return max(1, int(np.ceil(packs / multiple - 1e-9))) * multiple
 
 

@@ -5,6 +5,7 @@ Symbols as in `pair`: D columns, the last of them the cost; P packs.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ REPAIR_TRIES = 24  # partners of a pack above its limit, each time it is looked 
 REPAIR_PASSES = 6
 SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays above a limit
 SHAKE_FREE = 8
+STUCK = 0.1  # polishing ends once fewer than this share of the packs that stick out get better
 
 
 class Effort(NamedTuple):
@@ -30,6 +32,9 @@ class Effort(NamedTuple):
     alike: float  # relative difference below which two packs count as alike
     patience: int  # failures in a row after which a pack rests
     max_free: int  # samples of a pair that may change side at once
+    num_polished: int  # rounds in which the packs that stick out most meet random others
+    tail: float  # share of the packs that each of them takes
+    polish_free: int  # as max_free, in these rounds
 
     def shortened(self) -> Effort:
         """What is enough after a repair has moved a few packs."""
@@ -45,6 +50,18 @@ def sum_columns(sizes: FloatArray) -> FloatArray:
         for d in range(D):
             total[d] += sizes[i, d]
     return total
+
+
+@njit(cache=True, nogil=True)
+def gather(sizes: IntArray, cost: FloatArray, order: IntArray) -> FloatArray:
+    """Columns and cost of the samples in the given order, (n, D)."""
+    n, k = sizes.shape
+    columns = np.empty((n, k + 1))
+    for i in range(n):
+        for d in range(k):
+            columns[i, d] = sizes[order[i], d]
+        columns[i, k] = cost[order[i]]
+    return columns
 
 
 @njit(cache=True, nogil=True)
@@ -159,6 +176,41 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
             else:
                 failures[a] += 1
                 failures[b] += 1
+
+
+@njit(cache=True, nogil=True)
+def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
+    """Share the packs that stick out most with random others, looking at more ways than `improve` does.
+
+    Rows wait for their largest pack, so the tail decides. Extremes of one direction often cannot help each other (both
+    are full of the same column); most packs are near the mean and can take a little each.
+    """
+    P, D = packs.sums.shape
+    mean = np.zeros(D)
+    for p in range(P):
+        for d in range(D):
+            mean[d] += packs.sums[p, d] / P
+    score = np.empty(P)
+    everyone = np.arange(P)
+    order = np.empty(P, np.int64)
+    start = np.empty(NUM_BUCKETS + 1, np.int64)
+    num_worst = min(P - 1, int(np.ceil(effort.tail * P)))
+    if num_worst < 1:
+        return
+    for _ in range(effort.num_polished):
+        for p in range(P):
+            score[p] = 0.0
+            for d in range(D):
+                score[p] += goal.weights[d] * (packs.sums[p, d] - mean[d]) ** 2
+            score[p] = math.sqrt(score[p])
+        _sort_by_buckets(score, everyone, P, order, start)
+        num_better = 0
+        for i in range(P - 1, P - 1 - num_worst, -1):
+            q = below(state, P)
+            if q != order[i] and split_pair(sizes, packs, order[i], q, goal, effort.polish_free, state, scratch):
+                num_better += 1
+        if num_better < STUCK * num_worst:
+            break
 
 
 @njit(cache=True, nogil=True)

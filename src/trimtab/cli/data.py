@@ -37,6 +37,10 @@ SpecialTokensOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(min=1, help="Processes, one per core by default; never change a result.")
 ]
+EngineOption = Annotated[
+    Literal["local", "ray"],
+    typer.Option(help="Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
+]
 ResumeOption = Annotated[Path | None, typer.Option(help="Folder that keeps finished chunks, to go on after a kill.")]
 
 
@@ -55,6 +59,7 @@ class Reading:
     source_key: str | None = None
     number_ids: bool = False
     workers: int | None = None
+    engine: Literal["local", "ray"] = "local"
     resume: Path | None = None
 
 
@@ -64,12 +69,19 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
 
     from trimtab.cli.output import log, progress
     from trimtab.models.images import rule_in_sample
-    from trimtab.samples.size import size_samples
+    from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table, load_sizing
     from trimtab.samples.tokens import MARKUPS
+    from trimtab.samples.workers import map_in_order
 
     if len(data) == 1 and data[0].is_file() and is_saved_table(data[0]):
         return load_sizing(data[0])
+    workers = reading.workers or os.cpu_count() or 1
+    map_chunks: MapChunks = map_in_order
+    if reading.engine == "ray":
+        from trimtab.adapters.ray_data import count_cpus, map_on_ray
+
+        workers, map_chunks = reading.workers or count_cpus(), map_on_ray
     with progress("sizing") as advance:
         result = size_samples(
             data,
@@ -86,7 +98,8 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
             unique_ids=not reading.number_ids,
             source_key=reading.source_key,
             on_bad=reading.on_bad,
-            workers=reading.workers or os.cpu_count() or 1,
+            workers=workers,
+            map_chunks=map_chunks,
             resume_dir=reading.resume,
             progress=advance,
         )

@@ -12,6 +12,7 @@ import typer
 from trimtab.cli.data import (
     AllowOutsideOption,
     DataArgument,
+    EngineOption,
     ExifOption,
     MaxLengthOption,
     MediaRootOption,
@@ -28,7 +29,7 @@ from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.cli.pack import OrderOption, OversizeOption
 
-_NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
+_NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
 
 
 def plan(
@@ -89,6 +90,7 @@ def plan(
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 0,
     workers: WorkersOption = None,
+    engine: EngineOption = "local",
     resume: ResumeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -144,6 +146,7 @@ def plan(
             source_key=source_key,
             number_ids=number_ids,
             workers=workers,
+            engine=engine,
             resume=resume,
         ),
     )

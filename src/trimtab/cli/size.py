@@ -11,6 +11,7 @@ import typer
 from trimtab.cli.data import (
     AllowOutsideOption,
     DataArgument,
+    EngineOption,
     ExifOption,
     MaxLengthOption,
     MediaRootOption,
@@ -44,6 +45,7 @@ def size(
     source_key: SourceKeyOption = None,
     number_ids: NumberIdsOption = False,
     workers: WorkersOption = None,
+    engine: EngineOption = "local",
     resume: ResumeOption = None,
     out: Annotated[Path | None, typer.Option(help="Save the table here: .parquet or .npz.")] = None,
     as_json: JsonOption = False,
@@ -68,6 +70,7 @@ def size(
             source_key=source_key,
             number_ids=number_ids,
             workers=workers,
+            engine=engine,
             resume=resume,
         ),
     )

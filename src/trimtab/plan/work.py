@@ -86,17 +86,12 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
     if samples.patch_unit == "patches":
         return samples
     tile = _one_tile(model)
-    return SampleTable(
-        num_images=samples.num_images,
+    return replace(
+        samples,
         num_patches=samples.num_patches * tile.patches,
-        num_tokens=samples.num_tokens,
         patches_sq=samples.num_patches * tile.patches_sq,
         patches_windowed=samples.num_patches * tile.patches_windowed,
-        ids=samples.ids,
-        source=samples.source,
-        source_names=samples.source_names,
         patch_unit="patches",
-        tokens_exact=samples.tokens_exact,
     )
 
 
@@ -111,6 +106,8 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
         patches_windowed=samples.patches_windowed[rows],
         source=samples.source[rows],
         ids=None if samples.ids is None else tuple(samples.ids[i] for i in rows.tolist()),
+        file_index=None if samples.file_index is None else samples.file_index[rows],
+        line=rows + 1 if samples.line is None else samples.line[rows],
     )
 
 

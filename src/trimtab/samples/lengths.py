@@ -82,7 +82,9 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
 def _saved_part(table: SampleTable) -> Part:
     return Part(
         numbers=np.stack([getattr(table, name) for name in COLUMNS], axis=1),
-        lines=np.arange(1, len(table) + 1),
+        lines=np.arange(1, len(table) + 1) if table.line is None else table.line,
+        file_index=table.file_index,
+        num_files=table.num_files,
         ids=table.ids,
         num_read=len(table),
         source=table.source,

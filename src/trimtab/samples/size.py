@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,10 @@ from trimtab.samples.workers import map_in_order
 from trimtab.specs import ImageRule
 
 Progress = Callable[[int, int], None]
+MapChunks = Callable[
+    [Callable[[], Callable[[Chunk], Part]], Iterable[Chunk], int, Callable[[Chunk, Part], None]], Iterator[Part]
+]
+"""How chunks are spread: `map_in_order` over processes here, or another that gives the same results in order."""
 
 _BATCH = 512  # chats encoded together
 
@@ -72,6 +76,7 @@ def size_samples(
     source_key: str | None = None,
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
+    map_chunks: MapChunks = map_in_order,
     resume_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
@@ -84,7 +89,8 @@ def size_samples(
     which data set a record comes from (text, at most 80 characters); without it the file is the source. `progress` is
     called with bytes of data files done and in all. With `resume_dir` finished chunks are kept there: a killed pass
     started again takes them over, unless data file, tokenizer or settings have changed (images are not looked at
-    again). The result does not depend on `workers` nor on interruptions.
+    again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
+    result does not depend on `workers`, `map_chunks` nor on interruptions.
     """
     files = [data] if isinstance(data, Path) else list(data)
     if not files:
@@ -113,7 +119,7 @@ def size_samples(
             max_pixels=max_pixels,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions
-        parts = _size_files(files, settings, workers, resume_dir, progress)
+        parts = _size_files(files, settings, workers, map_chunks, resume_dir, progress)
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
     parts = [
@@ -142,7 +148,12 @@ _EXIF_ASSUMPTION: dict[Exif, str] = {
 
 
 def _size_files(
-    files: Sequence[Path], settings: _Settings, workers: int, resume_dir: Path | None, progress: Progress | None
+    files: Sequence[Path],
+    settings: _Settings,
+    workers: int,
+    map_chunks: MapChunks,
+    resume_dir: Path | None,
+    progress: Progress | None,
 ) -> list[list[Part]]:
     """Parts of every file, lines numbered within the file."""
     total = sum(file.stat().st_size for file in files)
@@ -165,7 +176,7 @@ def _size_files(
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
     with _one_core_a_worker():
-        results = map_in_order(partial(_make_work, settings, resume_dir), chunks(), workers, advance)
+        results = map_chunks(partial(_make_work, settings, resume_dir), chunks(), workers, advance)
         for position, part in enumerate(results):
             number = order[position]
             parts[number].append(_place(part, files[number], lines[number]))

@@ -20,6 +20,8 @@ from trimtab.specs import IntArray, SampleTable
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
 TABLE_VERSION = "1"
+# columns that may be absent
+_PLACE_TYPES: dict[str, type[np.signedinteger[Any]]] = {"file_index": np.int32, "line": np.int64}
 _META_KEY = b"trimtab_table"
 _Arrays = dict[str, npt.NDArray[Any]]
 
@@ -46,6 +48,8 @@ class Part:
     num_lines: int = 0  # lines of the stretch, blank ones included
     source: npt.NDArray[np.int32] | None = None  # index into source_names; None: the file is the source
     source_names: tuple[str, ...] = ()
+    file_index: npt.NDArray[np.int32] | None = None  # of a table sized before: its own column; None: this file
+    num_files: int = 1
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
 
@@ -90,13 +94,42 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
             for name in _ids(part, label, prefix=len(files) > 1)
         )
     columns = {name: np.ascontiguousarray(numbers[:, i]) for i, name in enumerate(COLUMNS)}
+    places = _places(parts)
     return SampleTable(
         **columns,
+        file_index=places.file_index,
+        line=places.line,
+        num_files=places.num_files,
         ids=ids,
         source=np.concatenate(codes) if codes else np.empty(0, np.int32),
         source_names=tuple(names) or tuple(labels),
         patch_unit=units[0] if units else "patches",
         tokens_exact=all(part.tokens_exact for part in flat),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Where the samples' records are; None where the default of `SampleTable` says it."""
+
+    file_index: npt.NDArray[np.int32] | None
+    line: IntArray | None
+    num_files: int
+
+
+def _places(parts: Sequence[Sequence[Part]]) -> _Places:
+    files, lines, num_files = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
+    for file_parts in parts:
+        for part in file_parts:
+            own = np.zeros(len(part.lines), np.int32) if part.file_index is None else part.file_index
+            files.append(own + np.int32(num_files))
+            lines.append(part.lines)
+        num_files += max((part.num_files for part in file_parts), default=1)
+    file, line = np.concatenate(files), np.concatenate(lines)
+    return _Places(
+        file_index=file if file.any() else None,
+        line=None if np.array_equal(line, np.arange(1, len(line) + 1)) else line,
+        num_files=max(1, num_files),
     )
 
 
@@ -148,11 +181,13 @@ def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
         "tokens_exact": table.tokens_exact,
         "source_names": list(table.source_names),
         "has_ids": table.ids is not None,
+        **({"num_files": table.num_files} if table.num_files != 1 else {}),
         "num_read": result.num_read,
         "assumptions": list(result.assumptions),
         "bad": [asdict(sample) for sample in result.bad],
     }
     arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
+    arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
     if suffix == ".npz":
         return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
     return _parquet_bytes(arrays, table.ids, meta)
@@ -177,11 +212,18 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             raise ValueError(f"table version {meta.get('version')!r} is not {TABLE_VERSION!r}")
         columns = {name: _integers(arrays[name], np.int64) for name in COLUMNS}
         source = _integers(arrays["source"], np.int32)
-        num_rows, num_sources = len(source), len(meta["source_names"])
-        if any(len(column) != num_rows for column in columns.values()) or (meta["has_ids"] and len(names) != num_rows):
+        places = {name: _integers(arrays[name], kind) for name, kind in _PLACE_TYPES.items() if name in arrays}
+        num_rows, num_sources, num_files = len(source), len(meta["source_names"]), meta.get("num_files", 1)
+        if any(len(column) != num_rows for column in (*columns.values(), *places.values())) or (
+            meta["has_ids"] and len(names) != num_rows
+        ):
             raise ValueError("its columns differ in length")
         if num_rows and (source.max() >= num_sources or min(c.min() for c in (*columns.values(), source)) < 0):
             raise ValueError("a number lies outside its range")
+        file, line = places.get("file_index"), places.get("line")
+        outside = file is not None and num_rows and (file.min() < 0 or file.max() >= num_files)
+        if outside or not isinstance(num_files, int) or (line is not None and num_rows and line.min() < 1):
+            raise ValueError("a record's place lies outside the files")
         if meta["patch_unit"] not in ("patches", "tiles"):
             raise ValueError(f"patch unit {meta['patch_unit']!r} is unknown")
         table = SampleTable(
@@ -191,6 +233,9 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             source_names=tuple(map(str, meta["source_names"])),
             patch_unit=meta["patch_unit"],
             tokens_exact=bool(meta["tokens_exact"]),
+            file_index=file,
+            line=line,
+            num_files=num_files,
         )
         return SizingResult(
             table=table,
@@ -284,5 +329,6 @@ def _read_parquet(path: Path) -> tuple[_Arrays, list[str], dict[str, Any]]:
     if metadata is None:
         raise ValueError("it lacks the metadata of a sample table")
     meta = json.loads(metadata)
-    arrays = {name: table.column(name).to_numpy() for name in (*COLUMNS, "source")}
+    present = [name for name in _PLACE_TYPES if name in table.column_names]
+    arrays = {name: table.column(name).to_numpy() for name in (*COLUMNS, "source", *present)}
     return arrays, table.column("id").to_pylist() if meta["has_ids"] else [], meta

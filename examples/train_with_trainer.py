@@ -1,0 +1,190 @@
+"""Train from a plan with Transformers' Trainer: `python examples/train_with_trainer.py [FOLDER]`.
+
+Draws a small data set into FOLDER (default: a temporary one), makes a tiny Qwen2.5-VL with random weights, sizes and
+plans the data for it, and trains four steps on a CPU: the plan's packs in the plan's order, one row a pack. A
+checkpoint taken behind the second step resumes to the same losses.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import trimtab
+from trimtab.demo.draw import DemoData, draw_dataset
+from trimtab.plan.options import PlanOrigin
+from trimtab.plan.plan import DataFile
+from trimtab.runtime.collate import PackedCollator
+from trimtab.runtime.data import PlanDataset
+from trimtab.runtime.packed_trainer import PackedTrainer
+from trimtab.runtime.records import PlannedRecords, open_records
+from trimtab.runtime.trainer import PlanTrainerMixin
+
+REPLY = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.S)
+
+
+class MyTrainer(PlanTrainerMixin, PackedTrainer):
+    """The plan's packs, and the loss of packs."""
+
+
+@dataclass
+class Processed:
+    """Item i is row i of the plan: its record's conversation as token ids, labels and patches."""
+
+    records: PlannedRecords
+    images: Path
+    tokenizer: PreTrainedTokenizerBase
+    processor: Qwen2VLImageProcessorPil
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        record = self.records[row]
+        named = record.get("image") or []
+        pictures = [
+            Image.open(self.images / name).convert("RGB") for name in ([named] if isinstance(named, str) else named)
+        ]
+        sample: dict[str, Any] = {"id": record["id"]}
+        if pictures:
+            sample |= self.processor(images=pictures, return_tensors="pt")
+        text = self.tokenizer.apply_chat_template(chat_of(record), tokenize=False)
+        for grid in sample.get("image_grid_thw", ()):
+            text = text.replace("<|image_pad|>", "<|picture|>" * (int(grid.prod()) // 4), 1)
+        text = text.replace("<|picture|>", "<|image_pad|>")
+        encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        replies = [match.span(1) for match in REPLY.finditer(text)]
+        sample["input_ids"] = encoded["input_ids"]
+        sample["labels"] = [
+            token if any(start <= begin < end for start, end in replies) else -100
+            for token, (begin, _) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
+        return sample
+
+
+def chat_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record's turns as the chat template takes them."""
+    roles = {"human": "user", "gpt": "assistant"}
+    chat = []
+    for turn in record["conversations"]:
+        pieces = re.split("(<image>)", turn["value"])
+        parts = [{"type": "image"} if p == "<image>" else {"type": "text", "text": p} for p in pieces if p]
+        chat.append({"role": roles.get(turn["from"], turn["from"]), "content": parts})
+    return chat
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Qwen2.5-VL of two layers each."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
+    tokens: dict[str, Any] = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()
+    }
+    return AutoConfig.for_model(
+        "qwen2_5_vl", text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
+    )
+
+
+def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, data: DemoData, folder: Path) -> None:
+    """Size the data set for the model, and write its plan."""
+    config.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    model = trimtab.describe(folder / "model")
+    sized = trimtab.size_samples(data.data, image_rule=model.image_rule, tokenizer=data.tokenizer, on_bad="skip")
+    options = trimtab.PlanOptions(dp=1, pp=1, num_microbatches=2, max_patches=512, max_tokens=2048, oversize="skip")
+    origin = PlanOrigin(data_files=(DataFile(path=str(data.data), num_bytes=data.data.stat().st_size, blake2b=""),))
+    details = trimtab.make_plan(model, sized.table, trimtab.parse_cluster("1xA100-80GB"), options, origin=origin)
+    trimtab.write_plan(details, folder / "plan")
+
+
+def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, checkpoint: Path | None) -> MyTrainer:
+    torch.manual_seed(0)
+    if checkpoint is None:
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    else:
+        # Transformers 5.23 saves this family under older names, which its Trainer does not find again when it resumes:
+        # it warns and goes on with the weights the model has; from_pretrained knows them
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
+    arguments = TrainingArguments(
+        output_dir=str(folder / ("run" if checkpoint is None else "resumed")),
+        max_steps=4,
+        gradient_accumulation_steps=2,  # the plan's micro-batches
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    return MyTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=PackedCollator(config, attention="sdpa"),
+        plan=folder / "plan",
+    )
+
+
+def main(folder: Path) -> None:
+    data = draw_dataset(folder / "data", num_samples=20)
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+    config = tiny_config(tokenizer)
+    plan_data(config, processor, data, folder)
+
+    records = open_records(folder / "plan")
+    processed = Processed(records, data.folder, tokenizer, processor)
+    assert all(len(processed[row]["input_ids"]) == records.samples.num_tokens[row] for row in range(5)), "sized exactly"
+    dataset = PlanDataset(processed, records.samples, on_error="filler")
+
+    losses = []
+    for checkpoint in (None, folder / "run" / "checkpoint-2"):
+        trainer = make_trainer(folder, config, dataset, checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        losses.append({log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log})
+    print(f"{len(dataset)} samples in packs; losses by step: {losses[0]}")
+    print(f"resumed behind step 2: {losses[1]}")
+    assert losses[0] == losses[1]
+    print(f"{dataset.num_fillers} samples were replaced by fillers")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(Path(temporary))

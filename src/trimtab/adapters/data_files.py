@@ -1,0 +1,330 @@
+"""A plan as data files, for hosts that need no code of ours: records in order, packs as lists, packs as arrays.
+
+The order of packs is the schedule's, row by row: step 0 micro-batch 0 of ranks 0, 1, ..., then micro-batch 1 of them,
+and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling, Accelerate
+with one line a batch and xtuner's preset sampler do, then gives every rank its own packs in the order of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.adapters.record_files import Records, find_records, open_records
+from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.files import fingerprint_file, write_atomically
+from trimtab.plan.file import array_bytes, load_plan, read_table
+from trimtab.plan.packs import load_packs, pack_contents
+from trimtab.plan.plan import Plan, TableFile
+from trimtab.samples.lengths import holds_lengths
+from trimtab.samples.records import detect_format
+from trimtab.samples.table import table_from_bytes
+from trimtab.specs import IntArray, Packing, SampleTable, Schedule
+
+Field = Literal["length", "num_tokens", "num_patches", "pack"]
+FIELDS: tuple[Field, ...] = ("length", "num_tokens", "num_patches", "pack")
+"""What a record can be told: tokens under two names (InternVL reads `length`, Qwen's finetuning code `num_tokens`), ViT
+patches, and the number of its pack in the order of the packs."""
+
+Layout = Literal["global", "ranks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedPacks:
+    """The packs of a plan and the sizes of their samples."""
+
+    plan: Plan
+    samples: SampleTable
+    packing: Packing
+    schedule: Schedule
+    order: IntArray  # packs in the order in which the ranks run them, see the module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Files that were written, and what to know before using them."""
+
+    files: tuple[Path, ...]
+    num_records: int
+    num_packs: int
+    notes: tuple[str, ...] = ()
+
+
+def read_planned(path: Path) -> PlannedPacks:
+    """The packs of the plan at `path` (the file or its folder); `PlanError` unless each of them is run exactly once."""
+    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
+    samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+    packs = load_packs(folder, plan.decisions.packing, num_samples=len(samples))
+    if len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
+        raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")
+    return PlannedPacks(
+        plan=plan,
+        samples=samples,
+        packing=packs.packing,
+        schedule=packs.schedule,
+        order=order_packs(packs.schedule, packs.packing.num_packs),
+    )
+
+
+def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
+    """Packs row by row: place i is run by rank i mod dp. Empty slots may only stand at the end."""
+    slots = schedule.table.transpose(0, 2, 1).reshape(-1)
+    used = slots >= 0
+    order = slots[used]
+    if not np.array_equal(np.sort(order), np.arange(num_packs)):
+        raise PlanError(
+            f"the schedule runs {len(order)} packs, of {num_packs} not each exactly once, and data files say each "
+            "once: plan again"
+        )
+    if not used[: len(order)].all():
+        raise PlanError(
+            "the schedule has an empty slot before a pack, and packs in the order of a file leave none out: plan again"
+        )
+    result: IntArray = order.astype(np.int64)
+    return result
+
+
+def data_of(plan: Plan, data: Sequence[Path] | None) -> list[Path]:
+    """The files with the plan's records: `data`, or those that the plan names; `PlanError` if they have changed."""
+    planned = plan.inputs.data.files
+    given = [Path(file.path) for file in planned] if data is None else list(data)
+    gone = [str(path) for path in given if not path.is_file()]
+    if gone or not given:
+        raise SampleError(
+            f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
+            "data files (--data), in the order in which they were planned"
+        )
+    lengths = [str(path) for path in given if holds_lengths(path)]
+    if lengths:
+        raise SampleError(
+            f"{', '.join(lengths)} holds sizes and no records to write: name the data files that were sized (--data)"
+        )
+    # a file of another name, such as for a plan that was made from a saved table, is told by its lines and ids alone
+    changed = [
+        str(path)
+        for path, file in zip(given, planned, strict=False)
+        if path.name == Path(file.path).name and fingerprint_file(path) != file.blake2b
+    ]
+    if changed:
+        raise PlanError(f"{', '.join(changed)} changed since the plan was made: run `trimtab plan` again")
+    return given
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(
+    plan: Path,
+    out: Path,
+    *,
+    data: Sequence[Path] | None = None,
+    fields: Sequence[Field] = ("length", "num_tokens"),
+    layout: Layout = "global",
+) -> Exported:
+    """The plan's records as JSON Lines, each with `fields` added (or overwritten); otherwise their own bytes.
+
+    `global` writes one file, pack after pack in the order of the packs. `ranks` writes a folder with a file a rank,
+    each with that rank's packs in its order.
+    """
+    planned = read_planned(plan)
+    files = data_of(planned.plan, data)
+    folder = out.parent if layout == "global" else out
+    with open_records(files, planned.samples, folder=folder) as records:
+        if layout == "global":
+            _write_records(out, planned, records, planned.order, fields)
+            written: tuple[Path, ...] = (out,)
+        else:
+            dp = planned.schedule.table.shape[1]
+            width = max(2, len(str(dp - 1)))
+            written = tuple(out / f"rank-{rank:0{width}}.jsonl" for rank in range(dp))
+            for rank, path in enumerate(written):
+                _write_records(path, planned, records, planned.order[rank::dp], fields)
+    return _exported(planned, written, ragged=layout == "ranks")
+
+
+def _write_records(
+    path: Path, planned: PlannedPacks, records: Records, packs: IntArray, fields: Sequence[Field]
+) -> None:
+    number = _pack_numbers(planned)
+    with _replace(path) as file:
+        for pack in packs.tolist():
+            for row in _rows(planned.packing, pack):
+                file.write(_with_fields(records.read(row), _values(planned, row, number[pack], fields)) + b"\n")
+
+
+def write_nested_packs(
+    plan: Path, out: Path, *, data: Sequence[Path] | None = None, fields: Sequence[Field] = ("num_tokens",)
+) -> Exported:
+    """JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
+    if out.suffix != ".jsonl":
+        raise SampleError(
+            f"{out} was to hold a list of records a line, and hosts tell JSON Lines by the name: end it in .jsonl"
+        )
+    planned = read_planned(plan)
+    number = _pack_numbers(planned)
+    with (
+        open_records(data_of(planned.plan, data), planned.samples, folder=out.parent) as records,
+        _replace(out) as file,
+    ):
+        for pack in planned.order.tolist():
+            lines = [
+                _with_fields(records.read(row), _values(planned, row, number[pack], fields))
+                for row in _rows(planned.packing, pack)
+            ]
+            file.write(b"[" + b", ".join(lines) + b"]\n")
+    return _exported(planned, (out,), ragged=True)
+
+
+def _rows(packing: Packing, pack: int) -> list[int]:
+    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
+    return rows
+
+
+def _pack_numbers(planned: PlannedPacks) -> list[int]:
+    """Of each pack its place in the order."""
+    places = np.empty(len(planned.order), np.int64)
+    places[planned.order] = np.arange(len(planned.order))
+    result: list[int] = places.tolist()
+    return result
+
+
+def _values(planned: PlannedPacks, row: int, pack: int, fields: Sequence[Field]) -> dict[str, int]:
+    tokens, patches = int(planned.samples.num_tokens[row]), int(planned.samples.num_patches[row])
+    every = {"length": tokens, "num_tokens": tokens, "num_patches": patches, "pack": pack}
+    unknown = [name for name in fields if name not in every]
+    if unknown:
+        raise SampleError(f"field {unknown[0]!r} is unknown to a plan: choose of {', '.join(FIELDS)}")
+    return {name: every[name] for name in fields}
+
+
+def _with_fields(record: bytes, values: dict[str, int]) -> bytes:
+    """The record with the values at its end; its other bytes stay, unless it has one of the fields already."""
+    if not values:
+        return record
+    content = json.loads(record)
+    if not content.keys().isdisjoint(values):
+        kept = {name: value for name, value in content.items() if name not in values}
+        return json.dumps(kept | values, ensure_ascii=False).encode()
+    body = record[:-1].rstrip()
+    return body + (b", " if content else b"") + json.dumps(values).encode()[1:]
+
+
+def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> Exported:
+    packing, dp = planned.packing, planned.schedule.table.shape[1]
+    notes = []
+    short = packing.num_packs % dp
+    if ragged and short:
+        notes.append(
+            f"the last row has {short} packs for {dp} ranks: a sampler that fills it up repeats packs, one with "
+            "drop_last leaves them out"
+        )
+    missing = len(planned.samples) - len(packing.indices)
+    if missing:
+        notes.append(f"{missing} samples are larger than a pack and were left out of the plan by choice")
+    return Exported(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
+
+
+@contextmanager
+def _replace(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name once it is whole; `write_atomically` for what does not fit the memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb", buffering=1 << 20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> Exported:
+    """Packs, schedule and the places of their records as .npy, for a loader of the user's own.
+
+    Pack p holds rows `indices[offsets[p]:offsets[p + 1]]`; row i is record `record[i]` (from 0, blank lines aside) of
+    `files[file[i]]` in manifest.json; `schedule[step, rank, microbatch]` is a pack or -1. manifest.json comes last.
+    """
+    planned = read_planned(plan)
+    files = data_of(planned.plan, data)
+    samples = planned.samples
+    places = find_records(files, samples)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "file.npy": places.file.astype(np.int32),
+        "record.npy": places.record,
+        "num_tokens.npy": samples.num_tokens,
+        "num_patches.npy": samples.num_patches,
+        "num_images.npy": samples.num_images,
+    }
+    contents = pack_contents(planned.packing, planned.schedule) | {n: array_bytes(a) for n, a in arrays.items()}
+    parallel = planned.plan.decisions.parallel
+    manifest = {
+        "files": [str(path) for path in files],
+        "dp": parallel.dp,
+        "max_patches": planned.packing.limits[0],
+        "max_tokens": planned.packing.limits[1],
+        "num_samples": len(samples),
+        "num_packs": planned.packing.num_packs,
+    }
+    contents["manifest.json"] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
+    for name, content in contents.items():
+        write_atomically(out / name, content)
+    return _exported(planned, tuple(out / name for name in contents), ragged=False)
+
+
+def write_xtuner_packs(
+    plan: Path, out: Path, *, data: Sequence[Path] | None = None, allow_images: bool = False
+) -> Exported:
+    """xtuner's preset packs: boundaries.npy, samples.npy, paths.json, and order.npy for its preset sampler.
+
+    A row of samples.npy is [path, line from 0, -1, -1, 0, num_tokens]. The format as of xtuner v1's `preset_pack.py`
+    (commit 5081ed2), whose dataset hands on token ids and labels alone, so plans with images are refused unless
+    `allow_images`.
+    """
+    planned = read_planned(plan)
+    files = data_of(planned.plan, data)
+    samples, packing = planned.samples, planned.packing
+    problems = []
+    num_visual = int((samples.num_images[packing.indices] > 0).sum())
+    if num_visual and not allow_images:
+        problems.append(
+            f"{num_visual} samples of the plan have images, and xtuner's preset packs drop the pixels of every sample: "
+            "export text alone, or use an xtuner that keeps them (--allow-images)"
+        )
+    odd = [str(path) for path in files if detect_format(path) != "jsonl"]
+    if odd:
+        problems.append(f"{', '.join(odd)} is not JSON Lines, and xtuner packs lines: write it as JSON Lines and plan")
+    if problems:
+        raise UnsupportedPlanError("\n".join(problems))
+    places = find_records(files, samples)
+    blank = places.line != places.record
+    if blank.any():
+        odd_file = files[int(places.file[np.flatnonzero(blank)[0]])]
+        raise UnsupportedPlanError(
+            f"{odd_file} has blank lines, and xtuner numbers its samples by line: remove them and plan again"
+        )
+    rows = packing.indices
+    table = np.full((len(rows), 6), -1, np.int64)
+    table[:, 0], table[:, 1] = places.file[rows], places.line[rows]
+    table[:, 4], table[:, 5] = 0, samples.num_tokens[rows]
+    contents = {
+        "boundaries.npy": array_bytes(packing.offsets.astype(np.int64)),
+        "samples.npy": array_bytes(table),
+        "order.npy": array_bytes(planned.order),
+        "paths.json": (json.dumps([str(path) for path in files], ensure_ascii=False) + "\n").encode(),
+    }
+    for name, content in contents.items():
+        write_atomically(out / name, content)
+    return _exported(planned, tuple(out / name for name in contents), ragged=True)

@@ -1,0 +1,112 @@
+"""verl and ROLL: a workload for their sequence balancing that knows the model at hand, and its vision tower.
+
+Both price a sequence of L tokens as 24576 L + L^2, for every model and without images: verl in
+`verl.utils.seqlen_balancing.calculate_workload`, ROLL in the `calculate_workload` of its sequence packer. `VlmWorkload`
+has verl's signature and scale, and coefficients from a cost table. Nothing of verl or ROLL is imported. They have no
+public hook, so the function is set in the module that calls it; tested against the formula, not inside the frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.errors import ConfigError, ImageError, PackingError
+from trimtab.specs import WORK_TERMS, ImageRule, Profile
+
+TOKEN_UNITS = 24576
+"""Units of a token's linear work in verl's formula (6 x 4096, of a 7B model); ours keeps it, so logs compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PatchCounts:
+    """Vision work of a batch, one number a sequence."""
+
+    num_patches: torch.Tensor
+    patches_sq: torch.Tensor  # sum over frames of patches squared
+    patches_windowed: torch.Tensor  # sum over attention windows of patches squared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VlmWorkload:
+    """Call it with token counts, and with the vision work where there is some; get whole numbers proportional to time.
+
+    seconds / unit, rounded, where seconds = a patches + b patches_sq + c patches_windowed + d tokens + e tokens^2 +
+    f tokens_windowed (forward and backward of all layers) and unit = d / 24576. Not counted: what a micro-batch costs
+    whatever is in it. Ranks that see the same numbers compute the same workload.
+    """
+
+    coefficients: tuple[float, ...]  # seconds per WORK_TERMS
+    token_window: int | None = None  # sliding window of the language model's windowed layers
+
+    def __call__(
+        self, seqlen_list: torch.Tensor | Sequence[int] | int, vision: PatchCounts | None = None
+    ) -> torch.Tensor:
+        """(n,) int64 workload of `seqlen_list` tokens a sequence (tensor, list or number), image tokens included."""
+        tokens = torch.as_tensor(seqlen_list).to(torch.float64)
+        factor = dict(zip(WORK_TERMS, self.coefficients, strict=True))
+        windowed = tokens * tokens
+        if self.token_window is not None:
+            W = float(self.token_window)
+            windowed = torch.where(tokens <= W, windowed, 2.0 * tokens * W - W * W)
+        seconds = factor["tokens"] * tokens + factor["tokens_sq"] * tokens * tokens
+        seconds = seconds + factor["tokens_windowed"] * windowed
+        if vision is not None:
+            for name, count in (
+                ("patches", vision.num_patches),
+                ("patches_sq", vision.patches_sq),
+                ("patches_windowed", vision.patches_windowed),
+            ):
+                if count.shape != tokens.shape:
+                    raise PackingError(
+                        f"the workload of {tuple(tokens.shape)} sequences was asked with {name} of shape "
+                        f"{tuple(count.shape)}: give one number a sequence, 0 where it has no image"
+                    )
+                seconds = seconds + factor[name] * count.to(tokens)
+        return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
+
+    def with_vision(self, vision: PatchCounts) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The workload of one batch as a function of its token counts alone, for a caller that passes nothing else."""
+        return lambda seqlen_list: self(seqlen_list, vision)
+
+
+def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWorkload:
+    """The workload that a cost table gives: `vlm_workload(profile_model(model, device), token_window=...)`.
+
+    `token_window` is `model.token_window`. A profile of any device and degree will do: the scale falls out, and vision
+    against language is the model's own ratio.
+    """
+    per_term = profile.matrix("forward_s").sum(axis=0) + profile.matrix("backward_s").sum(axis=0)
+    workload = VlmWorkload(coefficients=tuple(per_term.tolist()), token_window=token_window)
+    if not workload.coefficients[WORK_TERMS.index("tokens")] > 0:
+        raise ConfigError(
+            "the profile was to price sequences of tokens, and none of its layers takes time per token: profile the "
+            "whole model, language model included"
+        )
+    return workload
+
+
+def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> PatchCounts:
+    """Vision work of sequences from their `image_grid_thw`, (images, 3) each, or None without images.
+
+    For the Qwen-VL families, whose processors return frames, rows and columns of patches; t frames count as t images.
+    """
+    side = getattr(image_rule, "patch_size", None)
+    if not isinstance(side, int):
+        raise ConfigError(
+            f"patches were to be counted from grids, which image rule {image_rule.name} does not make: give "
+            "PatchCounts of your own"
+        )
+    counts = torch.zeros((3, len(grids)), dtype=torch.int64)
+    for i, grid in enumerate(grids):
+        for frames, rows, columns in [] if grid is None else grid.tolist():
+            image = image_rule.count(columns * side, rows * side)
+            if image.patches != rows * columns:
+                raise ImageError(
+                    f"sequence {i} has a grid of {rows} x {columns} patches, which {image_rule.name} would resize to "
+                    f"{image.patches}: describe the model with the processor's own limits (max_pixels)"
+                )
+            counts[:, i] += frames * torch.tensor([image.patches, image.patches_sq, image.patches_windowed])
+    return PatchCounts(num_patches=counts[0], patches_sq=counts[1], patches_windowed=counts[2])

@@ -1,0 +1,271 @@
+"""Packs of data sets that are too large for objects and copies: columns in, two arrays out, memory-mapped if asked.
+
+Symbols: n samples, k limited columns (patches, tokens, and what else is limited: audio frames, video frames).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.balance.balanced import NUM_ROUNDS
+from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
+from trimtab.errors import PackingError, join_problems
+from trimtab.files import write_atomically
+from trimtab.specs import FloatArray, IntArray, Packing, Schedule
+
+Column = npt.NDArray[Any]
+"""One number per sample: integers of any width, also `np.load(path, mmap_mode="r")`."""
+
+SHARD_SAMPLES = 1 << 21
+"""Samples packed together, about. Part of the result: the same for any number of threads."""
+
+CHUNK = 1 << 20  # rows looked at in one go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnCost:
+    """cost of a sample = sum over columns d of linear[d] * s_d + squared[d] * s_d^2, in any unit."""
+
+    linear: tuple[float, ...]
+    squared: tuple[float, ...] = ()
+
+    def of(self, sizes: Sequence[Column]) -> FloatArray:
+        cost = np.zeros(len(sizes[0]))
+        for weight, column in zip(self.linear, sizes, strict=True):
+            cost += weight * column
+        for weight, column in zip(self.squared, sizes, strict=False):
+            if weight:
+                cost += weight * np.square(column, dtype=np.float64)
+        return cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedColumns:
+    """Packs in the order in which they run: row r on dp ranks is packs r * dp .. r * dp + dp - 1.
+
+    Pack p holds samples indices[offsets[p]:offsets[p + 1]]. So any step is found without reading another one.
+    """
+
+    offsets: IntArray
+    indices: npt.NDArray[np.int32] | IntArray  # int32 where the data set has fewer than 2^31 samples
+    limits: tuple[int, ...]
+    dp: int
+    order: Order
+    seed: int
+    oversize: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # left out by the user's own choice
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+    def pack(self, number: int) -> npt.NDArray[np.int32] | IntArray:
+        """Samples of one pack."""
+        return self.indices[self.offsets[number] : self.offsets[number + 1]]
+
+    def schedule(self, num_microbatches: int = 1) -> Schedule:
+        """The packs as a table of steps, 8 bytes a pack."""
+        slots = dispatch_packs(np.empty((self.num_packs, 0)), dp=self.dp, num_microbatches=num_microbatches)
+        return Schedule(table=slots.table, order=self.order)
+
+    def packing(self) -> Packing:
+        """The same packs as 8-byte integers."""
+        return Packing(
+            offsets=np.asarray(self.offsets, np.int64),
+            indices=np.asarray(self.indices, np.int64),
+            limits=self.limits,
+            oversize=self.oversize,
+            method="balanced",
+            seed=self.seed,
+        )
+
+
+def pack_columns(
+    sizes: Sequence[Column],
+    *,
+    limits: tuple[int, ...],
+    cost: ColumnCost | Column | None = None,
+    dp: int = 1,
+    order: Order = "random",
+    seed: int = 0,
+    epoch: int = 0,
+    oversize: str = "error",
+    fill: float | None = None,
+    num_rounds: int = NUM_ROUNDS,
+    tolerance: float = TOLERANCE,
+    shard_samples: int = SHARD_SAMPLES,
+    num_threads: int = 1,
+    folder: Path | str | None = None,
+) -> PackedColumns:
+    """Packs under `limits`, one per column, as `pack_samples` makes them; with `folder`, as .npy files there.
+
+    Every sample goes to one of n / `shard_samples` shards by chance (its number and the seed decide), and every shard
+    is packed for itself, in whole rows of dp packs: memory beyond the columns and the result is that of one shard per
+    thread (about 200 bytes a sample of it), and threads do not change the result. Up to `shard_samples` samples there
+    is one shard, and the packs are those of `pack_samples`.
+
+    `cost` is a `ColumnCost` or one number per sample; without it each column counts as a share of its limit.
+    Raises `PackingError` as `pack_samples` does.
+    """
+    from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
+
+    sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
+    _check(sizes, limits, cost, dp, oversize, fill, num_rounds, shard_samples, num_threads)
+    n = len(sizes[0])
+    if cost is None:
+        cost = ColumnCost(linear=tuple(1.0 / limit for limit in limits))
+    bounds = np.array(limits, np.int64)
+    large = find_oversize(sizes, bounds)
+    if len(large) and oversize == "error":
+        raise PackingError(_describe_oversize(sizes, large, limits))
+    skipped = large if oversize == "skip" else large[:0]
+    num_packed = n - len(skipped)
+    files = None if folder is None else _OutputFiles(Path(folder))
+    indices = _make(files, "indices.npy", num_packed, np.dtype(np.int32 if n < 2**31 else np.int64))
+    num_shards = max(1, -(-n // shard_samples))
+    starts = scatter(n, skipped, num_shards, seed, epoch, np.asarray(indices))
+    job = Job(
+        sizes=sizes,
+        cost=cost if isinstance(cost, ColumnCost) else np.asarray(cost),
+        limits=limits,
+        dp=dp,
+        order=order,
+        seed=seed,
+        epoch=epoch,
+        fill=fill,
+        num_rounds=num_rounds,
+        tolerance=tolerance,
+        indices=np.asarray(indices),
+        starts=starts,
+    ).with_fill()
+    with ThreadPoolExecutor(num_threads) as pool:
+        counts = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
+    offsets = _make(files, "offsets.npy", sum(map(len, counts)) + 1, np.dtype(np.int64))
+    offsets[0] = 0
+    np.cumsum(np.concatenate(counts), out=offsets[1:])
+    result = PackedColumns(
+        offsets=offsets, indices=indices, limits=tuple(limits), dp=dp, order=order, seed=seed, oversize=skipped
+    )
+    if files is not None:
+        files.finish(result)
+        result = open_packed(files.folder)
+    return result
+
+
+def open_packed(folder: Path | str) -> PackedColumns:
+    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size."""
+    folder = Path(folder)
+    if not (folder / HEADER).exists():
+        raise PackingError(f"{folder} holds no {HEADER}: name a folder that `pack_columns` has written to the end")
+    header = json.loads((folder / HEADER).read_text())
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+    if len(arrays["indices"]) != header["num_samples"] or len(arrays["offsets"]) != header["num_packs"] + 1:
+        raise PackingError(f"the arrays in {folder} are not those {HEADER} was written for: pack again")
+    return PackedColumns(
+        offsets=arrays["offsets"],
+        indices=arrays["indices"],
+        limits=tuple(header["limits"]),
+        dp=header["dp"],
+        order=header["order"],
+        seed=header["seed"],
+        oversize=np.asarray(arrays["oversize"]),
+    )
+
+
+HEADER = "packed.json"
+ARRAYS = ("offsets", "indices", "oversize")
+
+
+class _OutputFiles:
+    """Arrays under temporary names until all are whole; the header, written last, makes the folder readable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HEADER).unlink(missing_ok=True)
+
+    def make(self, name: str, length: int, dtype: np.dtype[Any]) -> Column:
+        path = self.folder / f".{name}.tmp"
+        if length == 0:  # nothing can be mapped
+            np.save(path.open("wb"), np.empty(0, dtype))
+            return np.empty(0, dtype)
+        mapped: Column = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
+        return mapped
+
+    def finish(self, result: PackedColumns) -> None:
+        np.save(self.folder / "oversize.npy", result.oversize)
+        for name, array in (("indices.npy", result.indices), ("offsets.npy", result.offsets)):
+            if isinstance(array, np.memmap):
+                array.flush()
+            (self.folder / f".{name}.tmp").replace(self.folder / name)
+        header = {
+            "num_samples": len(result.indices),
+            "num_packs": result.num_packs,
+            "limits": list(result.limits),
+            "dp": result.dp,
+            "order": result.order,
+            "seed": result.seed,
+        }
+        write_atomically(self.folder / HEADER, json.dumps(header, indent=1) + "\n")
+
+
+def _make(files: _OutputFiles | None, name: str, length: int, dtype: np.dtype[Any]) -> Column:
+    return np.empty(length, dtype) if files is None else files.make(name, length, dtype)
+
+
+def _check(
+    sizes: Sequence[Column],
+    limits: tuple[int, ...],
+    cost: ColumnCost | Column | None,
+    dp: int,
+    oversize: str,
+    fill: float | None,
+    num_rounds: int,
+    shard_samples: int,
+    num_threads: int,
+) -> None:
+    problems = []
+    if not sizes or len(sizes) != len(limits) or any(limit < 1 for limit in limits):
+        problems.append(f"limits {limits} do not suit {len(sizes)} columns: give one per column, 1 or more each")
+    lengths = {column.shape for column in sizes}
+    if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
+        problems.append(f"columns have shapes {sorted(lengths)}: give one number per sample in each")
+    for d, column in enumerate(sizes):
+        if column.dtype.kind not in "iu":
+            problems.append(f"column {d} holds {column.dtype}: give whole numbers, limits are exact")
+        elif len(column) and int(column.min()) < 0:
+            problems.append(f"column {d} holds a negative size: give sizes from 0")
+    if isinstance(cost, ColumnCost):
+        if len(cost.linear) != len(sizes) or len(cost.squared) not in (0, len(sizes)):
+            problems.append(f"cost has weights for {len(cost.linear)} columns of {len(sizes)}: give one per column")
+    elif cost is not None and sizes and np.shape(cost) != sizes[0].shape:
+        problems.append(f"cost has shape {np.shape(cost)} for {len(sizes[0])} samples: give one number per sample")
+    if dp < 1:
+        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
+    if oversize not in ("error", "alone", "skip"):
+        problems.append(f"oversize {oversize!r} is unknown: choose one of error, alone, skip")
+    if fill is not None and not 0.5 <= fill <= 1.0:
+        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
+    for name, value in (("num_rounds", num_rounds), ("shard_samples", shard_samples), ("num_threads", num_threads)):
+        if value < 1:
+            problems.append(f"{name} {value} does no work: give 1 or more")
+    if problems:
+        raise PackingError(join_problems(problems))
+
+
+def _describe_oversize(sizes: Sequence[Column], rows: IntArray, limits: tuple[int, ...]) -> str:
+    lines = [
+        f"{len(rows)} of {len(sizes[0])} samples do not fit a pack of {limits}: raise the limits, or choose oversize "
+        '"alone" (a pack of its own each) or "skip" (left out and listed)'
+    ]
+    for row in rows[:40].tolist():
+        lines.append(f"  sample {row}: {tuple(int(column[row]) for column in sizes)}")
+    lines += [""] * max(0, len(rows) - 40)
+    return join_problems(lines)

@@ -1,0 +1,53 @@
+"""What stands in for a sample that could not be read: the same size, and no weight in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.specs import SampleTable
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100  # label that the losses of torch and Transformers leave out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingSample:
+    """A sample that is missing, and how large the plan takes it to be."""
+
+    row: int
+    sample_id: str
+    reason: str
+    num_tokens: int
+    num_patches: int
+    num_images: int
+
+    @staticmethod
+    def of(samples: SampleTable, row: int, *, reason: str) -> MissingSample:
+        return MissingSample(
+            row=row,
+            sample_id=samples.sample_id(row),
+            reason=reason,
+            num_tokens=int(samples.num_tokens[row]),
+            num_patches=int(samples.num_patches[row]),
+            num_images=int(samples.num_images[row]),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"sample {self.sample_id} (row {self.row} of the plan) cannot be read ({self.reason}): a filler of "
+            f"{self.num_tokens} tokens without weight takes its place"
+        )
+
+
+def make_text_filler(filler: MissingSample, *, token: int = 0) -> dict[str, torch.Tensor]:
+    """As many tokens as the sample has, none of them with a label; no images.
+
+    The language model computes what was planned, the vision tower less: it has `num_patches` rows fewer.
+    """
+    import torch
+
+    length = max(1, filler.num_tokens)
+    return {"input_ids": torch.full((length,), token), "labels": torch.full((length,), IGNORED)}

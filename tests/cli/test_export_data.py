@@ -1,0 +1,66 @@
+"""`trimtab export` of data files, word by word. Needs the [data] extra."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Run = Any
+
+NUM_SAMPLES = 240
+
+
+def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path: Path) -> None:
+    for verb, out, files in (
+        ("jsonl", tmp_path / "ordered.jsonl", 1),
+        ("qwen-packs", tmp_path / "packs.jsonl", 1),
+        ("npy", tmp_path / "npy", 9),
+    ):
+        result = run("export", verb, planned, "--out", out, "--json")
+        assert result.code == 0, result.err
+        assert result.json["num_records"] == NUM_SAMPLES
+        assert len(result.json["files"]) == files
+        assert all(Path(name).is_file() for name in result.json["files"])
+    with (tmp_path / "packs.jsonl").open(encoding="utf-8") as file:
+        assert sum(len(json.loads(line)) for line in file) == NUM_SAMPLES
+
+
+def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path: Path) -> None:
+    data = drawn / "data.jsonl"
+    words = ["--field", "pack", "--field", "num_patches", "--layout", "ranks", "--data", data]
+    result = run("export", "jsonl", planned, "--out", tmp_path / "ranks", *words)
+    assert result.code == 0, result.err
+    assert f"{NUM_SAMPLES} records in" in result.out
+    ranks = sorted((tmp_path / "ranks").iterdir())
+    with ranks[0].open(encoding="utf-8") as file:
+        record = json.loads(file.readline())
+    assert {"pack", "num_patches"} <= record.keys()
+    assert "length" not in record
+
+
+def test_xtuner_refuses_images_unless_told(run: Run, planned: Path, tmp_path: Path) -> None:
+    result = run("export", "xtuner", planned, "--out", tmp_path / "preset", "--json")
+    assert result.code == 2
+    assert "drop the pixels" in result.json["error"]
+    result = run("export", "xtuner", planned, "--out", tmp_path / "preset", "--allow-images", "--json")
+    assert result.code == 0, result.err
+    assert sorted(p.name for p in (tmp_path / "preset").iterdir()) == [
+        "boundaries.npy",
+        "order.npy",
+        "paths.json",
+        "samples.npy",
+    ]
+
+
+def test_a_plan_of_saved_sizes_asks_for_its_data(run: Run, drawn: Path, tmp_path: Path) -> None:
+    sizes = tmp_path / "sizes.npz"
+    words = ["--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json", "--out", sizes]
+    assert run("size", drawn / "data.jsonl", *words).code == 0
+    words = ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "4", "--out", tmp_path / "plan"]
+    assert run("plan", "Qwen2.5-VL-7B", sizes, *words).code == 0
+    result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy")
+    assert result.code == 2
+    assert "sizes.npz holds sizes and no records to write: name the data files that were sized (--data)" in result.err
+    result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--data", drawn / "data.jsonl")
+    assert result.code == 0, result.err

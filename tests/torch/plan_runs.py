@@ -1,0 +1,208 @@
+"""Two-rank runs over a small plan, for the sampler's tests: functions that spawned processes call. Needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trimtab.files import write_atomically
+from trimtab.plan.packs import pack_contents
+from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader
+from trimtab.specs import Packing, Schedule
+
+NUM_PACKS, PLAN_DP, NUM_MICROBATCHES = 22, 2, 2
+
+
+def write_small_plan(folder: Path) -> int:
+    """22 packs of 1 to 3 samples in steps of 2 ranks x 2 micro-batches, the last of which is half empty; its rows."""
+    sizes = 1 + np.arange(NUM_PACKS) % 3
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    indices = np.random.default_rng(0).permutation(int(offsets[-1])).astype(np.int64)
+    slots = np.full(24, -1, np.int64)
+    slots[:NUM_PACKS] = np.random.default_rng(1).permutation(NUM_PACKS)
+    table = np.ascontiguousarray(slots.reshape(6, 2, 2).transpose(0, 2, 1))
+    packing = Packing(offsets=offsets, indices=indices, limits=(9, 9))
+    for name, content in pack_contents(packing, Schedule(table=table)).items():
+        write_atomically(folder / name, content)
+    return int(offsets[-1])
+
+
+def spawn(function: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
+    """Run `function(rank, *arguments)` on gloo ranks; a rank that dies ends the others."""
+    port_file = Path(arguments[0]) / f"store-{os.urandom(4).hex()}"
+    mp.spawn(_on_rank, args=(num_ranks, str(port_file), function, arguments), nprocs=num_ranks)
+
+
+def _on_rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def gather_rows(rows: list[list[int]]) -> list[list[list[int]]]:
+    """(rank, micro-batch) -> rows, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, rows)
+    return gathered
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerate_run(rank: int, folder: Path) -> None:
+    """Through `Accelerator.prepare`, stopped inside an epoch with batches drawn ahead, and resumed by a new loader."""
+    import pytest
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from trimtab.errors import PlanError
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=NUM_MICROBATCHES)
+    assert accelerator.num_processes == 2
+
+    def make_loader(**options: Any) -> PlanDataLoader:
+        sampler = PlanBatchSampler(folder / "plan", dp=2, rank=rank)
+        loader = PlanDataLoader(Rows(), sampler, collate_fn=list, **options)
+        prepared = accelerator.prepare(loader)
+        assert prepared is loader
+        return prepared
+
+    loader = make_loader()
+    epochs = [list(loader) for _ in range(2)]
+    for rows in (gather_rows(epoch) for epoch in epochs):
+        assert sorted(row for own in rows for pack in own for row in pack) == list(range(len(Rows())))
+        assert len(rows[0]) == len(rows[1]) == 12
+    assert epochs[0] != epochs[1]
+
+    first = make_loader(num_workers=1, prefetch_factor=3)
+    first.set_epoch(1)
+    accelerator.register_for_checkpointing(first)
+    seen = []
+    for batch in first:
+        seen.append(batch)
+        if len(seen) == 5:  # inside a step, with batches of the worker unused
+            break
+    accelerator.save_state(str(folder / "accelerate"))
+    accelerator.wait_for_everyone()  # the first rank writes what was registered
+    accelerator._custom_objects.clear()
+    second = make_loader()
+    accelerator.register_for_checkpointing(second)
+    accelerator.load_state(str(folder / "accelerate"))
+    assert second.epoch == 1
+    assert seen + list(second) == epochs[1]
+
+    plain = DataLoader(Rows(), batch_sampler=PlanBatchSampler(folder / "plan", dp=2, rank=rank), collate_fn=list)
+    with pytest.raises(
+        PlanError, match=f"share the batches of rank {rank} of 2 among ranks again: give Accelerate a Pl"
+    ):
+        accelerator.prepare(plain)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Item i is i."""
+
+    def __len__(self) -> int:
+        return 43
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+# -- Transformers' Trainer --------------------------------------------------------------------------------------------
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Item i is i and a few tokens that depend on it."""
+
+    def __len__(self) -> int:
+        return 43
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        tokens = torch.randint(1, 30, (3 + row % 5,), generator=torch.Generator().manual_seed(row))
+        return {"row": row, "input_ids": tokens}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row; an empty pack is one token without a label."""
+    ids = torch.cat([s["input_ids"] for s in samples]) if samples else torch.zeros(1, dtype=torch.int64)
+    labels = ids.clone() if samples else torch.full_like(ids, -100)
+    return {"rows": [s["row"] for s in samples], "input_ids": ids[None], "labels": labels[None]}
+
+
+def train(rank: int, folder: Path, name: str, resume: bool, kill_at: int | None) -> None:
+    """A tiny Llama over two epochs of the plan; writes rows and loss of every micro-batch to `name`-`rank`.jsonl."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from trimtab.runtime.trainer import PlanTrainerMixin
+
+    log = (folder / f"{name}-{rank}.jsonl").open("a")
+
+    class Logged(PlanTrainerMixin, Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            rows = inputs.pop("rows")
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            line = {"step": self.state.global_step, "rows": rows, "loss": loss.item()}
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            return loss
+
+    class Killer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == 0 and state.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    arguments = TrainingArguments(
+        output_dir=str(folder / name),
+        num_train_epochs=2,
+        gradient_accumulation_steps=NUM_MICROBATCHES,
+        save_steps=2,
+        logging_steps=100,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=1,
+    )
+    trainer = Logged(
+        model=LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=Sentences(),
+        data_collator=collate,
+        plan=folder / "plan",
+        callbacks=[Killer()],
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    if rank == 0:
+        torch.save(trainer.model.state_dict(), folder / f"{name}.pt")
+
+
+def resume_then_train_whole(rank: int, folder: Path) -> None:
+    """The killed run taken up again; the same run without interruption; that one again from inside its second epoch."""
+    train(rank, folder, "killed", True, None)
+    train(rank, folder, "whole", False, None)
+    if rank == 0:
+        shutil.copytree(folder / "whole" / "checkpoint-8", folder / "second" / "checkpoint-8")
+    dist.barrier()
+    train(rank, folder, "second", True, None)

@@ -1,0 +1,126 @@
+"""Gradients of packs on two ranks equal those of samples alone in one process. Needs torch, gloo, Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="trains tiny models for one step")
+transformers = pytest.importorskip("transformers", reason="holds the models that packs are fed to")
+
+from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
+from torch import distributed as dist  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from trimtab.runtime.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.loss import packed_loss, step_denominator  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+DP, ACCUMULATION, RELATIVE = 2, 2, 1e-5
+PACKS: list[list[list[int]]] = [[[0, 2], [1, 5]], [[3, 4, 6], []]]  # [rank][micro-batch]: one text-only, one empty
+WEIGHTINGS = ("token", "sample")
+
+
+def gradient_alone(packs: TinyPacks, samples: list[Sample], weighting: str) -> dict[str, torch.Tensor]:
+    """One sample a forward, one process; the loss written out anew."""
+    packs.model.zero_grad(set_to_none=True)
+    counts = [int((sample["labels"][1:] != -100).sum()) for sample in samples]
+    whole = sum(counts) if weighting == "token" else sum(count > 0 for count in counts)
+    for sample, count in zip(samples, counts, strict=True):
+        logits = packs.model(**alone(sample)).logits[0]
+        cost = cross_entropy(logits[:-1], sample["labels"][1:], reduction="sum")
+        (cost / (1 if weighting == "token" else max(count, 1)) / whole).backward()
+    return gradients(packs.model)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """|found - expected| / |expected|, over all parameters as one vector."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("case", ["qwen3_vl_moe", "internvl qwen2", "gemma3"])
+def test_one_pack_has_the_gradient_of_its_samples_alone(case, weighting):
+    packs = make_tiny_packs(case, attention="eager")
+    expected = gradient_alone(packs, packs.samples, weighting)
+    packs.model.zero_grad(set_to_none=True)
+    collator = PackedCollator(packs.model.config, attention="eager", loss_weighting=weighting)
+    batch = collator(packs.samples)
+    logits = packs.model(**{k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}).logits
+    packed_loss(logits, batch, denominator=step_denominator([batch])).backward()
+    assert relative_error(gradients(packs.model), expected) <= RELATIVE
+
+    other = gradient_alone(packs, packs.samples, "sample" if weighting == "token" else "token")
+    assert relative_error(other, expected) > 0.05
+
+
+def step_of_one_rank(model: Any, batches: list[dict[str, Any]], *, naive: bool) -> None:
+    """Forward and backward of a step; `naive` takes each pack's mean, and the mean of those."""
+    denominator = step_denominator(batches)
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            logits = model(**{k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}).logits
+            if naive:
+                labels = batch["labels"][0, 1:]
+                loss = cross_entropy(logits[0, :-1], labels, reduction="sum") / max(int((labels != -100).sum()), 1)
+                loss = loss / len(batches)
+            else:
+                loss = packed_loss(logits, batch, denominator=denominator, num_ranks=DP)
+            loss.backward()
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=DP)
+    errors: dict[str, float] = {}
+    try:
+        for case in CASES:
+            packs = make_tiny_packs(case)
+            wanted = {i for packs_of_rank in PACKS for pack in packs_of_rank for i in pack}
+            samples = [packs.samples[i] for i in sorted(wanted) if i < len(packs.samples)]
+            reference = copy.deepcopy(packs)
+            for weighting in WEIGHTINGS:
+                expected = gradient_alone(reference, samples, weighting)
+                for name, parameter in packs.model.named_parameters():
+                    parameter.requires_grad_(name in expected)  # DDP refuses what no sample ever uses
+                collator = PackedCollator(packs.model.config, loss_weighting=weighting)
+                batches = [collator([packs.samples[i] for i in p if i < len(packs.samples)]) for p in PACKS[rank]]
+                for naive in (False, True):
+                    packs.model.zero_grad(set_to_none=True)
+                    model = torch.nn.parallel.DistributedDataParallel(packs.model)  # every parameter, every time
+                    step_of_one_rank(model, batches, naive=naive)
+                    found = relative_error(gradients(packs.model), expected)
+                    errors[f"{case} {weighting} {'naive' if naive else 'packed'}"] = found
+        Path(folder, f"errors{rank}.json").write_text(json.dumps(errors))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.multiprocessing.spawn(one_rank, args=(str(folder),), nprocs=DP)
+    return [json.loads((folder / f"errors{rank}.json").read_text()) for rank in range(DP)]
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_with_accumulation_have_the_gradient_of_one_process_unpacked(case, weighting, errors):
+    for of_rank in errors:
+        assert of_rank[f"{case} {weighting} packed"] <= RELATIVE
+        assert of_rank[f"{case} {weighting} naive"] > 0.05

@@ -1,0 +1,87 @@
+"""From a plan's tables through loader, collator and Trainer to one step. Needs torch, Transformers and Accelerate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="trains a tiny model")
+transformers = pytest.importorskip("transformers", reason="holds the model and its Trainer")
+pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
+
+from test_packed_gradients import gradient_alone  # noqa: E402
+from tiny_packs import TinyPacks, make_tiny_packs, one_thread  # noqa: E402, F401
+
+from trimtab.runtime.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader  # noqa: E402
+from trimtab.runtime.loss import step_denominator  # noqa: E402
+from trimtab.runtime.packed_trainer import PackedTrainer  # noqa: E402
+from trimtab.runtime.tables import PlanTables, hold_tables  # noqa: E402
+from trimtab.runtime.trainer import PlanTrainerMixin  # noqa: E402
+from trimtab.specs import Packing, Schedule  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class PlannedTrainer(PlanTrainerMixin, PackedTrainer):
+    """The two halves together."""
+
+
+@pytest.fixture(scope="module")
+def packs() -> TinyPacks:
+    return make_tiny_packs("qwen2_5_vl")
+
+
+def plan_of(packs: list[list[int]], *, num_microbatches: int) -> PlanTables:
+    """A plan of one rank that runs `packs` in turn."""
+    offsets = np.cumsum([0, *(len(pack) for pack in packs)])
+    packing = Packing(offsets=offsets, indices=np.concatenate(packs), limits=(1000, 100))
+    return hold_tables(packing, Schedule(table=np.arange(len(packs)).reshape(-1, 1, num_microbatches)))
+
+
+def test_two_ranks_see_every_label_once(packs):
+    tables = plan_of([[6, 1], [0, 3], [2], [5, 4]], num_microbatches=2)
+    collator = PackedCollator(packs.model.config, loss_weighting="sample")
+    batches = [
+        batch
+        for rank in range(2)
+        for batch in PlanDataLoader(packs.samples, PlanBatchSampler(tables, dp=2, rank=rank), collate_fn=collator)
+    ]
+    assert float(step_denominator(batches)) == pytest.approx(len(packs.samples) - 1)  # one has a single token
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_planned_step_of_the_trainer_goes_along_the_gradient_of_the_samples_alone(packs, weighting, tmp_path):
+    tables = plan_of([[4, 1, 0, 6], [5, 2, 3]], num_microbatches=2)
+    expected = gradient_alone(packs, packs.samples, weighting)
+    packs.model.zero_grad(set_to_none=True)
+    before = {name: p.detach().clone() for name, p in packs.model.named_parameters()}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+    )
+    trainer = PlannedTrainer(
+        model=packs.model,
+        args=arguments,
+        train_dataset=packs.samples,
+        data_collator=PackedCollator(packs.model.config, loss_weighting=weighting),
+        plan=tables,
+    )
+    trainer.train()
+    with torch.no_grad():
+        for name, parameter in packs.model.named_parameters():
+            if name in expected:
+                step = before[name] - parameter
+                assert float((step - expected[name]).abs().max()) <= 1e-5 * max(1.0, float(expected[name].abs().max()))
+            parameter.copy_(before[name])

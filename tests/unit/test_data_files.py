@@ -1,0 +1,490 @@
+"""A plan as data files: every planned record once, in the plan's order, read back from what was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.adapters.data_files import (
+    data_of,
+    order_packs,
+    read_planned,
+    write_arrays,
+    write_jsonl,
+    write_nested_packs,
+    write_xtuner_packs,
+)
+from trimtab.adapters.record_files import Records, find_records, open_records
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.files import fingerprint_file
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file import load_plan, plan_to_yaml
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import DataFile
+from trimtab.samples.size import size_samples
+from trimtab.specs import SampleTable, Schedule
+
+pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
+pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
+
+
+def size_and_plan(files: Sequence[Path], out: Path, *, unique_ids: bool = True, **options: Any) -> Path:
+    """A plan for Qwen2.5-VL-7B on 8 devices as dp 4."""
+    model = describe("Qwen2.5-VL-7B")
+    sized = size_samples(list(files), image_rule=model.image_rule, tokenizer=None, on_bad="skip", unique_ids=unique_ids)
+    named = tuple(DataFile(path=str(f), num_bytes=f.stat().st_size, blake2b=fingerprint_file(f)) for f in files)
+    details = make_plan(
+        model,
+        sized.table,
+        parse_cluster("8xA100-80GB"),
+        PlanOptions(**({"dp": 4, "pp": 2, "num_microbatches": 2} | options)),
+        origin=PlanOrigin(command="trimtab plan", data_files=named, num_skipped=len(sized.bad)),
+    )
+    write_plan(details, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drawn data set with lines that sizing leaves out: broken, blank, without its image."""
+    from trimtab.demo.draw import draw_dataset
+
+    folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160).folder
+    data = folder / "data.jsonl"
+    lines = data.read_text(encoding="utf-8").splitlines()
+    lost = json.loads(lines[7])
+    lost |= {"id": "lost", "image": "images/gone.png"}
+    for at, line in ((120, json.dumps(lost)), (60, ""), (9, "{broken"), (0, "   ")):
+        lines.insert(at, line)
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return size_and_plan([drawn / "data.jsonl"], tmp_path_factory.mktemp("plan") / "plan")
+
+
+def read(path: Path) -> list[Any]:
+    with path.open(encoding="utf-8") as file:  # as hosts read it: U+2028 ends no line
+        return [json.loads(line) for line in file]
+
+
+def originals(drawn: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for line in (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines():
+        if line.strip() and line != "{broken":
+            record = json.loads(line)
+            found[record["id"]] = record
+    return found
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_every_planned_record_is_written_once_in_the_order_of_the_plan(
+    drawn: Path, planned: Path, tmp_path: Path
+) -> None:
+    result = write_jsonl(planned, tmp_path / "ordered.jsonl")
+    written, plan = read(tmp_path / "ordered.jsonl"), read_planned(planned)
+    assert result.num_records == len(written) == 160
+    order = [r for p in plan.order for r in plan.packing.indices[plan.packing.offsets[p] : plan.packing.offsets[p + 1]]]
+    assert [record["id"] for record in written] == [plan.samples.sample_id(int(row)) for row in order]
+    assert "lost" not in {record["id"] for record in written}
+    for record, row in zip(written, order, strict=True):
+        assert record["length"] == record["num_tokens"] == plan.samples.num_tokens[row]
+        rest = {name: value for name, value in record.items() if name not in ("length", "num_tokens")}
+        assert rest == originals(drawn)[record["id"]]
+
+
+def test_rank_files_hold_the_packs_of_each_rank_in_its_order(planned: Path, tmp_path: Path) -> None:
+    result = write_jsonl(planned, tmp_path / "ranks", layout="ranks", fields=("pack", "num_patches"))
+    plan = read_planned(planned)
+    assert [path.name for path in result.files] == [f"rank-0{rank}.jsonl" for rank in range(4)]
+    seen: list[str] = []
+    for rank, path in enumerate(result.files):
+        records = read(path)
+        seen += [record["id"] for record in records]
+        expected = [
+            plan.samples.sample_id(int(row))
+            for step in plan.schedule.table
+            for pack in step[rank].tolist()
+            if pack >= 0
+            for row in plan.packing.indices[plan.packing.offsets[pack] : plan.packing.offsets[pack + 1]]
+        ]
+        assert [record["id"] for record in records] == expected
+        assert {record["pack"] % 4 for record in records} == {rank}
+        assert "length" not in records[0]
+    assert sorted(seen) == sorted(plan.samples.ids or ())
+
+
+def test_nested_packs_are_dealt_to_the_ranks_by_their_line(planned: Path, tmp_path: Path) -> None:
+    result = write_nested_packs(planned, tmp_path / "packs.jsonl")
+    packs, plan = read(tmp_path / "packs.jsonl"), read_planned(planned)
+    assert result.num_packs == len(packs) == plan.packing.num_packs
+    dp, num_microbatches = plan.schedule.table.shape[1:]
+    for line, pack in enumerate(packs):
+        step, rest = divmod(line, dp * num_microbatches)
+        number = plan.schedule.table[step, rest % dp, rest // dp]
+        rows = plan.packing.indices[plan.packing.offsets[number] : plan.packing.offsets[number + 1]]
+        assert [record["id"] for record in pack] == [plan.samples.sample_id(int(row)) for row in rows]
+        assert sum(record["num_tokens"] for record in pack) <= plan.packing.limits[1]
+    assert sorted(r["id"] for pack in packs for r in pack) == sorted(plan.samples.ids or ())
+
+
+def test_arrays_name_the_record_of_every_row(drawn: Path, planned: Path, tmp_path: Path) -> None:
+    write_arrays(planned, tmp_path / "npy")
+    manifest = json.loads((tmp_path / "npy" / "manifest.json").read_text(encoding="utf-8"))
+    arrays = {f.stem: np.load(f, allow_pickle=False) for f in (tmp_path / "npy").glob("*.npy")}
+    plan = read_planned(planned)
+    lines = [x for x in Path(manifest["files"][0]).read_text(encoding="utf-8").splitlines() if x.strip()]
+    ids = [json.loads(lines[record])["id"] for record in arrays["record"]]
+    assert ids == list(plan.samples.ids or ())
+    assert (arrays["file"] == 0).all()
+    for name in ("offsets", "indices", "schedule"):
+        np.testing.assert_array_equal(arrays[name], np.load(planned / f"{name}.npy"))
+    np.testing.assert_array_equal(arrays["num_tokens"], plan.samples.num_tokens)
+    assert manifest["num_packs"] == plan.packing.num_packs
+
+
+def test_writing_twice_gives_the_same_bytes_and_leaves_nothing_else(planned: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl(planned, tmp_path / name / "ordered.jsonl")
+        write_nested_packs(planned, tmp_path / name / "packs.jsonl")
+    for name in ("ordered.jsonl", "packs.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["ordered.jsonl", "packs.jsonl"]
+
+
+def test_a_failure_half_way_leaves_the_old_file(
+    drawn: Path, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "ordered.jsonl"
+    out.write_text("old", encoding="utf-8")
+    calls = 0
+    original: Callable[[Records, int], bytes] = Records.read
+
+    def fail(self: Records, row: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 50:
+            raise OSError("disk full")
+        return original(self, row)
+
+    monkeypatch.setattr(Records, "read", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_jsonl(planned, out)
+    assert out.read_text(encoding="utf-8") == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["ordered.jsonl"]
+
+
+# -- where records come from ------------------------------------------------------------------------------------------
+
+
+def records_of(num: int, *, start: int = 0, ids: bool = True) -> list[dict[str, Any]]:
+    return [
+        {
+            **({"id": f"r{start + i}"} if ids else {}),
+            "conversations": [
+                {"from": "human", "value": f"question é {start + i}\u2028" + "word " * (i % 17)},
+                {"from": "gpt", "value": f"answer {start + i}"},
+            ],
+            "length": 1,  # a guess that must give way
+            "big": 12345678901234567890123,
+        }
+        for i in range(num)
+    ]
+
+
+def write_lines(path: Path, rows: Sequence[Any], *, head: bytes = b"") -> Path:
+    path.write_bytes(head + b"\n".join(json.dumps(row, ensure_ascii=False).encode() for row in rows))
+    return path
+
+
+def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="writes a Parquet file")
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [records_of(20), records_of(20, start=100), records_of(20, start=200, ids=False)]
+    for row in rows[1]:
+        del row["big"]
+    lines = write_lines(tmp_path / "a.jsonl", rows[0], head=b"\xef\xbb\xbf\n")
+    table = tmp_path / "b.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[1]), table)
+    listed = tmp_path / "c.json"
+    for row in rows[2]:
+        del row["big"]
+    listed.write_text(json.dumps(rows[2]), encoding="utf-8")
+    plan = size_and_plan([lines, table, listed], tmp_path / "plan")
+    write_jsonl(plan, tmp_path / "out" / "ordered.jsonl", fields=("length",))
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["ordered.jsonl"]
+    written = read(tmp_path / "out" / "ordered.jsonl")
+    key = [record["conversations"][0]["value"] for record in written]
+    assert sorted(key) == sorted(row["conversations"][0]["value"] for group in rows for row in group)
+    assert all(record["length"] > 1 for record in written)
+    assert {record.get("big") for record in written} == {12345678901234567890123, None}
+    write_arrays(plan, tmp_path / "npy")
+    planned = read_planned(plan)
+    places = find_records([lines, table, listed], planned.samples)
+    with open_records([lines, table, listed], planned.samples, folder=tmp_path) as records:
+        for row in range(len(planned.samples)):
+            assert json.loads(records.read(row)) == rows[places.file[row]][places.record[row]]
+    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), places.record)
+
+
+def test_samples_without_ids_are_found_by_place(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", records_of(30, ids=False))
+    plan = size_and_plan([data], tmp_path / "plan")
+    assert read_planned(plan).samples.ids is None
+    write_jsonl(plan, tmp_path / "out.jsonl")
+    assert len({r["conversations"][0]["value"] for r in read(tmp_path / "out.jsonl")}) == 30
+
+
+def test_repeated_ids_are_found_where_all_of_them_were_planned(tmp_path: Path) -> None:
+    rows = records_of(12)
+    for i in (3, 7):
+        rows[i]["id"] = "r1"
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    plan = size_and_plan([data], tmp_path / "plan", unique_ids=False)
+    assert {"r1", "r1#2", "r1#3"} <= set(read_planned(plan).samples.ids or ())
+    write_jsonl(plan, tmp_path / "out.jsonl")
+    texts = sorted(r["conversations"][1]["value"] for r in read(tmp_path / "out.jsonl"))
+    assert texts == sorted(row["conversations"][1]["value"] for row in rows)
+
+
+def test_repeated_ids_of_which_some_were_left_out_are_told_apart_by_their_line(tmp_path: Path) -> None:
+    rows = records_of(12)
+    rows[3]["id"], rows[3]["image"] = "r7", "gone.png"  # sizing leaves this one out and keeps the later
+    plan = size_and_plan([write_lines(tmp_path / "data.jsonl", rows)], tmp_path / "plan")
+    write_jsonl(plan, tmp_path / "out.jsonl")
+    written = {record["id"]: record["conversations"] for record in read(tmp_path / "out.jsonl")}
+    assert written["r7"] == rows[7]["conversations"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["good", "broken", "blank", "no id", "no image"]), st.integers(0, 40))),
+    st.integers(1, 3),
+)
+def test_any_mixture_of_good_and_bad_lines_is_found_again(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], num_files: int
+) -> None:
+    folder = tmp_path_factory.mktemp("mixture")
+    good = records_of(num_files, start=1000)  # one per file, so that no file is empty of samples
+    files = []
+    for number in range(num_files):
+        lines = [json.dumps(good[number])]
+        for i, (kind, words) in enumerate(kinds[number::num_files]):
+            row = records_of(1, start=100 * number + i, ids=kind != "no id")[0]
+            row["conversations"][0]["value"] += "x " * words
+            if kind == "no image":
+                row["image"] = "gone.png"
+            lines.append({"broken": "{", "blank": " "}.get(kind) or json.dumps(row))
+        files.append(folder / f"part{number}.jsonl")
+        files[-1].write_text("\r\n".join(lines), encoding="utf-8")
+    model = describe("Qwen2.5-VL-7B")
+    sized = size_samples(files, image_rule=model.image_rule, tokenizer=None, on_bad="skip")
+    with open_records(files, sized.table, folder=folder) as records:
+        found = [records.read(row) for row in range(len(sized.table))]
+    again = folder / "again.jsonl"
+    again.write_bytes(b"\n".join(found))
+    resized = size_samples(again, image_rule=model.image_rule, tokenizer=None)
+    np.testing.assert_array_equal(resized.table.num_tokens, sized.table.num_tokens)
+    questions = [json.loads(record)["conversations"][1]["value"] for record in found]
+    assert len(set(questions)) == len(questions)  # no record twice
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", records_of(12))
+    plan = size_and_plan([data], tmp_path / "plan")
+    write_lines(data, records_of(13))
+    with pytest.raises(PlanError, match=r"data.jsonl changed since the plan was made: run `trimtab plan` again"):
+        write_jsonl(plan, tmp_path / "out.jsonl")
+    other = write_lines(tmp_path / "other.jsonl", records_of(11))
+    with pytest.raises(
+        SampleError, match=r"1 of the plan's 12 samples, such as r11, are not on the lines .*line 12.*: name"
+    ):
+        write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
+    swapped = write_lines(tmp_path / "swapped.jsonl", records_of(12)[::-1])
+    with pytest.raises(SampleError, match=r"12 of the plan's 12 samples, such as r0, .* or plan again"):
+        write_jsonl(plan, tmp_path / "out.jsonl", data=[swapped])
+    with pytest.raises(SampleError, match=r"come from 1 files, and 2 were named .*: name the files that were planned"):
+        write_jsonl(plan, tmp_path / "out.jsonl", data=[other, swapped])
+    data.unlink()
+    with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):
+        write_jsonl(plan, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", records_of(12, ids=False))
+    plan = size_and_plan([data], tmp_path / "plan")
+    other = write_lines(tmp_path / "other.jsonl", [*records_of(12, ids=False), ["no object"]])
+    with pytest.raises(
+        SampleError, match=r"holds 12 samples without ids, .* holds 13 records, 1 of them broken: name the files"
+    ):
+        write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
+
+
+def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) -> None:
+    sizes = write_lines(tmp_path / "sizes.jsonl", [{"num_tokens": 3}])
+    with pytest.raises(SampleError, match=r"sizes.jsonl holds sizes and no records to write: name the data files"):
+        data_of(load_plan(planned), [sizes])
+    shard = tmp_path / "shard.tar"
+    shard.write_bytes(bytes(1024))
+    with pytest.raises(SampleError, match=r"shard.tar is a tar shard, .* go into no JSON: export npy, or"):
+        write_jsonl(planned, tmp_path / "out.jsonl", data=[shard])
+
+
+def test_bytes_in_a_column_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="writes a Parquet file")
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [row | {"thumb": b"\x00\xff"} for row in records_of(6)]
+    for row in rows:
+        del row["big"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    plan = size_and_plan([tmp_path / "data.parquet"], tmp_path / "plan")
+    with pytest.raises(
+        SampleError, match=r"field 'thumb' of record 1 of .* JSON, which has no such value: keep images"
+    ):
+        write_jsonl(plan, tmp_path / "out.jsonl")
+    write_arrays(plan, tmp_path / "npy")  # what the message offers
+    assert sorted(np.load(tmp_path / "npy" / "record.npy").tolist()) == list(range(6))
+
+
+def test_a_shards_samples_are_named_in_arrays(tmp_path: Path) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for i in range(8):
+            record = {"conversations": records_of(1, start=i)[0]["conversations"]}
+            content = b"{" if i == 3 else json.dumps(record).encode()
+            member = tarfile.TarInfo(f"s{i}.json")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    plan = size_and_plan([tmp_path / "shard.tar"], tmp_path / "plan")
+    write_arrays(plan, tmp_path / "npy")
+    ids = read_planned(plan).samples.ids
+    assert ids == ("s0", "s1", "s2", "s4", "s5", "s6", "s7")
+    assert np.load(tmp_path / "npy" / "record.npy").tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_names_and_fields_are_checked(planned: Path, tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match=r"packs.txt was to hold a list of records a line, .*: end it in .jsonl"):
+        write_nested_packs(planned, tmp_path / "packs.txt")
+    with pytest.raises(SampleError, match=r"field 'words' is unknown to a plan: choose of length, num_tokens"):
+        write_jsonl(planned, tmp_path / "out.jsonl", fields=("words",))  # type: ignore[arg-type]
+
+
+def test_a_schedule_that_data_files_cannot_say_is_refused() -> None:
+    assert order_packs(Schedule(table=np.array([[[0, 2], [1, 3]], [[4, -1], [5, -1]]])), 6).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    with pytest.raises(PlanError, match=r"runs 2 packs, of 3 not each exactly once, .*: plan again"):
+        order_packs(Schedule(table=np.array([[[0], [1]]])), 3)
+    with pytest.raises(PlanError, match=r"an empty slot before a pack, .*: plan again"):
+        order_packs(Schedule(table=np.array([[[-1], [0]]])), 1)
+
+
+def test_the_notes_tell_what_a_loader_would_do_to_a_short_row(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", records_of(3))
+    plan = size_and_plan([data], tmp_path / "plan", max_patches=100, max_tokens=60)
+    result = write_nested_packs(plan, tmp_path / "packs.jsonl")
+    assert result.num_packs == 3
+    assert result.notes == (
+        "the last row has 3 packs for 4 ranks: a sampler that fills it up repeats packs, one with drop_last leaves "
+        "them out",
+    )
+
+
+# -- xtuner -----------------------------------------------------------------------------------------------------------
+
+
+def check_preset(folder: Path, num_lines: dict[str, int], *, max_length: int) -> None:
+    """What xtuner v1's PresetPackDataset asserts of the arrays when it opens them (commit 5081ed2)."""
+    boundaries, samples = np.load(folder / "boundaries.npy"), np.load(folder / "samples.npy")
+    paths = json.loads((folder / "paths.json").read_text(encoding="utf-8"))
+    assert boundaries.dtype == samples.dtype == np.int64
+    assert boundaries[-1] == len(samples)
+    assert samples.ndim == 2
+    assert samples.shape[1] == 6
+    assert set(samples[:, 0]) <= set(range(len(paths)))
+    for number, path in enumerate(paths):
+        lines = samples[samples[:, 0] == number, 1]
+        assert lines.min() >= 0
+        assert lines.max() < num_lines[path]
+    assert (samples[:, 2:4] == -1).all()
+    assert (samples[:, 4] == 0).all()
+    assert (samples[:, 5] > 0).all()
+    assert np.add.reduceat(samples[:, 5], boundaries[:-1]).max() <= max_length
+    order = np.load(folder / "order.npy")
+    assert order.ndim == 1
+    assert sorted(order.tolist()) == list(range(len(boundaries) - 1))
+
+
+def test_xtuner_presets_hold_every_line_once(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", records_of(40))
+    plan = size_and_plan([data], tmp_path / "plan")
+    write_xtuner_packs(plan, tmp_path / "preset")
+    packing = read_planned(plan).packing
+    check_preset(tmp_path / "preset", {str(data): 40}, max_length=packing.limits[1])
+    assert sorted(np.load(tmp_path / "preset" / "samples.npy")[:, 1].tolist()) == list(range(40))
+
+
+def test_xtuner_presets_refuse_images_and_what_has_no_line_numbers(drawn: Path, planned: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedPlanError, match=r"samples of the plan have images, .* drop the pixels .*: export text"
+    ):
+        write_xtuner_packs(planned, tmp_path / "preset")
+    with pytest.raises(UnsupportedPlanError, match=r"data.jsonl has blank lines, .* numbers .* by line: remove them"):
+        write_xtuner_packs(planned, tmp_path / "preset", allow_images=True)
+    listed = tmp_path / "data.json"
+    listed.write_text(json.dumps([{k: v for k, v in r.items() if k != "big"} for r in records_of(9)]), encoding="utf-8")
+    plan = size_and_plan([listed], tmp_path / "plan")
+    with pytest.raises(UnsupportedPlanError, match=r"data.json is not JSON Lines, and xtuner packs lines: write it as"):
+        write_xtuner_packs(plan, tmp_path / "preset")
+
+
+def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from trimtab.plan.file import array_bytes, name_table
+
+    copy = tmp_path / "plan"
+    shutil.copytree(planned, copy)
+    indices = np.load(copy / "indices.npy")
+    indices[0] = indices[1]
+    content = array_bytes(indices)
+    (copy / "indices.npy").write_bytes(content)
+    plan = load_plan(copy)
+    packing = replace(plan.decisions.packing, indices=name_table("indices.npy", content))
+    changed = replace(plan, decisions=replace(plan.decisions, packing=packing))
+    (copy / "plan.yaml").write_text(plan_to_yaml(changed), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"hold a sample twice, and data files say each once: plan again"):
+        read_planned(copy)
+
+
+def test_the_table_type_is_what_sizing_returns(planned: Path) -> None:
+    assert isinstance(read_planned(planned).samples, SampleTable)

@@ -1,0 +1,345 @@
+"""`runtime/cursor.py`, `tables.py`, `order.py`: a plan's packs dealt to any number of ranks, from any place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import small_plan
+
+from trimtab.errors import PlanError
+from trimtab.files import write_atomically
+from trimtab.plan.file import name_table, plan_to_yaml
+from trimtab.plan.packs import even_steps, pack_contents
+from trimtab.runtime.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
+from trimtab.runtime.order import shuffled_index
+from trimtab.runtime.tables import PlanTables, hold_tables, open_tables
+from trimtab.specs import Packing, Schedule
+
+
+def packs_of(num_packs: int, *, dp: int, num_microbatches: int, even: bool = False) -> tuple[Packing, Schedule]:
+    """Pack p holds 1 + p % 3 rows; packs are dealt in a shuffled order, as dispatch deals them."""
+    sizes = 1 + np.arange(num_packs) % 3
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    indices = np.random.default_rng(num_packs).permutation(int(offsets[-1])).astype(np.int64)
+    num_steps = -(-num_packs // (dp * num_microbatches))
+    slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)
+    slots[:num_packs] = np.random.default_rng(1).permutation(num_packs)
+    table = np.ascontiguousarray(slots.reshape(num_steps, num_microbatches, dp).transpose(0, 2, 1))
+    packing = Packing(offsets=offsets, indices=indices, limits=(10, 10), seed=5)
+    schedule = Schedule(table=table)
+    return packing, even_steps(schedule, num_microbatches) if even else schedule
+
+
+def tables_of(num_packs: int, *, dp: int = 2, num_microbatches: int = 2, even: bool = False) -> PlanTables:
+    return hold_tables(*packs_of(num_packs, dp=dp, num_microbatches=num_microbatches, even=even))
+
+
+def epoch_of(deal: Deal, cursor: Cursor) -> list[list[list[int]]]:
+    """(rank, micro-batch) -> rows, from the cursor to the end of its epoch."""
+    return [list(deal.microbatches(rank, cursor)) for rank in range(deal.dp)]
+
+
+def in_order(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """Packs in the order of the sequence, empty ones left out."""
+    return [pack for row in zip(*ranks, strict=True) for pack in row if pack]
+
+
+DEALS = st.fixed_dictionaries(
+    {
+        "num_packs": st.integers(1, 60),
+        "plan_dp": st.integers(1, 5),
+        "plan_microbatches": st.integers(1, 4),
+        "even": st.booleans(),
+        "dp": st.integers(1, 9),
+        "num_microbatches": st.integers(1, 5),
+        "short_step": st.sampled_from(["fill", "shorten"]),
+        "reshuffle": st.booleans(),
+        "epoch": st.integers(0, 3),
+    }
+)
+
+
+def deal_of(case: dict[str, object]) -> Deal:
+    tables = tables_of(
+        case["num_packs"], dp=case["plan_dp"], num_microbatches=case["plan_microbatches"], even=case["even"]
+    )
+    keys = ("dp", "num_microbatches", "short_step", "reshuffle")
+    return make_deal(tables, **{key: case[key] for key in keys})
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=DEALS)
+def test_every_row_once_and_equally_many_microbatches_for_any_dp(case) -> None:
+    deal = deal_of(case)
+    ranks = epoch_of(deal, Cursor(epoch=case["epoch"]))
+    assert len({len(own) for own in ranks}) == 1
+    rows = [row for own in ranks for pack in own for row in pack]
+    assert sorted(rows) == list(range(len(deal.tables.indices)))
+    num_rows = math.ceil(deal.tables.num_packs / deal.dp)
+    if case["short_step"] == "fill":
+        assert len(ranks[0]) == math.ceil(num_rows / deal.num_microbatches) * deal.num_microbatches
+    else:
+        assert len(ranks[0]) == num_rows  # no row of empty packs alone
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=DEALS, other_dp=st.integers(1, 9), other_microbatches=st.integers(1, 5))
+def test_the_order_of_packs_does_not_depend_on_dp(case, other_dp, other_microbatches) -> None:
+    here = deal_of(case)
+    there = deal_of({**case, "dp": other_dp, "num_microbatches": other_microbatches})
+    cursor = Cursor(epoch=case["epoch"])
+    assert in_order(epoch_of(here, cursor)) == in_order(epoch_of(there, cursor))
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=DEALS, share=st.floats(0, 1))
+def test_resume_after_any_microbatch_equals_going_on(case, share) -> None:
+    deal = deal_of(case)
+    start = Cursor(epoch=case["epoch"])
+    whole = epoch_of(deal, start)
+    done = int(share * len(whole[0]))
+    resumed = cursor_from_state(deal, cursor_to_state(deal, deal.advance(start, done)))
+    if done == len(whole[0]):
+        assert resumed == Cursor(epoch=case["epoch"] + 1)
+    else:
+        assert epoch_of(deal, resumed) == [own[done:] for own in whole]
+        assert deal.num_microbatches_left(resumed) == len(whole[0]) - done
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=DEALS, dps=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5))
+def test_a_run_that_changes_dp_between_steps_sees_every_pack_once_and_in_order(case, dps) -> None:
+    first = deal_of(case)
+    expected = in_order(epoch_of(first, Cursor(epoch=case["epoch"])))
+    seen, deal, cursor = [], first, Cursor(epoch=case["epoch"])
+    for dp, num_steps in dps:
+        count = min(num_steps * deal.num_microbatches, deal.num_microbatches_left(cursor))
+        ranks = [own[:count] for own in epoch_of(deal, cursor)]
+        seen += in_order(ranks)
+        state = cursor_to_state(deal, deal.advance(cursor, count))
+        deal = deal_of({**case, "dp": dp})
+        cursor = cursor_from_state(deal, state)
+        if cursor.epoch > case["epoch"]:
+            break
+    else:
+        seen += in_order(epoch_of(deal, cursor))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8, 16, 32])
+def test_a_plan_for_8_ranks_keeps_its_steps_on_fewer_and_on_more(dp: int) -> None:
+    tables = tables_of(320, dp=8, num_microbatches=4)
+    deal = make_deal(tables, dp=dp)
+    assert deal.num_microbatches * dp == 32
+    for step in (0, 7):
+        packs = [pack for rank in range(dp) for pack in deal.step(0, step, rank)]
+        planned = [tables.rows(int(pack)) for pack in tables.schedule[step].reshape(-1)]
+        assert sorted(packs) == sorted(planned)
+
+
+def test_step_is_what_iteration_gives() -> None:
+    deal = make_deal(tables_of(23), dp=3, num_microbatches=2)
+    for rank in range(3):
+        own = list(deal.microbatches(rank, Cursor(epoch=1)))
+        assert [pack for step in range(4) for pack in deal.step(1, step, rank)] == own
+    with pytest.raises(PlanError, match="step 4 was asked for: an epoch has steps 0 to 3"):
+        deal.step(0, 4, 0)
+
+
+def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None:
+    tables = tables_of(43)  # 10 full steps of 4 packs, and a short one
+    deal = make_deal(tables, dp=2, num_microbatches=2)
+    steps = [
+        [[deal.step(epoch, step, rank) for rank in range(2)] for step in range(deal.num_steps_left(Cursor()))]
+        for epoch in range(3)
+    ]
+    plan = [[[tables.rows(p) if p >= 0 else [] for p in own] for own in step] for step in tables.schedule.tolist()]
+    assert steps[0] == plan
+    for epoch in (1, 2):
+        assert steps[epoch] != plan
+        assert sorted(steps[epoch]) == sorted(plan)
+        assert steps[epoch][-1] == plan[-1]  # the short step stays last
+    assert steps[1] != steps[2]
+    again = make_deal(tables, dp=2, num_microbatches=2, reshuffle=False)
+    assert epoch_of(again, Cursor(epoch=2)) == epoch_of(again, Cursor())
+    other = make_deal(tables, dp=2, num_microbatches=2, seed=99)
+    assert epoch_of(other, Cursor(epoch=1)) != epoch_of(deal, Cursor(epoch=1))
+    assert epoch_of(other, Cursor()) == epoch_of(deal, Cursor())
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
+def test_the_shuffle_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+    assert sorted(shuffled_index(i, n, seed, epoch) for i in range(n)) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [4, 5, 80])
+def test_the_shuffle_puts_every_entry_everywhere_equally_often(n: int) -> None:
+    """Chi-square of 20 places x n values: within five standard deviations of what random permutations give."""
+    num_epochs, places = 100 * n, range(min(n, 20))
+    met = Counter((place, shuffled_index(place, n, 3, epoch)) for epoch in range(num_epochs) for place in places)
+    expected = num_epochs / n
+    chi2 = sum((met[place, value] - expected) ** 2 / expected for place in places for value in range(n))
+    freedom = len(places) * (n - 1)
+    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_small_shuffles_reach_every_permutation() -> None:
+    met = Counter(tuple(shuffled_index(i, 4, 3, epoch) for i in range(4)) for epoch in range(2400))
+    assert set(met) == set(itertools.permutations(range(4)))
+
+
+def test_the_shuffle_of_a_huge_plan_is_read_in_place() -> None:
+    n = 10**12
+    values = [shuffled_index(i, n, 1) for i in range(50)]
+    assert len(set(values)) == 50
+    assert all(0 <= value < n for value in values)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def write_packs(folder: Path, packing: Packing, schedule: Schedule) -> Path:
+    for name, content in pack_contents(packing, schedule).items():
+        write_atomically(folder / name, content)
+    return folder
+
+
+def test_tables_of_a_folder_are_those_in_memory(tmp_path: Path) -> None:
+    packing, schedule = packs_of(23, dp=2, num_microbatches=3)
+    opened, held = open_tables(write_packs(tmp_path, packing, schedule)), hold_tables(packing, schedule)
+    deals = [make_deal(tables, dp=2) for tables in (opened, held)]
+    assert epoch_of(deals[0], Cursor()) == epoch_of(deals[1], Cursor())
+
+
+def test_the_tables_are_mapped_and_not_read(tmp_path: Path) -> None:
+    """What is opened holds on to the files and owns next to nothing, however large they are."""
+    tables = open_tables(write_packs(tmp_path, *packs_of(1000, dp=2, num_microbatches=3)))
+    for name in ("offsets", "indices", "schedule"):
+        base = getattr(tables, name)
+        while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+            base = base.base
+        assert isinstance(base, np.memmap), name
+
+
+def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"there is no table .*offsets.npy: give the folder that"):
+        open_tables(tmp_path)
+
+
+def test_tables_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
+    write_packs(tmp_path, *packs_of(5, dp=2, num_microbatches=1))
+    (tmp_path / "indices.npy").write_bytes(b"nonsense")
+    with pytest.raises(PlanError, match=r"indices.npy is no .npy array"):
+        open_tables(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": np.zeros((2, 2), np.int64)}, "other shapes than a plan's"),
+        ({"offsets": np.array([0, 1, 99])}, "point outside their samples"),
+        ({"schedule": np.array([[[0], [-1]], [[1], [2]]])}, "only the last step may be short"),
+    ],
+)
+def test_tables_that_make_no_plan_are_refused(change: dict[str, np.ndarray], message: str) -> None:
+    arrays = {
+        "offsets": np.array([0, 1, 2, 3]),
+        "indices": np.arange(3),
+        "schedule": np.array([[[0], [1]], [[2], [-1]]]),
+    }
+    arrays |= change
+    packing = Packing(offsets=arrays["offsets"], indices=arrays["indices"], limits=(1, 1))
+    with pytest.raises(PlanError, match=message):
+        hold_tables(packing, Schedule(table=arrays["schedule"]))
+
+
+def write_plan_folder(folder: Path, *, num_packs: int = 11, **names: str) -> Path:
+    """A plan.yaml that names 11 packs in 3 steps of 2 ranks x 2 micro-batches, and its tables."""
+    packing, schedule = packs_of(11, dp=2, num_microbatches=2)
+    write_packs(folder, packing, schedule)
+    plan = small_plan()
+    tables = {
+        key: name_table(names.get(key, f"{key}.npy"), (folder / f"{key}.npy").read_bytes())
+        for key in ("offsets", "indices", "schedule")
+    }
+    decisions = replace(
+        plan.decisions,
+        parallel=replace(plan.decisions.parallel, dp=2),
+        schedule=replace(plan.decisions.schedule, num_microbatches=2),
+        packing=replace(plan.decisions.packing, num_packs=num_packs, num_steps=3, seed=5, **tables),
+    )
+    write_atomically(folder / "plan.yaml", plan_to_yaml(replace(plan, decisions=decisions)))
+    return folder
+
+
+def test_a_state_of_a_plan_folder_is_one_of_the_same_packs_in_memory(tmp_path: Path) -> None:
+    opened = open_tables(write_plan_folder(tmp_path))
+    held = tables_of(11)
+    assert (opened.digest, opened.seed) == (held.digest, held.seed)
+    assert open_tables(tmp_path / "plan.yaml").digest == opened.digest
+    deal = make_deal(opened, dp=2)
+    state = cursor_to_state(deal, deal.advance(Cursor(epoch=2), 2))
+    assert cursor_from_state(make_deal(held, dp=2), state) == Cursor(epoch=2, packs_done=4)
+
+
+def test_a_plan_whose_tables_are_another_plans_is_refused(tmp_path: Path) -> None:
+    write_plan_folder(tmp_path, num_packs=12)
+    with pytest.raises(PlanError, match=r"has 12 packs in \(3, 2, 2\) steps x dp x micro-batches, its tables 11 in"):
+        open_tables(tmp_path)
+
+
+def test_a_table_outside_the_plans_folder_is_refused(tmp_path: Path) -> None:
+    write_plan_folder(tmp_path, indices="../indices.npy")
+    with pytest.raises(
+        PlanError, match=r"'../indices.npy', which lies outside its own folder: keep tables beside the plan"
+    ):
+        open_tables(tmp_path)
+
+
+# -- settings and states ----------------------------------------------------------------------------------------------
+
+
+def test_all_problems_of_a_deal_are_told_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        make_deal(tables_of(8), dp=0, num_microbatches=0, short_step="drop")
+    assert "dp 0 is not a number of ranks" in str(caught.value)
+    assert "0 micro-batches are no step" in str(caught.value)
+    assert "short_step 'drop' is unknown: choose one of fill, shorten" in str(caught.value)
+
+
+def test_ranks_that_cannot_share_a_step_evenly_are_told() -> None:
+    with pytest.raises(
+        PlanError, match=r"hold 4 packs \(2 ranks x 2 micro-batches\), which 3 ranks cannot share evenly"
+    ):
+        make_deal(tables_of(8), dp=3)
+
+
+def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
+    deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
+    state = cursor_to_state(deal, deal.advance(Cursor(epoch=1), 4))
+    assert cursor_from_state(deal, state) == Cursor(epoch=1, packs_done=8)
+    with pytest.raises(PlanError, match=r"this is plan .*: resume with the plan of the run"):
+        cursor_from_state(make_deal(tables_of(17), dp=2, num_microbatches=2), state)
+    with pytest.raises(PlanError, match="their order would differ"):
+        cursor_from_state(make_deal(tables_of(16), dp=2, num_microbatches=2, seed=6), state)
+    with pytest.raises(PlanError, match="no usable seed, packs_done: give what state_dict"):
+        cursor_from_state(deal, {**state, "seed": "5", "packs_done": -1})
+    with pytest.raises(PlanError, match="stands behind pack 16 of 16"):
+        cursor_from_state(deal, {**state, "packs_done": 16})
+
+
+def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
+    deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
+    state = cursor_to_state(deal, deal.advance(Cursor(), 3))
+    assert cursor_from_state(deal, state) == Cursor(packs_done=4, microbatches_done=1)
+    with pytest.raises(PlanError, match="inside a step, after 1 of its 2 micro-batches on 2 ranks"):
+        cursor_from_state(make_deal(tables_of(16), dp=4, num_microbatches=1), state)

@@ -1,0 +1,171 @@
+"""`runtime/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_sets import PixelRule, talk, write_jsonl
+
+from trimtab.errors import PlanError, SampleError
+from trimtab.runtime.records import PlannedRecords, open_records
+from trimtab.samples.size import size_samples
+from trimtab.samples.table import SizingResult, load_table, save_sizing, save_table, table_bytes
+from trimtab.specs import SampleTable
+
+
+def record(name: str) -> dict[str, object]:
+    return {"name": name, "conversations": talk(f"who is {name}", name * 3)}
+
+
+def size(*files: Path, **options: object) -> SizingResult:
+    return size_samples(list(files), image_rule=PixelRule(), tokenizer=None, on_bad="skip", **options)
+
+
+def names(records: PlannedRecords) -> list[str]:
+    return [item["name"] for item in records]
+
+
+def test_left_out_and_blank_lines_shift_nothing(tmp_path: Path) -> None:
+    bad = {"name": "bad", "conversations": "no list"}
+    lines = [b"\xef\xbb\xbf" + json.dumps(record("a")).encode(), bad, b"", b"{broken", record("b"), bad, record("c")]
+    file = write_jsonl(tmp_path / "data.jsonl", lines)
+    result = size(file)
+    assert len(result.bad) == 3
+    records = PlannedRecords(result.table, [file])
+    assert names(records) == ["a", "b", "c"]
+    assert [str(records.place(row)) for row in range(3)] == [f"{file}:{line}" for line in (1, 5, 7)]
+    assert result.table.ids == ("data:1", "data:5", "data:7")
+
+
+def test_a_last_line_without_an_end_and_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.samples.records.CHUNK_BYTES", 200)
+    monkeypatch.setattr("trimtab.runtime.records._SCAN_BYTES", 64)
+    wanted = [f"n{i}" * (1 + i % 7) for i in range(60)]
+    rows: list[object] = [record(name) if i % 9 else b"[" for i, name in enumerate(wanted)]
+    file = write_jsonl(tmp_path / "data.jsonl", rows)
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    for workers in (1, 2):
+        assert names(PlannedRecords(size(file, workers=workers).table, [file])) == [
+            name for i, name in enumerate(wanted) if i % 9
+        ]
+
+
+def test_files_of_every_kind_together(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow: pip install 'trimtab[data]'")
+    import pyarrow
+    import pyarrow.parquet
+
+    bad: dict[str, object] = {"name": "bad", "conversations": []}
+    lines = write_jsonl(tmp_path / "a.jsonl", [record("a"), bad, record("b")])
+    listed = tmp_path / "b.json"
+    listed.write_text(json.dumps([bad, record("c"), record("d")]))
+    table = pyarrow.Table.from_pylist([record(name) for name in "efghij"])
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
+    files = [lines, listed, tmp_path / "c.parquet"]
+    result = size(*files)
+    records = PlannedRecords(result.table, files)
+    assert names(records) == list("abcdefghij")
+    assert [records[row]["name"] for row in (9, 0, 5, 2, 9)] == ["j", "a", "f", "c", "j"]
+    assert (records.place(2).file, records.place(2).line) == (listed, 2)
+    again = pickle.loads(pickle.dumps(records))  # as a spawned worker gets it
+    assert again[7]["name"] == "h"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_places_are_saved_and_outlive_a_second_sizing(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow: pip install 'trimtab[data]'")
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", [b"[", record(n), b"[", record(n + n)]) for n in "abc"]
+    saved = []
+    for number, part in enumerate((files[:2], files[2:])):
+        saved.append(tmp_path / f"sizes{number}{suffix}")
+        save_sizing(size(*part), saved[-1])
+    first = load_table(saved[0])
+    assert (first.num_files, first.file_index.tolist(), first.line.tolist()) == (2, [0, 0, 1, 1], [2, 4, 2, 4])
+    joined = size(*saved).table
+    assert names(PlannedRecords(joined, files)) == ["a", "aa", "b", "bb", "c", "cc"]
+    save_table(joined, tmp_path / f"joined{suffix}")
+    assert names(PlannedRecords(load_table(tmp_path / f"joined{suffix}"), files)) == ["a", "aa", "b", "bb", "c", "cc"]
+
+
+def test_a_clean_file_needs_no_columns_of_places(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "data.jsonl", [record("a"), record("b")])
+    table = size(file).table
+    assert table.line is None
+    assert table.file_index is None
+    assert b"file_index" not in table_bytes(table)
+    assert names(PlannedRecords(table, [file])) == ["a", "b"]
+
+
+def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", record("b")])
+    table = size(file).table
+    assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
+    assert len(list(tmp_path.glob("line-starts-*.npy"))) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr("trimtab.runtime.records._starts_of", lambda file: pytest.fail("the file was read again"))
+        assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
+    write_jsonl(file, [record("longer"), b"[", record("b")])
+    assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]
+
+
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", record("b")])
+    short = write_jsonl(tmp_path / "short.jsonl", [record("a")])
+    table = size(file).table
+    with pytest.raises(
+        SampleError, match="2 data files were given, the samples were sized from 1: give the files that"
+    ):
+        PlannedRecords(table, [file, file])
+    with pytest.raises(
+        SampleError, match=r"short.jsonl has 1 lines, and a sample was sized from line 3: give the files"
+    ):
+        PlannedRecords(table, [short])
+    with pytest.raises(IndexError, match="row 2 of a plan of 2 samples"):
+        PlannedRecords(table, [file])[2]
+    shard = tmp_path / "shard.tar"
+    shard.write_bytes(bytes(1024))
+    with pytest.raises(SampleError, match=r"shard.tar: records of tar shards cannot be read one by one"):
+        PlannedRecords(table, [shard])
+
+
+def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.models.describe import describe
+    from trimtab.plan.build import make_plan, write_plan
+    from trimtab.plan.options import PlanOptions, PlanOrigin
+    from trimtab.plan.plan import DataFile
+
+    file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", *(record(f"b{i}") for i in range(20))])
+    model, cluster = describe("Qwen2.5-VL-7B"), parse_cluster("16xA100-80GB")
+    options = PlanOptions(dp=2, pp=8, tp=1, max_tokens=200, max_patches=1000)
+    origin = PlanOrigin(data_files=(DataFile(path=str(file), num_bytes=file.stat().st_size, blake2b="0" * 16),))
+    details = make_plan(model, size(file).table, cluster, options, origin=origin)
+    write_plan(details, tmp_path / "plan")
+    for records in (open_records(tmp_path / "plan"), open_records(tmp_path / "plan" / "plan.yaml", [file])):
+        assert names(records) == ["a", *(f"b{i}" for i in range(20))]
+        np.testing.assert_array_equal(records.samples.num_tokens, details.samples.num_tokens)
+    file.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(
+        PlanError, match=r"names .*data.jsonl, where no records are: give the data files that were sized"
+    ):
+        open_records(tmp_path / "plan")
+    assert names(open_records(tmp_path / "plan", [tmp_path / "moved.jsonl"]))[1] == "b0"
+
+
+def test_a_table_of_your_own_is_row_for_row(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "data.jsonl", [{"name": "a"}, {"name": "b"}])
+    two = np.ones(2, np.int64)
+    table = SampleTable(
+        num_images=two,
+        num_patches=two,
+        num_tokens=two,
+        patches_sq=two,
+        patches_windowed=two,
+        source=np.zeros(2, np.int32),
+    )
+    assert names(PlannedRecords(table, [file])) == ["a", "b"]
