@@ -16,13 +16,13 @@ from trimtab.samples.read import read_lengths
 from trimtab.units import format_seconds
 
 CASES = (
-    ("three real sets", "*_lengths.json", trimtab.PlanOptions(pp=4, tp=2, num_microbatches=11, fused_kernels=True)),
+    ("three real sets", "*_lengths.json", trimtab.PlanOptions(pp=4, tp=2, global_batch=208, fused_kernels=True)),
     (
         "mixture of 1.24 M",
         "mixture_*.parquet",
-        trimtab.PlanOptions(pp=4, tp=2, num_microbatches=11, fused_kernels=True),
+        trimtab.PlanOptions(pp=4, tp=2, global_batch=208, fused_kernels=True),
     ),
-    ("mixture, degrees left open", "mixture_*.parquet", trimtab.PlanOptions(fused_kernels=True)),
+    ("mixture, degrees left open", "mixture_*.parquet", trimtab.PlanOptions(global_batch=208, fused_kernels=True)),
 )
 
 

@@ -34,7 +34,7 @@ class PartitionError(TrimtabError):
 
 
 class PlanError(TrimtabError):
-    """A plan file is not readable, or no longer fits its inputs."""
+    """A plan cannot be made with these options, is not readable, or no longer fits its inputs."""
 
 
 class UnsupportedPlanError(PlanError):

@@ -213,6 +213,11 @@ class ClusterSpec:
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def slowest_link_bytes_per_s(self) -> float:
+        """Between devices of different nodes, where there are several; else within the node."""
+        return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
@@ -350,6 +355,7 @@ class LayerCost:
         float, ...
     ]  # live at once inside the layer's backward: a re-materialised layer, or fp32 logits
     group: int  # layers of one group cost the same
+    step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +381,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
-    """Layers `first <= i < last` of the model hold their activations by `tier`."""
+    """Layers of the model, by number, that hold their activations by `tier`."""
 
     tier: Literal["selective", "full"]
     layers: tuple[int, ...]

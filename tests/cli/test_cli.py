@@ -89,7 +89,15 @@ def test_a_changed_decision_is_found(run: Run, planned: Path, tmp_path: Path) ->
         ("memory_bytes: ", "", "would hold"),
         ("language_model.layers[", "language_model.lairs[", "forward order"),
         ("max_tokens: ", "max_tokens: 1 # ", "packs hold more than"),
-        ("num_samples: 240", "num_samples: 241", "rows"),
+        ("num_samples: 240", "num_samples: 241", "num_samples is 241 in the plan and 240"),
+        ("parallel: {dp: ", "parallel: {dp: 1", "the cluster has 8 devices"),
+        ("num_nodes: 1", "num_nodes: 2", "the cluster has 16 devices"),
+        ("num_params: 8292166656", "num_params: 5", "num_params is 5"),
+        ("num_packs: ", "num_packs: 1 # ", "num_packs is 1"),
+        ("num_skipped: 0", "num_skipped: -7", "num_skipped is -7"),
+        ("num_microbatches: 4", "num_microbatches: 99999999999999999999", "which no run has"),
+        ("memory_bytes: 8", "memory_bytes: 0 # ", "memory"),
+        ("layers_blake2b: ", "layers_blake2b: '0' # ", "other layers or image sizes"),
     ):
         assert before in text
         changed = shrink_memory(text) if before == "memory_bytes: " else text.replace(before, after)
@@ -177,3 +185,55 @@ def test_skipped_samples_are_named_and_counted(run: Run, drawn: Path, tmp_path: 
 
 def test_version(run: Run) -> None:
     assert run("--version").out.startswith("trimtab 0.")
+
+
+def test_a_source_key_survives_resume_and_parquet(run: Run, drawn: Path, tmp_path: Path) -> None:
+    import json
+
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    from trimtab.samples.table import load_table
+
+    words = ["--model", "InternVL-Chat-V1-5", "--tokenizer", drawn / "tokenizer.json", "--source-key", "source"]
+    for name in ("first", "again"):
+        extra = ["--resume", tmp_path / "parts", "--out", tmp_path / f"{name}.npz"]
+        assert run("size", drawn / "data.jsonl", *words, *extra).code == 0
+    assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
+    records = [json.loads(line) for line in (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        record["image"] = [record["image"]] if isinstance(record.get("image"), str) else record.get("image")
+    parquet.write_table(pa.Table.from_pylist(records), drawn / "data.parquet")
+    assert run("size", drawn / "data.parquet", *words, "--out", tmp_path / "parquet.npz").code == 0
+    sources = [load_table(tmp_path / f"{name}.npz").source_names for name in ("first", "parquet")]
+    assert sources[0] == sources[1]
+    assert len(sources[0]) > 3
+
+
+def test_several_saved_tables_keep_what_they_skipped_and_assumed(run: Run, drawn: Path, tmp_path: Path) -> None:
+    lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    tables = []
+    for name, content in (("a", lines[:120]), ("b", [*lines[120:], "{broken\n"])):
+        (drawn / f"part_{name}.jsonl").write_text("".join(content), encoding="utf-8")
+        words = ["--model", "Qwen2.5-VL-7B", "--on-bad", "skip", "--out", tmp_path / f"{name}.npz"]
+        assert run("size", drawn / f"part_{name}.jsonl", *words).code == 0
+        tables.append(tmp_path / f"{name}.npz")
+    found = run("plan", "Qwen2.5-VL-7B", *tables, *PLAN, "--out", tmp_path / "p", "--json").json
+    assert (found["num_samples"], found["num_skipped"]) == (240, 1)
+    assert any("estimate" in sentence for sentence in found["assumptions"])
+    other = run("plan", "InternVL-Chat-V1-5", *tables, *PLAN, "--out", tmp_path / "q")
+    assert other.code == 2
+    assert "was sized by the image rule" in other.err
+    ignored = run("plan", "Qwen2.5-VL-7B", tables[0], *PLAN, "--tokenizer", "/nope", "--out", tmp_path / "r")
+    assert "tokenizer change nothing" in ignored.err
+
+
+def test_a_folder_that_is_a_file_is_named(run: Run, planned: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for words in (
+        ["report", planned],
+        ["pack", planned / "samples.npz", "--max-patches", "99999", "--max-tokens", "99999"],
+    ):
+        result = run(*words, "--out", tmp_path / "file")
+        assert result.code == 2, result
+        assert "name another file or folder" in result.err

@@ -45,8 +45,8 @@ def run(arguments: list[str], folder: Path, timeout_s: float = 300) -> subproces
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`trimtab demo` on few samples."""
-    folder = tmp_path_factory.mktemp("demo") / "demo"
-    result = run([sys.executable, "-m", "trimtab", "demo", "--num-samples", "300", "--out", str(folder)], folder.parent)
+    folder = tmp_path_factory.mktemp("demo") / "trimtab-demo"
+    result = run([sys.executable, "-m", "trimtab", "demo", "--num-samples", "300", "--out", folder.name], folder.parent)
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -57,7 +57,7 @@ def is_install(code: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_snippet_runs(page: Path, demo: Path, tmp_path: Path) -> None:
-    (tmp_path / "demo").symlink_to(demo)
+    (tmp_path / "trimtab-demo").symlink_to(demo)
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):

@@ -224,6 +224,7 @@ def make_details(
             state_gib=31.2,
             activations_gib=20.0,
             transient_gib=3.4,
+            reserve_gib=0.0,
         )
         for s in last.stages
     )
@@ -291,18 +292,25 @@ def make_details(
             num_layers=len(model.layers),
             num_params=model.num_params,
             layers_blake2b="aa11bb22",
+            forbidden_cuts=(),
         ),
         data=DataInput(
             files=(DataFile(path=data, num_bytes=48_210_331, blake2b="01ab23cd"),),
             num_samples=num_samples,
             num_skipped=3,
-            patch_unit="patches",
             tokens_exact=False,
             table="samples.npy",
             table_blake2b="99",
         ),
         cluster=ClusterInput(
-            device="A100-80", num_nodes=4, devices_per_node=8, memory_bytes=cap, reserve_bytes=4 * GIB
+            device="A100-80",
+            num_nodes=4,
+            devices_per_node=8,
+            device_blake2b="89abcdef89abcdef",
+            node_link_bytes_per_s=25e9,
+            latency_s=1e-5,
+            memory_bytes=cap,
+            reserve_bytes=4 * GIB,
         ),
         training=TrainingInput(
             dtype="bf16",
@@ -311,6 +319,7 @@ def make_details(
             attention="flash",
             fused_kernels=False,
             frozen_towers=(),
+            recompute="auto",
             costs="analytic",
         ),
     )

@@ -10,7 +10,7 @@ import pytest
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PackingError, PartitionError, PlanError
+from trimtab.errors import PackingError, PartitionError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.check import check_plan
@@ -143,7 +143,10 @@ def test_too_little_memory_says_how_much_is_missing() -> None:
     [
         ({"pp": 3}, "multiple of 3"),
         ({"dp": 2, "pp": 2, "tp": 2}, "no whole number of replicas"),
+        ({"tp": 16}, "divides a node"),
+        ({"global_batch": 99}, "the data holds 20 samples"),
         ({"memory_bytes": 2**40}, "of memory per device was asked for"),
+        ({"memory_bytes": 40}, "as in 40GiB"),
     ],
 )
 def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int], message: str) -> None:
@@ -159,6 +162,11 @@ def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int]
         ({"reserve": 1.0}, "it is a share"),
         ({"num_chunks": 2}, "has one stage per device"),
         ({"schedule": "Interleaved1F1B"}, "give --num-chunks 2 or more"),
+        ({"schedule": "Interleaved1F1B", "num_chunks": 2, "pp": 1}, "a pipeline of one device"),
+        ({"dtype": "bf17"}, "choose one of bf16"),
+        ({"method": "random"}, "choose one of balanced, isf"),
+        ({"frozen_towers": ("head",)}, "models have vision, projector, language"),
+        ({"frozen_towers": ("vision", "projector", "language")}, "nothing to train"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, object], message: str) -> None:
@@ -172,3 +180,86 @@ def test_a_model_without_a_file_is_checked_with_the_model_in_hand(tmp_path: Path
     assert "pass it as model=" in check_plan(tmp_path)[0]
     assert check_plan(tmp_path, model=model) == []
     assert "other layers" in check_plan(tmp_path, model=describe("InternVL-Chat-V1-5", max_tiles=3))[0]
+
+
+def test_frozen_towers_exchange_no_gradients() -> None:
+    towers = ("vision", "language")
+    frozen = make_plan(MODEL, tile_samples(200), CLUSTER, dataclasses.replace(OPTIONS, frozen_towers=towers))
+    step_s = [layer.step_s for layer in frozen.profile.layers]
+    trained = [layer.tower == "projector" for layer in frozen.profile.layers]
+    assert [seconds > 0 for seconds in step_s] == trained
+
+
+@pytest.mark.parametrize("limits", [(10, 10), (None, 10)])
+@pytest.mark.parametrize("oversize", ["error", "skip"])
+def test_limits_below_every_sample_are_refused(limits: tuple[int | None, int | None], oversize: str) -> None:
+    options = dataclasses.replace(OPTIONS, max_patches=limits[0], max_tokens=limits[1], oversize=oversize)
+    with pytest.raises(TrimtabError, match=r"hardly a sample|do not fit a pack|every sample exceeds"):
+        make_plan(MODEL, dataclasses.replace(tile_samples(50), num_tokens=np.full(50, 500)), CLUSTER, options)
+
+
+def test_open_limits_hold_most_samples_where_the_rest_may_be_skipped() -> None:
+    samples = tile_samples(300)
+    tokens = samples.num_tokens.copy()
+    tokens[7] = 400_000
+    samples = dataclasses.replace(samples, num_tokens=tokens)
+    made = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(OPTIONS, oversize="skip"))
+    assert made.plan.decisions.packing.max_tokens < 100_000
+    assert made.packing.oversize.tolist() == [7]
+
+
+def test_text_alone_with_one_limit_given_makes_a_plan() -> None:
+    zeros = np.zeros(100, np.int64)
+    text = dataclasses.replace(
+        tile_samples(100), num_images=zeros, num_patches=zeros, patches_sq=zeros, patches_windowed=zeros
+    )
+    made = make_plan(MODEL, text, CLUSTER, dataclasses.replace(OPTIONS, max_patches=9225))
+    assert made.packing.sums(text.num_tokens).max() <= made.plan.decisions.packing.max_tokens
+
+
+@pytest.mark.parametrize("num_samples", [230, 250, 280])
+def test_gpipe_fits_with_the_micro_batches_it_was_priced_with(num_samples: int, tmp_path: Path) -> None:
+    options = PlanOptions(pp=8, tp=2, schedule="GPipe", memory_bytes=50 * 2**30)
+    write_plan(make_plan(MODEL, tile_samples(num_samples), CLUSTER, options), tmp_path)
+    assert check_plan(tmp_path) == []
+
+
+@pytest.mark.parametrize("global_batch", [100, 130, 250])
+def test_interleaved_steps_hold_whole_rounds_of_the_pipeline(global_batch: int) -> None:
+    options = PlanOptions(pp=4, tp=2, schedule="Interleaved1F1B", num_chunks=2, global_batch=global_batch)
+    made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
+    assert made.plan.decisions.schedule.num_microbatches % 4 == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dataclasses.replace(OPTIONS, recompute="full"),
+        dataclasses.replace(OPTIONS, oversize="alone", max_patches=9225, max_tokens=1500),
+        PlanOptions(pp=4, tp=2, schedule="GPipe", num_microbatches=4, zero_stage=0, optimizer="sgd"),
+    ],
+)
+def test_other_plans_simulate_to_the_same_figures(options: PlanOptions, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(CLUSTER, node_link_bytes_per_s=5e9, latency_s=1e-4)
+    model = dataclasses.replace(MODEL, forbidden_cuts=frozenset(range(1, 40)))
+    made = make_plan(model, tile_samples(300), cluster, options)
+    write_plan(made, tmp_path)
+    loaded = load_details(tmp_path)
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+        assert before.stages == after.stages
+
+
+def test_a_device_of_ones_own_is_checked_with_the_cluster_in_hand(tmp_path: Path) -> None:
+    slow = dataclasses.replace(CLUSTER.device, peak_flops=1e14)
+    cluster = dataclasses.replace(CLUSTER, device=slow)
+    write_plan(make_plan(MODEL, tile_samples(100), cluster, OPTIONS), tmp_path)
+    assert "has other figures" in check_plan(tmp_path)[0]
+    assert check_plan(tmp_path, cluster=cluster) == []
+
+
+def test_no_variant_beats_the_plan() -> None:
+    for options in (PlanOptions(pp=8, tp=4), PlanOptions(pp=16, tp=1, global_batch=64), PlanOptions(pp=2, tp=8)):
+        made = make_plan(MODEL, tile_samples(400), CLUSTER, options)
+        epochs = [v.epoch_s for v in made.variants if v.fits]
+        assert epochs[-1] <= min(epochs) * (1 + 1e-12)

@@ -206,11 +206,11 @@ def test_cuts_before_the_token_embedding_are_refused_with_reason_and_price(at, n
     model = make_model()
     stages = cut(model, at, first_block(model) + 6)
     with pytest.raises(
-        UnsupportedPlanError, match=rf"cuts stages before {name}, .*no letter for vision layers.*forbid"
+        UnsupportedPlanError, match=rf"cuts stages before {name}, .*no letter for vision layers.*--for megatron"
     ):
         export(model, stages)
     with pytest.raises(
-        UnsupportedPlanError, match=r"when planning \(the best .* takes 1\.86 x as long a step\), or train"
+        UnsupportedPlanError, match=r"--for megatron \(the best .* takes 1\.86 x as long a step\), or train"
     ):
         export(model, stages, price=1.8571)
 

@@ -195,7 +195,7 @@ BAD_ROWS = {
     "token in text": ({"conversations": talk("<|image_pad|>")}, "placeholder", "keep the token out"),
     "system refused": ({"conversations": [{"from": "system", "value": "refuse me"}]}, "template", "refuses it"),
     "missing": ({"conversations": talk("<image>"), "image": "absent.png"}, "path", "No such file"),
-    "null byte": ({"conversations": talk("<image>"), "image": "a\0.png"}, "path", "null byte"),
+    "null byte": ({"conversations": talk("<image>"), "image": "a\0.png"}, "path", "embedded null"),
     "long name": ({"conversations": talk("<image>"), "image": "x" * 5000}, "path", "name too long"),
     "folder": ({"conversations": talk("<image>"), "image": "sub"}, "image", "folder or a device"),
     "dot": ({"conversations": talk("<image>"), "image": "."}, "image", "folder or a device"),

@@ -7,6 +7,7 @@ first stage. Checked against megatron-core 0.16.1 by tests/integration/test_mega
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -73,8 +74,8 @@ def megatron_flags(
 
     `stages` hold every layer once, in forward order; stage s runs on pipeline rank s mod pp. A pack is one micro-batch,
     hence `microbatch_size` 1. `price` is the step time of the best plan without `unsupported_cuts`, relative to this
-    plan's; it is quoted where such a cut is refused. Degrees come out as flags, except dp, which Megatron derives from
-    the number of processes.
+    plan's, infinite if none fits; it is quoted where such a cut is refused. Degrees come out as flags, except dp, which
+    Megatron derives from the number of processes.
     """
     assert [stage.start for stage in stages[1:]] == [stage.stop for stage in stages[:-1]]
     assert stages[0].start == 0
@@ -162,10 +163,14 @@ def _cut_problems(model: ModelSpec, stages: Sequence[Stage], price: float | None
     if not cuts:
         return []
     before = ", ".join(model.layers[cut].name for cut in cuts)
-    cost = "" if price is None else f" (the best plan without such cuts takes {price:.2f} x as long a step)"
+    cost = ""
+    if price is not None and math.isinf(price):
+        cost = " (without such cuts nothing fits these degrees of parallelism; it chooses others)"
+    elif price is not None:
+        cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
     return [
         f"the plan cuts stages before {before}, and a Megatron-Core layout has no letter for vision layers, so that "
-        f"vision tower, projector and embedding share the first stage: forbid these cuts when planning{cost}, or train "
+        f"vision tower, projector and embedding share the first stage: plan with --for megatron{cost}, or train "
         "with a runtime that makes them"
     ]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from trimtab.errors import SampleError
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -64,18 +66,23 @@ class Reading:
 
 
 def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> SizingResult:
-    """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load one saved table."""
+    """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
     from trimtab.cli.output import log, progress
     from trimtab.models.images import rule_in_sample
     from trimtab.samples.size import MapChunks, size_samples
-    from trimtab.samples.table import is_saved_table, load_sizing
+    from trimtab.samples.table import is_saved_table
     from trimtab.samples.tokens import MARKUPS
     from trimtab.samples.workers import map_in_order
 
-    if len(data) == 1 and data[0].is_file() and is_saved_table(data[0]):
-        return load_sizing(data[0])
+    saved = [path.is_file() and is_saved_table(path) for path in data]
+    if all(saved):
+        return load_saved(model, data, reading)
+    if any(saved):
+        raise SampleError(
+            f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
+        )
     workers = reading.workers or os.cpu_count() or 1
     map_chunks: MapChunks = map_in_order
     if reading.engine == "ray":
@@ -105,7 +112,29 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
         )
     for bad in result.bad:
         log(f"skipped {bad}")
-    if result.table.patch_unit == "tiles":
-        return result
-    sentence = f"Sizes are those of {model.name}, image rule {model.image_rule}."
-    return replace(result, assumptions=(*result.assumptions, sentence))
+    return result
+
+
+def load_saved(model: ModelSpec, tables: Sequence[Path], reading: Reading) -> SizingResult:
+    """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
+    from trimtab.cli.output import log
+    from trimtab.samples.read import read_lengths
+    from trimtab.samples.table import SizingResult, load_sizing
+
+    ignored = [field.name for field in fields(reading) if getattr(reading, field.name) != field.default]
+    if ignored:
+        log(f"warning: {', '.join(ignored)} change nothing: {tables[0]} is sized already")
+    results = [load_sizing(path) for path in tables]
+    for path, result in zip(tables, results, strict=True):
+        if result.image_rule not in (None, repr(model.image_rule)):
+            raise SampleError(
+                f"{path} was sized by the image rule {result.image_rule}, and {model.name} counts images by "
+                f"{model.image_rule}: size the data for this model, with the same --max-tiles or --max-pixels"
+            )
+    return SizingResult(
+        table=results[0].table if len(results) == 1 else read_lengths(tables),
+        bad=tuple(bad for result in results for bad in result.bad),
+        assumptions=tuple(dict.fromkeys(sentence for result in results for sentence in result.assumptions)),
+        num_read=sum(result.num_read for result in results),
+        image_rule=results[0].image_rule,
+    )

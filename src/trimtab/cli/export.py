@@ -24,15 +24,16 @@ def megatron(plan: PlanArgument, as_json: JsonOption = False) -> None:
     from trimtab.plan.reload import reload_plan
 
     found = reload_plan(plan)
+    case = found.case
     export = megatron_flags(
-        model=found.model,
+        model=case.model,
         stages=found.stages,
-        dims=found.setting.dims,
-        schedule=found.options.schedule,
-        num_microbatches=found.setting.num_microbatches,
-        num_chunks=found.options.num_chunks,
-        zero_stage=found.options.zero_stage,
-        price=price_without_cuts(found, unsupported_cuts(found.model)),
+        dims=case.setting.dims,
+        schedule=case.options.schedule,
+        num_microbatches=case.setting.num_microbatches,
+        num_chunks=case.options.num_chunks,
+        zero_stage=case.options.zero_stage,
+        price=price_without_cuts(case, found.stages, unsupported_cuts(case.model)),
     )
     if as_json:
         print_json(

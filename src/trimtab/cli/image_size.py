@@ -24,7 +24,7 @@ def image_size(
     """Print ViT patches and LLM tokens of an image of SIZE pixels."""
     from trimtab.models.describe import describe as describe_model
 
-    match = re.fullmatch(r"(\d{1,7})[xX](\d{1,7})", size.strip())
+    match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", size.strip())
     if match is None:
         raise ImageError(f"{size!r} is not an image size: write width x height in pixels, as in 1920x1080")
     model = describe_model(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)

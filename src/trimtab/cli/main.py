@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -58,6 +59,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
+    warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
     try:
         app()
     except TrimtabError as error:
@@ -67,6 +69,9 @@ def main() -> None:
         if extra is None:
             raise
         _fail(f"this needs {error.name}, which is not installed: pip install 'trimtab[{extra}]'")
+    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        reason = (error.strerror or "no reason given").lower()
+        _fail(f"cannot use {error.filename}: {reason}; name another file or folder")
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away: nothing is wrong, nobody is left to tell
         sys.exit(0)

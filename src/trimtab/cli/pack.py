@@ -22,8 +22,10 @@ OversizeOption = Annotated[
 
 def pack(
     sizes: Annotated[list[Path], typer.Argument(help="Files of ready-made lengths, or tables that `size` saved.")],
-    max_patches: Annotated[int, typer.Option(min=1, help="Most patches of a pack (tiles, where files give vit_num).")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a pack.")],
+    max_patches: Annotated[
+        int, typer.Option(min=1, max=2**40, help="Most patches of a pack (tiles, where files give vit_num).")
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**40, help="Most tokens of a pack.")],
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
     num_microbatches: Annotated[int, typer.Option(min=1, help="Packs per rank and step.")] = 1,
     method: MethodOption = "balanced",

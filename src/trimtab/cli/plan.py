@@ -56,10 +56,10 @@ def plan(
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline degree; default: chosen.")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel degree; default: chosen.")] = None,
     num_microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Packs per rank and step; default: 4 x pp.")
+        int | None, typer.Option(min=1, help="Packs per rank and step, instead of --global-batch.")
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples per step on average, instead of --num-microbatches.")
+        int | None, typer.Option(min=1, help="Samples per step on average; default: 256, or 8 a device.")
     ] = None,
     max_patches: Annotated[int | None, typer.Option(min=1, help="Most ViT patches of a pack; default: chosen.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most LLM tokens of a pack; default: chosen.")] = None,
@@ -83,7 +83,7 @@ def plan(
         bool, typer.Option("--fused-kernels", help="Norms, rotary and gates as single kernels (TE, Liger).")
     ] = False,
     freeze: Annotated[
-        list[str] | None, typer.Option(help="A tower that is not trained: vision, projector or language.")
+        list[str] | None, typer.Option(help="Towers that are not trained, as in vision,projector.")
     ] = None,
     target: Annotated[
         Literal["megatron"] | None, typer.Option("--for", help="Only cuts that this framework can express.")

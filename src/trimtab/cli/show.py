@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from trimtab.errors import PlanError
 from trimtab.files import fingerprint_file, write_atomically
@@ -35,11 +35,8 @@ def parse_share(text: str) -> float:
 
 
 def parse_towers(names: Sequence[str]) -> tuple[Tower, ...]:
-    """Names of towers, each once."""
-    unknown = [name for name in names if name not in get_args(Tower)]
-    if unknown:
-        raise PlanError(f"tower {unknown[0]!r} was to be frozen, and models have vision, projector and language")
-    return tuple(cast(Tower, name) for name in dict.fromkeys(names))
+    """Towers, from names that stand alone or are joined by commas; `PlanOptions` says which there are."""
+    return tuple(cast(Tower, name) for given in names for name in given.split(","))
 
 
 def plan_with_progress(

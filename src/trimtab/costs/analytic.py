@@ -14,7 +14,7 @@ from trimtab.costs.activations import (
 )
 from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
 from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import bytes_per_param, local_params, tied_copy_params
+from trimtab.costs.state import bytes_per_param, local_params, step_seconds, tied_copy_params
 from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
@@ -79,7 +79,7 @@ def cost_layer(
         + twice the traffic + collectives.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
-    Not counted: optimizer step and data-parallel reduction (once a step, not for each micro-batch), host time.
+    Gradient exchange and optimizer come once a step: `step_seconds`. Not counted: host time.
     """
     runs_backward = gradients.any and not layer.unread
     columns = find_columns(layer, settings)
@@ -132,6 +132,7 @@ def cost_layer(
         tiers=tuple(tiers),
         transient_bytes=_add(transient, scale.terms(once=_gathered_bytes(params, settings))),
         group=group,
+        step_s=step_seconds(params, device, settings) if gradients.weights else 0.0,
     )
 
 

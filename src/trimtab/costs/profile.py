@@ -13,6 +13,7 @@ from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import Attention, CostSettings, Efficiency
 from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.files import write_atomically
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
 
 FORMAT = "trimtab-profile 1.0"
@@ -87,13 +88,7 @@ def profile_model(
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Writes `profile` as JSON: same profile, same bytes; the file appears whole or not at all."""
     text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False) + "\n"
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(Path(path), text)
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

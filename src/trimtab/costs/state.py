@@ -6,7 +6,7 @@ from math import ceil
 
 from trimtab.costs.flops import layer_matmuls
 from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
-from trimtab.specs import LayerSpec
+from trimtab.specs import DeviceSpec, LayerSpec
 
 
 def local_params(layer: LayerSpec, tp: int) -> float:
@@ -46,6 +46,24 @@ def bytes_per_param(settings: CostSettings, *, trainable: bool) -> float:
     master = 4.0 if settings.item_bytes < 4 else 0.0
     parts = ((weight, 3), (grad, 2), (master + OPTIMIZER_BYTES[settings.optimizer], 1))
     return sum(part / (settings.dims.dp if settings.zero_stage >= stage else 1) for part, stage in parts)
+
+
+def step_seconds(params: float, device: DeviceSpec, settings: CostSettings) -> float:
+    """Seconds once a step for `params` trained parameters of one device: gradient exchange, then the optimizer.
+
+    A ring of N ranks moves (N - 1)/N of the bytes for a reduce-scatter and as many for an all-gather. ZeRO 0 does both
+    with gradients; ZeRO 1 and 2 reduce-scatter gradients and gather the updated weights; ZeRO 3 does both within the
+    micro-batches, where it is priced. The optimizer is bound by memory: it reads and writes moments and master copy
+    of the rank's share, reads the gradient and writes the weight. Nothing overlaps. Not counted: gradient norm.
+    """
+    dp, weight, grad = settings.dims.dp, ITEM_BYTES[settings.dtype], ITEM_BYTES[settings.grad_dtype]
+    exchanged = {0: 2 * grad, 1: grad + weight, 2: grad + weight, 3: 0}[settings.zero_stage]
+    link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * settings.efficiency.link
+    master = 4.0 if weight < 4 else 0.0
+    touched = 2 * (master + OPTIMIZER_BYTES[settings.optimizer]) + grad + weight
+    share = params / (dp if settings.zero_stage >= 1 else 1)
+    exchange_s = (dp - 1) / dp * params * exchanged / link
+    return exchange_s + share * touched / (device.memory_bytes_per_s * settings.efficiency.memory)
 
 
 def _weights(layer: LayerSpec, tp: int) -> float:

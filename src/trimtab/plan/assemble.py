@@ -8,10 +8,10 @@ from trimtab import __version__
 from trimtab.balance.metrics import BalanceReport
 from trimtab.files import blake2b
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.case import Case, Setting
 from trimtab.plan.details import Variant
 from trimtab.plan.modules import fold_modules
-from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
     PLAN_VERSION,
     BalanceEstimate,
@@ -32,8 +32,7 @@ from trimtab.plan.plan import (
     TrainingInput,
     VariantEstimate,
 )
-from trimtab.plan.setting import Setting
-from trimtab.specs import ClusterSpec, ModelSpec, Packing, SampleTable, Schedule, Stage
+from trimtab.specs import DeviceSpec, ModelSpec, Stage
 from trimtab.units import GIB, format_seconds
 
 
@@ -42,16 +41,13 @@ def model_fingerprint(model: ModelSpec) -> str:
     return blake2b(repr((model.layers, model.image_rule, model.tied)).encode())
 
 
-def describe_inputs(
-    model: ModelSpec,
-    samples: SampleTable,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    origin: PlanOrigin,
-    *,
-    budget: MemoryBudget,
-    table: TableFile,
-) -> Inputs:
+def device_fingerprint(device: DeviceSpec) -> str:
+    """Changes when one of the device's figures does."""
+    return blake2b(repr(device).encode())
+
+
+def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile) -> Inputs:
+    model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = model.origin
     return Inputs(
         model=ModelInput(
@@ -64,12 +60,12 @@ def describe_inputs(
             num_layers=len(model.layers),
             num_params=model.num_params,
             layers_blake2b=model_fingerprint(model),
+            forbidden_cuts=tuple(sorted(model.forbidden_cuts)),
         ),
         data=DataInput(
             files=origin.data_files,
             num_samples=len(samples),
             num_skipped=origin.num_skipped,
-            patch_unit=samples.patch_unit,
             tokens_exact=samples.tokens_exact,
             table=table.file,
             table_blake2b=table.blake2b,
@@ -78,6 +74,9 @@ def describe_inputs(
             device=cluster.device.name,
             num_nodes=cluster.num_nodes,
             devices_per_node=cluster.devices_per_node,
+            device_blake2b=device_fingerprint(cluster.device),
+            node_link_bytes_per_s=cluster.node_link_bytes_per_s,
+            latency_s=cluster.latency_s,
             memory_bytes=budget.total_bytes,
             reserve_bytes=budget.reserve_bytes,
         ),
@@ -88,23 +87,15 @@ def describe_inputs(
             attention=options.attention,
             fused_kernels=options.fused_kernels,
             frozen_towers=options.frozen_towers,
-            costs="analytic",
+            recompute=options.recompute,
+            costs=case.setting.profile.method,
         ),
     )
 
 
-def describe_decisions(
-    model: ModelSpec,
-    options: PlanOptions,
-    setting: Setting,
-    packing: Packing,
-    schedule: Schedule,
-    stages: Sequence[Stage],
-    *,
-    files: Mapping[str, TableFile],
-) -> Decisions:
-    names = [layer.name for layer in model.layers]
-    dims = setting.dims
+def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[str, TableFile]) -> Decisions:
+    options, setting, packing, schedule = case.options, case.setting, case.packing, case.schedule
+    names, dims = [layer.name for layer in case.model.layers], setting.dims
     return Decisions(
         parallel=ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp),
         schedule=ScheduleDecision(
@@ -160,6 +151,7 @@ def describe_estimates(
                 state_gib=_gib(split.memory[stage.index % dims.pp].state_bytes),
                 activations_gib=_gib(split.memory[stage.index % dims.pp].saved_bytes),
                 transient_gib=_gib(split.memory[stage.index % dims.pp].transient_bytes),
+                reserve_gib=_gib(split.memory[stage.index % dims.pp].overhead_bytes),
             )
             for stage in split.stages
         ),
@@ -218,12 +210,15 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
         f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
         for earlier, later in zip(estimates.variants, estimates.variants[1:], strict=False)
     ]
+    per_step = inputs.data.num_samples / decisions.packing.num_steps
+    recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
     misfit = "" if baseline.fits else "; does not fit the memory"
     return (
-        f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}; "
+        f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}, "
+        f"about {per_step:.3g} samples a step; "
         f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
         f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
-        f"the baseline ({baseline.packs}; {baseline.stages}; {baseline.recompute} recompute{misfit}) would take "
+        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute{misfit}) would take "
         f"{baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
     )
 

@@ -6,19 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.partition.stages import solve
 from trimtab.plan.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
 from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.case import Case
 from trimtab.plan.compare import compare_variants
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.file import name_table, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.packs import even_steps, pack_contents
-from trimtab.plan.setting import choose_setting
-from trimtab.plan.split import refine_split, split_problem
-from trimtab.plan.work import in_patches, price_samples
+from trimtab.plan.setting import choose_setting, default_global_batch
+from trimtab.plan.split import split_case
+from trimtab.plan.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.samples.table import table_bytes
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
@@ -44,10 +47,18 @@ def make_plan(
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
     """
     options, origin = options or PlanOptions(), origin or PlanOrigin()
+    if len(samples) == 0:
+        raise PlanError("there is no sample to plan: give a data set that holds some")
+    if options.global_batch is not None and options.global_batch > len(samples):
+        raise PlanError(
+            f"global_batch {options.global_batch} was asked for, and the data holds {len(samples)} samples: "
+            "ask for that or fewer"
+        )
     tiles = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
     samples = in_patches(samples, model)
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
+    refuse_oversize(samples, options)
 
     setting = choose_setting(
         model, samples, samples_work, cluster, options, budget, progress=_step(progress, "settings")
@@ -64,33 +75,39 @@ def make_plan(
         seed=options.seed,
         oversize=options.oversize,
     )
+    if packed.packing.num_packs == 0:
+        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
     if options.leaves_steps_open:
         packed = replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
         setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
-    problem = split_problem(model, packed.packing, samples_work, setting, budget, options)
-    split = refine_split(problem, solve(problem), packed.packing, packed.schedule, samples_work, cluster)
-    variants = compare_variants(
-        samples,
-        samples_work,
-        problem,
-        split.stages,
-        packed.packing,
-        packed.schedule,
-        cluster,
-        options,
-        progress=_step(progress, "simulation"),
+    case = Case(
+        model=model,
+        samples=samples,
+        samples_work=samples_work,
+        cluster=cluster,
+        options=options,
+        budget=budget,
+        setting=setting,
+        packing=packed.packing,
+        schedule=packed.schedule,
+        work=packed_work(packed.packing, samples_work),
     )
+    split = split_case(case)
+    variants = compare_variants(case, split.stages, progress=_step(progress, "simulation"))
 
     tables = {SAMPLES_FILE: table_bytes(samples), **pack_contents(packed.packing, packed.schedule)}
     files = {name: name_table(name, content) for name, content in tables.items()}
     plan = assemble_plan(
-        inputs=describe_inputs(model, samples, cluster, options, origin, budget=budget, table=files[SAMPLES_FILE]),
-        decisions=describe_decisions(
-            model, options, setting, packed.packing, packed.schedule, split.stages, files=files
-        ),
+        inputs=describe_inputs(case, origin, table=files[SAMPLES_FILE]),
+        decisions=describe_decisions(case, split.stages, files=files),
         estimates=describe_estimates(setting, report_packing(samples, packed, cost=cost), split, variants),
         origin=origin,
-        assumptions=(*tiles, *model.notes, *setting.profile.assumptions),
+        assumptions=(
+            *tiles,
+            *batch_assumption(cluster, options, len(samples)),
+            *model.notes,
+            *setting.profile.assumptions,
+        ),
     )
     return PlanDetails(
         plan=plan,
@@ -101,6 +118,25 @@ def make_plan(
         profile=setting.profile,
         memory_cap_bytes=budget.total_bytes,
         variants=variants,
+    )
+
+
+def refuse_oversize(samples: SampleTable, options: PlanOptions) -> None:
+    """Name the samples above limits that were given, before anything is chosen for them."""
+    if options.oversize != "error" or options.max_patches is None or options.max_tokens is None:
+        return
+    over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
+    if over.any():
+        pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
+
+
+def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> tuple[str, ...]:
+    """A sentence, where the planner chose the global batch."""
+    if options.global_batch is not None or options.num_microbatches is not None:
+        return ()
+    return (
+        f"No global batch was given: about {default_global_batch(cluster, options, num_samples)} samples a step were "
+        "aimed at.",
     )
 
 

@@ -13,26 +13,29 @@ from trimtab.plan.assemble import model_fingerprint
 from trimtab.plan.file import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.plan.reload import ReloadedPlan, reload_plan
-from trimtab.plan.split import split_problem
-from trimtab.specs import ModelSpec
+from trimtab.specs import ClusterSpec, ModelSpec
 from trimtab.units import format_bytes
 
 
-def check_plan(path: Path | str, *, model: ModelSpec | None = None) -> list[str]:
+def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
     """What does not hold, a sentence each; empty when all does.
 
-    `model` is needed only for a plan whose model was described from Python and not from a file. Raises `PlanError` only
-    where there is no readable plan at `path`.
+    `model` and `cluster` are needed only for a plan whose model was described from Python and not from a file, or whose
+    devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.
     """
     path = Path(path)
     plan = load_plan(path)
-    folder = path if path.is_dir() else path.parent
-    problems = list(_changed_files(plan, folder))
+    problems = list(_changed_files(plan, path if path.is_dir() else path.parent))
     try:
-        found = reload_plan(path, model=model)
+        found = reload_plan(path, model=model, cluster=cluster)
     except TrimtabError as error:
         return [*problems, str(error)]
-    return [*problems, *_changed_model(found), *_wrong_cover(found), *_over_limits(found), *_over_memory(found)]
+    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory):
+        try:
+            problems += check(found)
+        except TrimtabError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _changed_files(plan: Plan, folder: Path) -> Iterator[str]:
@@ -46,20 +49,44 @@ def _changed_files(plan: Plan, folder: Path) -> Iterator[str]:
 
 
 def _changed_model(found: ReloadedPlan) -> Iterator[str]:
-    if model_fingerprint(found.model) != found.plan.inputs.model.layers_blake2b:
+    model = found.case.model
+    if model_fingerprint(model) != found.plan.inputs.model.layers_blake2b:
         yield (
             f"the model {found.plan.inputs.model.name} is described with other layers or image sizes than when the "
             "plan was made: run `trimtab plan` again"
         )
     for stage in found.stages[1:]:
-        if stage.start in found.model.forbidden_cuts:
-            yield f"stage {stage.index} begins at a forbidden cut: {found.model.forbidden_cut_reason}"
+        if stage.start in model.forbidden_cuts:
+            reason = model.forbidden_cut_reason or "the framework that the plan is for cannot make it"
+            yield f"stage {stage.index} begins at a forbidden cut: {reason}"
+
+
+def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
+    """Numbers of the file that other parts of it, or the model, say otherwise."""
+    inputs, decisions, case = found.plan.inputs, found.plan.decisions, found.case
+    parallel, given = decisions.parallel, inputs.cluster
+    used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
+    if used != there:
+        yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
+    if given.devices_per_node % parallel.tp:
+        yield f"tp {parallel.tp} does not divide a node of {given.devices_per_node} devices"
+    for name, said, true in (
+        ("num_layers", inputs.model.num_layers, len(case.model.layers)),
+        ("num_params", inputs.model.num_params, case.model.num_params),
+        ("num_packs", decisions.packing.num_packs, case.packing.num_packs),
+        ("num_samples", inputs.data.num_samples, len(case.samples)),
+        ("tokens_exact", inputs.data.tokens_exact, case.samples.tokens_exact),
+    ):
+        if said != true:
+            yield f"{name} is {said} in the plan and {true} in what it stands on: run `trimtab plan` again"
+    if inputs.data.num_skipped < 0:
+        yield f"num_skipped is {inputs.data.num_skipped}, and it counts samples: run `trimtab plan` again"
 
 
 def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
     """Every sample in one pack or left out as oversize, every pack in one slot."""
-    packing, table = found.packing, found.schedule.table
-    decision, num_samples = found.plan.decisions, len(found.samples)
+    packing, table = found.case.packing, found.case.schedule.table
+    decision, num_samples = found.plan.decisions, len(found.case.samples)
     times = np.bincount(packing.indices, minlength=num_samples)
     if (times > 1).any():
         yield f"{int((times > 1).sum())} samples are packed more than once: run `trimtab plan` again"
@@ -69,8 +96,6 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
             f"{missing} samples are in no pack, and the plan says that {decision.packing.num_oversize} were left out: "
             "run `trimtab plan` again"
         )
-    if num_samples != found.plan.inputs.data.num_samples:
-        yield f"the sample table has {num_samples} rows, the plan says {found.plan.inputs.data.num_samples}"
     runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
     if (runs != 1).any():
         yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
@@ -80,10 +105,10 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _over_limits(found: ReloadedPlan) -> Iterator[str]:
-    packing, decision = found.packing, found.plan.decisions.packing
+    packing, decision = found.case.packing, found.plan.decisions.packing
     for column, limit, unit in (
-        (found.samples.num_patches, decision.max_patches, "patches"),
-        (found.samples.num_tokens, decision.max_tokens, "tokens"),
+        (found.case.samples.num_patches, decision.max_patches, "patches"),
+        (found.case.samples.num_tokens, decision.max_tokens, "tokens"),
     ):
         over = np.asarray(packing.sums(column)) > limit
         if decision.oversize == "alone":
@@ -93,8 +118,7 @@ def _over_limits(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _over_memory(found: ReloadedPlan) -> Iterator[str]:
-    work = found.samples.work(token_window=found.model.token_window)
-    problem = split_problem(found.model, found.packing, work, found.setting, found.budget, found.options)
+    problem = found.case.problem
     for rank, memory in enumerate(problem.assess(found.stages).memory):
         if memory.total_bytes > problem.memory_bytes:
             yield (

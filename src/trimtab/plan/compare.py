@@ -13,25 +13,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
-from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
-from trimtab.partition.simulate import StageTimes, simulate, simulate_steps, stage_times
-from trimtab.partition.stages import RecomputeMode, SplitProblem, solve
+from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.partition.stages import SplitProblem, solve
+from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
-from trimtab.plan.exchange import step_overhead_s
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
+from trimtab.plan.split import epoch_s, uniform_splits
+from trimtab.plan.times import rank_step_s, steps_of, times_of
+from trimtab.plan.work import PATCHES, TOKENS, padded_work, select_rows
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
     IntArray,
-    Packing,
     RecomputeChoice,
     SampleTable,
     Schedule,
     Stage,
     Timeline,
 )
+
+_ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,41 +55,35 @@ class Staging:
 
 
 def compare_variants(
-    samples: SampleTable,
-    samples_work: FloatArray,
-    problem: SplitProblem,
-    stages: Sequence[Stage],
-    packing: Packing,
-    schedule: Schedule,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    case: Case, stages: Sequence[Stage], *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Variant, ...]:
     """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
 
-    The baseline is what a launcher does when nobody decides: random batches padded to their longest, with as many
-    samples as a pack holds on average, or as fit the memory if those are fewer; as many blocks on every stage; and
-    recompute everywhere, or nowhere if that fits. Steps of all variants hold about equally many samples.
+    The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
+    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
+    all variants hold about equally many samples.
     """
+    problem = case.problem
     packs = MicroBatches(
-        label=f"{packing.method}, {schedule.order} order",
-        work=packed_work(packing, samples_work),
+        label=f"{case.packing.method}, {case.schedule.order} order",
+        work=case.work,
         largest=problem.work_max,
-        schedule=schedule,
+        schedule=case.schedule,
     )
     num_stages = problem.num_stages * problem.num_chunks
     even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
-    planned = Staging(stages_rule="balanced", recompute_rule="as needed", stages=tuple(stages))
+    rule = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
+    planned = Staging(stages_rule="balanced", recompute_rule=rule, stages=tuple(stages))
+    last = "recompute as needed" if problem.recompute == "auto" else "the plan"
     runs = [
-        _baseline(samples, samples_work, packing, problem, even, options),
+        _baseline(case, problem, even),
         _Run(name="balanced packs", problem=problem, batches=packs, staging=_uniform(problem, even, packs)),
-        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(problem)),
-        _Run(name="recompute as needed", problem=problem, batches=packs, staging=planned),
+        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, problem)),
+        _Run(name=last, problem=problem, batches=packs, staging=planned),
     ]
     variants = []
     for number, run in enumerate(runs):
-        variants.append(_simulate_run(run, cluster, options))
+        variants.append(_simulate_run(run, case.cluster))
         if progress is not None:
             progress(number + 1, len(runs))
     return tuple(variants)
@@ -102,31 +97,47 @@ class _Run:
     staging: Staging
 
 
-def _baseline(
+def _baseline(case: Case, problem: SplitProblem, even: Sequence[Stage]) -> _Run:
+    """The fastest batch size that fits, of 1, 2, 4, ... samples up to a pack's mean; single samples if none fits."""
+    samples, samples_work = case.samples, case.samples_work
+    if len(case.packing.oversize):
+        rows = np.sort(case.packing.indices)
+        samples, samples_work = select_rows(samples, rows), samples_work[rows]
+    per_pack = max(1.0, len(samples) / case.packing.num_packs)
+    sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    runs = [_baseline_of(per_pack, size, samples, samples_work, problem, even, case.options.seed) for size in sizes]
+    fitting = [run for run in runs if _fits(run.problem, run.staging.stages, run.batches)]
+    return min(fitting, key=lambda run: _estimate_s(run, case.cluster), default=runs[0])
+
+
+def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
+    """Seconds of the whole data set, from up to 64 steps spread over it."""
+    table = run.batches.schedule.table
+    steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
+    packs = table[steps]
+    slots = np.where(packs >= 0, np.arange(packs.size).reshape(packs.shape), -1)
+    times = times_of(
+        run.batches.work[np.maximum(packs.reshape(-1), 0)], run.staging.stages, run.problem.profile, cluster
+    )
+    return float(steps_of(times, slots, run.staging.stages, run.problem).mean()) * len(table)
+
+
+def _baseline_of(
+    per_pack: float,
+    size: float,
     samples: SampleTable,
     samples_work: FloatArray,
-    packing: Packing,
     problem: SplitProblem,
     even: Sequence[Stage],
-    options: PlanOptions,
+    seed: int,
 ) -> _Run:
-    """The largest batches, from a pack's mean downwards, that fit with full recompute; else single samples."""
-    if len(packing.oversize):
-        rows = np.sort(packing.indices)
-        samples, samples_work = select_rows(samples, rows), samples_work[rows]
-    per_pack = len(samples) / packing.num_packs
-    sizes = [per_pack, *range(math.ceil(per_pack) - 1, 0, -1)]
-    for size in sizes:
-        wanted = problem.num_microbatches * per_pack / max(1.0, size)
-        # interleaved schedules take micro-batches in multiples of the pipeline's devices
-        unit = problem.num_stages if problem.num_chunks > 1 else 1
-        own = replace(problem, num_microbatches=max(1, round(wanted / unit)) * unit)
-        batches = _random_batches(samples, samples_work, own, max(1.0, size), options.seed)
-        staging = _uniform(own, even, batches)
-        run = _Run(name="baseline", problem=own, batches=batches, staging=staging)
-        if _fits(own, staging.stages, batches):
-            break
-    return run
+    """Batches of `size` samples, so many a step that steps hold as many samples as the plan's."""
+    # interleaved schedules take micro-batches in multiples of the pipeline's devices
+    unit = problem.num_stages if problem.num_chunks > 1 else 1
+    num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
+    own = replace(problem, num_microbatches=num_microbatches)
+    batches = _random_batches(samples, samples_work, own, size, seed)
+    return _Run(name="baseline", problem=own, batches=batches, staging=_uniform(own, even, batches))
 
 
 def _random_batches(
@@ -142,7 +153,7 @@ def _random_batches(
         seed=seed,
     )
     work = padded_work(random.packing, samples_work)
-    label = f"random, {batch_size:.3g} padded"
+    label = f"random, padded, {batch_size:.3g} a batch"
     return MicroBatches(label=label, work=work, largest=work.max(axis=0), schedule=random.schedule)
 
 
@@ -160,21 +171,14 @@ def _uniform(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatch
     return Staging(stages_rule="equal layers", recompute_rule="full", stages=full)
 
 
-def _balanced_stages(problem: SplitProblem) -> Staging:
+def _balanced_stages(case: Case, problem: SplitProblem) -> Staging:
     """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
-    modes: tuple[RecomputeMode, ...] = ("none", "full")
-    found: list[tuple[float, RecomputeMode, tuple[Stage, ...]]] = []
-    for mode in modes:
-        try:
-            split = solve(replace(problem, recompute=mode))
-        except PartitionError:
-            continue
-        found.append((split.bottleneck_s, mode, split.stages))
-    if not found:
-        # a layer may keep more when recomputed in full than in part: then only the choice per layer fits
+    splits = uniform_splits(problem)
+    if not splits:  # only the choice per layer fits
         return Staging(stages_rule="balanced", recompute_rule="as needed", stages=solve(problem).stages)
-    _, mode, stages = min(found, key=lambda entry: entry[0])
-    return Staging(stages_rule="balanced", recompute_rule=mode, stages=stages)
+    best = min(splits, key=lambda split: epoch_s(case, split.stages))
+    rule = "full" if any(stage.recompute for stage in best.stages) else "none"
+    return Staging(stages_rule="balanced", recompute_rule=rule, stages=best.stages)
 
 
 def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
@@ -183,13 +187,14 @@ def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
     return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())
 
 
-def _simulate_run(run: _Run, cluster: ClusterSpec, options: PlanOptions) -> Variant:
+def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, batches, staging = run.problem, run.batches, run.staging
     profile, table = problem.profile, batches.schedule.table
     dims = profile.dims
-    times = times_of(batches.work, staging.stages, problem, cluster)
-    step_s = steps_of(times, table, staging.stages, problem, cluster, options)
+    times = times_of(batches.work, staging.stages, profile, cluster)
+    step_s = steps_of(times, table, staging.stages, problem)
+    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(profile, staging.stages)
     assessed = replace(problem, work_mean=batches.work.mean(axis=0), work_max=batches.largest).assess(staging.stages)
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     return Variant(
@@ -204,30 +209,9 @@ def _simulate_run(run: _Run, cluster: ClusterSpec, options: PlanOptions) -> Vari
         stage_backward_s=np.array(assessed.backward_s),
         memory=assessed.memory,
         step_s=step_s,
-        idle_share=1.0 - busy_s / (float(step_s.sum()) * dims.pp * dims.dp),
+        idle_share=1.0 - busy_s / (pipeline_s * dims.pp * dims.dp),
         fits=_fits(problem, staging.stages, batches),
         timeline=_typical_timeline(times, table, step_s, problem),
-    )
-
-
-def times_of(work: FloatArray, stages: Sequence[Stage], problem: SplitProblem, cluster: ClusterSpec) -> StageTimes:
-    """Seconds of every pack on every stage, sends included."""
-    link = pipeline_link(cluster)
-    return stage_times(problem.profile, stages, work, link_bytes_per_s=link, latency_s=cluster.latency_s)
-
-
-def steps_of(
-    times: StageTimes,
-    table: IntArray,
-    stages: Sequence[Stage],
-    problem: SplitProblem,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-) -> FloatArray:
-    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer."""
-    overhead_s = step_overhead_s(problem.profile, stages, cluster, options.zero_stage)
-    return simulate_steps(
-        times, table, schedule=problem.schedule, num_devices=problem.num_stages, all_reduce_s=overhead_s
     )
 
 
@@ -249,8 +233,3 @@ def _columns(times: StageTimes, packs: IntArray) -> StageTimes:
         send_forward_s=times.send_forward_s[:, index] * there,
         send_backward_s=times.send_backward_s[:, index] * there,
     )
-
-
-def pipeline_link(cluster: ClusterSpec) -> float:
-    """Bytes per second between stages: where there are several nodes, neighbours are taken to lie on different ones."""
-    return cluster.device.link_bytes_per_s if cluster.num_nodes == 1 else cluster.node_link_bytes_per_s

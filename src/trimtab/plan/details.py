@@ -24,7 +24,7 @@ class Variant:
     stage_backward_s: FloatArray  # (num_stages,) recompute included
     memory: tuple[DeviceMemory, ...]  # of each pipeline rank, at the largest micro-batch
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
-    idle_share: float  # of all devices over all steps
+    idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 

@@ -139,8 +139,9 @@ def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
+    path = Path(path)
     path = path / "plan.yaml" if path.is_dir() else path
     if not path.is_file():
         raise PlanError(f"there is no plan at {path}: give a plan.yaml, or the folder that `trimtab plan` wrote")

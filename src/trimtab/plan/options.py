@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
+from trimtab.balance.dispatch import Order
+from trimtab.balance.packing import Oversize
+from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, Attention
 from trimtab.errors import PlanError, join_problems
-from trimtab.plan.plan import DataFile, ScheduleName
+from trimtab.partition.schedules import ScheduleName
+from trimtab.partition.stages import RecomputeMode
+from trimtab.plan.plan import DataFile, PlanMethod
+from trimtab.specs import Tower
+
+_MOST = 2**40  # keeps products of counts inside 64 bits
+_CHOICES = {
+    "schedule": get_args(ScheduleName),
+    "method": get_args(PlanMethod),
+    "order": get_args(Order),
+    "oversize": get_args(Oversize),
+    "recompute": get_args(RecomputeMode),
+    "dtype": tuple(ITEM_BYTES),
+    "optimizer": tuple(OPTIMIZER_BYTES),
+    "zero_stage": (0, 1, 2, 3),
+    "attention": get_args(Attention),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,25 +35,26 @@ class PlanOptions:
     dp: int | None = None
     pp: int | None = None
     tp: int | None = None
-    num_microbatches: int | None = None  # per data-parallel rank and step; None: from global_batch, else 4 x pp
-    global_batch: int | None = None  # samples per step over all ranks, met on average
+    num_microbatches: int | None = None  # per data-parallel rank and step; None: from global_batch
+    global_batch: int | None = None  # samples per step over all ranks, met on average; None: 256, or 8 a device
     max_patches: int | None = None
     max_tokens: int | None = None
     schedule: ScheduleName = "1F1B"
     num_chunks: int = 1
-    method: Literal["balanced", "isf"] = "balanced"
-    order: Literal["random", "tolerance", "sorted"] = "random"
-    oversize: Literal["error", "alone", "skip"] = "error"
+    method: PlanMethod = "balanced"
+    order: Order = "random"
+    oversize: Oversize = "error"
     seed: int = 0
-    recompute: Literal["auto", "none", "full"] = "auto"
+    recompute: RecomputeMode = "auto"
     memory_bytes: int | None = None  # of one device; None: all of it
     reserve: float = 0.06  # share of the memory kept free: context, communication buffers, allocator rounding
+    reserve_bytes: int | None = None  # the same in bytes, instead of the share
     zero_stage: int = 1
     optimizer: str = "adamw"
     dtype: str = "bf16"
-    attention: Literal["flash", "sdpa", "eager"] = "flash"
+    attention: Attention = "flash"
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
-    frozen_towers: tuple[Literal["vision", "projector", "language"], ...] = ()
+    frozen_towers: tuple[Tower, ...] = ()
 
     def __post_init__(self) -> None:
         counts = ("dp", "pp", "tp", "num_microbatches", "global_batch", "max_patches", "max_tokens", "num_chunks")
@@ -42,6 +62,11 @@ class PlanOptions:
             f"{name} {value} was asked for, and it counts something: give 1 or more, or leave it out"
             for name in counts
             if (value := getattr(self, name)) is not None and value < 1
+        ]
+        problems += [
+            f"{name} {value} was asked for, which no run has: give at most {_MOST}"
+            for name in counts
+            if (value := getattr(self, name)) is not None and value > _MOST
         ]
         if self.num_microbatches is not None and self.global_batch is not None:
             problems.append(
@@ -57,13 +82,28 @@ class PlanOptions:
             )
         if self.schedule == "Interleaved1F1B" and self.num_chunks == 1:
             problems.append("Interleaved1F1B needs several stages per device: give --num-chunks 2 or more")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                problems.append(f"{name} {value!r} was asked for: choose one of {', '.join(map(str, known))}")
+        unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
+        if unknown:
+            problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
+        if set(self.frozen_towers) == set(get_args(Tower)):
+            problems.append("all three towers were to be frozen, which leaves nothing to train: train one of them")
+        if self.num_chunks > 1 and self.pp == 1:
+            problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         if problems:
             raise PlanError(join_problems(problems))
 
     @property
     def leaves_steps_open(self) -> bool:
-        """Micro-batches per step may be chosen so that steps come out equally long."""
-        return self.num_microbatches is None and self.global_batch is None and self.num_chunks == 1
+        """Micro-batches per step may be chosen so that steps come out equally long.
+
+        GPipe holds all micro-batches of a step, so its memory was priced with their number; interleaved schedules take
+        multiples of the pipeline's devices.
+        """
+        return self.num_microbatches is None and self.schedule == "1F1B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

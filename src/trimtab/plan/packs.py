@@ -26,14 +26,14 @@ def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
 def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The same rows of packs in the same order, in steps of equal length near `num_microbatches` rows.
 
-    A row is what the ranks run at the same time. R rows are cut into steps of ceil(R / round(R / M)) rows: the last
-    step is then nearly as long as the others, where steps of exactly M rows may leave it almost empty.
+    A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
+    last of them shorter: steps of exactly M rows may leave it almost empty.
     """
     dp = schedule.table.shape[1]
     rows = schedule.table.transpose(0, 2, 1).reshape(-1, dp)
     rows = rows[(rows >= 0).any(axis=1)]
     per_step = max(1, math.ceil(len(rows) / max(1, round(len(rows) / num_microbatches))))
-    num_steps = max(1, math.ceil(len(rows) / per_step))  # often fewer than round(R / M): none may be empty
+    num_steps = max(1, math.ceil(len(rows) / per_step))  # fewer than were aimed at, where rounding up filled some
     slots = np.full((num_steps * per_step, dp), -1, np.int64)
     slots[: len(rows)] = rows
     table = slots.reshape(num_steps, per_step, dp).transpose(0, 2, 1)

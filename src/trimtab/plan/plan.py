@@ -9,9 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.balance.dispatch import Order
+from trimtab.balance.packing import Oversize
+from trimtab.costs.settings import Attention
+from trimtab.partition.schedules import ScheduleName
+from trimtab.partition.stages import RecomputeMode
+from trimtab.specs import Tower
+
 PLAN_VERSION = "1.0"
 
-ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B"]
+PlanMethod = Literal["balanced", "isf"]
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------
@@ -33,6 +40,7 @@ class ModelInput:
     num_layers: int
     num_params: int
     layers_blake2b: str  # of every layer's name, widths and parameters, and of the image rule
+    forbidden_cuts: tuple[int, ...]  # no stage begins at these layers: the model's own, and those of a target framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,6 @@ class DataInput:
     files: tuple[DataFile, ...]
     num_samples: int
     num_skipped: int  # samples left out because they were bad
-    patch_unit: Literal["patches", "tiles"]  # what the table counts; packs and limits below are in patches
     tokens_exact: bool
     table: str
     table_blake2b: str
@@ -64,6 +71,9 @@ class ClusterInput:
     device: str
     num_nodes: int
     devices_per_node: int
+    device_blake2b: str  # of the device's published figures
+    node_link_bytes_per_s: float
+    latency_s: float
     memory_bytes: int
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
 
@@ -75,9 +85,10 @@ class TrainingInput:
     dtype: str
     optimizer: str
     zero_stage: int
-    attention: Literal["flash", "sdpa", "eager"]
+    attention: Attention
     fused_kernels: bool  # norms, rotary and gates as single kernels
-    frozen_towers: tuple[Literal["vision", "projector", "language"], ...]
+    frozen_towers: tuple[Tower, ...]
+    recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed
 
 
@@ -140,12 +151,12 @@ class PackingDecision:
     pack number, or -1 for an empty slot of the last step.
     """
 
-    method: Literal["balanced", "isf"]
-    order: Literal["random", "tolerance", "sorted"]
+    method: PlanMethod
+    order: Order
     max_patches: int
     max_tokens: int
     seed: int
-    oversize: Literal["error", "alone", "skip"]
+    oversize: Oversize
     num_packs: int
     num_steps: int
     num_oversize: int
@@ -168,7 +179,7 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """One stage at the mean micro-batch (times) and at the limits (memory)."""
+    """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up)."""
 
     stage: int
     forward_ms: float
@@ -177,6 +188,7 @@ class StageEstimate:
     state_gib: float
     activations_gib: float
     transient_gib: float
+    reserve_gib: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +202,7 @@ class VariantEstimate:
     step_ms: float
     epoch_s: float
     samples_per_s: float
-    idle_share: float  # of all devices, over all steps
+    idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     peak_memory_gib: float
     fits: bool
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
+from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.case import Case, Setting
 from trimtab.plan.compare import compare_variants
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.file import load_plan, read_table
@@ -16,78 +18,74 @@ from trimtab.plan.modules import unfold_modules
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.packs import load_packs
 from trimtab.plan.plan import Plan, TableFile
-from trimtab.plan.setting import Setting, profile_setting
-from trimtab.plan.split import split_problem
-from trimtab.plan.work import in_patches
+from trimtab.plan.setting import profile_setting
+from trimtab.plan.work import packed_work
 from trimtab.samples.table import table_from_bytes
-from trimtab.specs import (
-    ClusterSpec,
-    ModelSpec,
-    Packing,
-    ParallelDims,
-    RecomputeChoice,
-    SampleTable,
-    Schedule,
-    Stage,
-)
+from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReloadedPlan:
-    """The plan's own words as the nouns they were made from."""
+    """A plan file, and the case and stages its words stand for."""
 
     plan: Plan
-    model: ModelSpec
-    samples: SampleTable
-    packing: Packing
-    schedule: Schedule
-    cluster: ClusterSpec
-    options: PlanOptions
-    budget: MemoryBudget
-    setting: Setting
+    case: Case
     stages: tuple[Stage, ...]
 
 
-def reload_plan(path: Path, *, model: ModelSpec | None = None) -> ReloadedPlan:
+def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> ReloadedPlan:
     """Read the plan at `path` (the file or its folder); raises `PlanError` where its parts do not belong together.
 
-    `model` stands in for the plan's own description of where its model is.
+    `model` and `cluster` stand in for what the plan says of them, where no file and no published device does.
     """
     plan, folder = load_plan(path), path if path.is_dir() else path.parent
     inputs, decisions = plan.inputs, plan.decisions
     model = model or find_model(plan, folder)
+    forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
+    model = replace(model, forbidden_cuts=forbidden)
+    cluster = cluster or find_cluster(plan)
+    if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
+        raise PlanError(
+            f"device {inputs.cluster.device} has other figures than when the plan was made: "
+            "pass the ClusterSpec it was made with as cluster=, or run `trimtab plan` again"
+        )
     table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
     packs = load_packs(folder, decisions.packing, num_samples=len(samples))
-    cluster = ClusterSpec(
-        device=find_device(inputs.cluster.device),
-        num_nodes=inputs.cluster.num_nodes,
-        devices_per_node=inputs.cluster.devices_per_node,
-    )
     options = options_of(plan)
     parallel = decisions.parallel
     dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
-    setting = Setting(
-        dims=dims,
-        max_patches=decisions.packing.max_patches,
-        max_tokens=decisions.packing.max_tokens,
-        num_microbatches=decisions.schedule.num_microbatches,
-        profile=profile_setting(model, cluster, options, dims),
-    )
-    return ReloadedPlan(
-        plan=plan,
+    samples_work = samples.work(token_window=model.token_window)
+    case = Case(
         model=model,
-        samples=in_patches(samples, model),
-        packing=packs.packing,
-        schedule=packs.schedule,
+        samples=samples,
+        samples_work=samples_work,
         cluster=cluster,
         options=options,
-        budget=MemoryBudget(
-            total_bytes=inputs.cluster.memory_bytes,
-            reserve_bytes=inputs.cluster.reserve_bytes,
+        budget=MemoryBudget.of(cluster, options),
+        setting=Setting(
+            dims=dims,
+            max_patches=decisions.packing.max_patches,
+            max_tokens=decisions.packing.max_tokens,
+            num_microbatches=decisions.schedule.num_microbatches,
+            profile=profile_setting(model, cluster, options, dims),
         ),
-        setting=setting,
-        stages=stages_of(plan, model),
+        packing=packs.packing,
+        schedule=packs.schedule,
+        work=packed_work(packs.packing, samples_work),
+    )
+    return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
+
+
+def find_cluster(plan: Plan) -> ClusterSpec:
+    """The plan's cluster, its device from the table of published ones."""
+    given = plan.inputs.cluster
+    return ClusterSpec(
+        device=find_device(given.device),
+        num_nodes=given.num_nodes,
+        devices_per_node=given.devices_per_node,
+        node_link_bytes_per_s=given.node_link_bytes_per_s,
+        latency_s=given.latency_s,
     )
 
 
@@ -126,8 +124,9 @@ def options_of(plan: Plan) -> PlanOptions:
         order=packing.order,
         oversize=packing.oversize,
         seed=packing.seed,
+        recompute=inputs.training.recompute,
         memory_bytes=inputs.cluster.memory_bytes,
-        reserve=inputs.cluster.reserve_bytes / inputs.cluster.memory_bytes,
+        reserve_bytes=inputs.cluster.reserve_bytes,
         zero_stage=inputs.training.zero_stage,
         optimizer=inputs.training.optimizer,
         dtype=inputs.training.dtype,
@@ -170,28 +169,19 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
     )
 
 
-def load_details(path: Path | str, *, model: ModelSpec | None = None) -> PlanDetails:
+def load_details(
+    path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None
+) -> PlanDetails:
     """A plan on disk with its figures simulated again, for a report."""
-    found = reload_plan(Path(path), model=model)
-    samples_work = found.samples.work(token_window=found.model.token_window)
-    problem = split_problem(found.model, found.packing, samples_work, found.setting, found.budget, found.options)
-    variants = compare_variants(
-        found.samples,
-        samples_work,
-        problem,
-        found.stages,
-        found.packing,
-        found.schedule,
-        found.cluster,
-        found.options,
-    )
+    found = reload_plan(Path(path), model=model, cluster=cluster)
+    case = found.case
     return PlanDetails(
         plan=found.plan,
-        model=found.model,
-        samples=found.samples,
-        packing=found.packing,
-        schedule=found.schedule,
-        profile=found.setting.profile,
-        memory_cap_bytes=found.budget.total_bytes,
-        variants=variants,
+        model=case.model,
+        samples=case.samples,
+        packing=case.packing,
+        schedule=case.schedule,
+        profile=case.setting.profile,
+        memory_cap_bytes=case.budget.total_bytes,
+        variants=compare_variants(case, found.stages),
     )

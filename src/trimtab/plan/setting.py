@@ -1,9 +1,13 @@
 """Degrees of parallelism, pack limits and micro-batches per step, for whatever the user left open.
 
-Every candidate is priced the same way: profile, exact split with recompute under the memory cap, then samples per
-second of the full pipeline, `dp M k u / ((M + P - 1) T + S)` with M micro-batches of k samples, P stages, slowest stage
-T, and S the gradient exchange and optimizer step. k and the utilisation u (how even packs of that size come out) are
-those of a random part of the samples, packed under the candidate's limits.
+All candidates run the same number of samples a step, and are priced the same way: profile, exact split with recompute
+under the memory cap, then samples per second of the full pipeline,
+
+    dp M k u / ((M + P - 1) T + sends + S)
+
+with M micro-batches of k samples, P stages, slowest stage T, the sends of one micro-batch there and back, and S the
+gradient exchange and optimizer step. k and the utilisation u are those of a part of the samples, packed under the
+candidate's limits. Heuristic: a grid, and a formula that knows only the mean pack; each candidate's split is exact.
 """
 
 from __future__ import annotations
@@ -14,41 +18,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.packing import pack_samples, report_packing
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError, PlanError
-from trimtab.partition.stages import split_stages
+from trimtab.partition.stages import solve
 from trimtab.plan.budget import MemoryBudget
-from trimtab.plan.exchange import step_overhead_s
+from trimtab.plan.case import Setting, split_problem
+from trimtab.plan.limits import TriedLimits, try_limits
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.work import MICROBATCHES, PATCHES, TOKENS, extreme_rows, limit_work, price_samples, select_rows
-from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.plan.times import rank_step_s, stage_link
+from trimtab.plan.work import MICROBATCHES, limit_work, price_samples
+from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable, Stage
 
-_PACK_SIZES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # samples per pack that are tried
-_TOKEN_SLACK = 1.04  # both limits bind at once only if samples are alike: room that lets packs fill in patches
-_TRIED_SAMPLES, _TRIED_RANKS = 8192, 8  # of the data set, and data-parallel ranks, to see how packs come out
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What the plan runs with."""
-
-    dims: ParallelDims
-    max_patches: int
-    max_tokens: int
-    num_microbatches: int
-    profile: Profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    """A candidate pair of limits, and how samples pack under it."""
-
-    max_patches: int
-    max_tokens: int
-    samples_per_pack: float
-    utilisation: float
+_MOST_OVER = 1.25  # of a global batch that was asked for
+_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,39 +50,70 @@ def choose_setting(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Setting:
-    """The fastest setting that fits; heuristic in k (a grid), exact in the split of each candidate.
+    """The fastest setting that fits; a global batch of our own choice is halved until something does.
 
     Raises `PlanError` when the degrees do not divide the devices, and `PartitionError` when nothing fits.
     """
     candidates = list(_parallel_dims(model, cluster, options))
-    mean, extremes = samples_work.mean(axis=0), extreme_rows(samples_work)
-    limits: list[_Limits] | None = None
-    best: _Priced | None = None
-    refused: PartitionError | None = None  # degrees that the model's shapes rule out
-    misfit: PartitionError | None = None  # degrees under which nothing fits the memory
-    for number, dims in enumerate(candidates):
-        degrees = f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}"
+    profiles, refused = _profile_candidates(model, cluster, options, candidates)
+    if not profiles:
+        assert refused is not None, "every candidate was profiled or refused"
+        raise refused
+    # how samples pack hardly depends on the degrees: once is enough
+    limits = try_limits(samples, samples_work, options, price_samples(profiles[0], samples_work))
+    global_batch = default_global_batch(cluster, options, len(samples))
+    while True:
+        best: _Priced | None = None
+        misfit: PartitionError | None = None
+        for number, profile in enumerate(profiles):
+            if progress is not None:
+                progress(number, len(profiles))
+            try:
+                priced = _price_limits(model, cluster, options, profile, budget, limits, global_batch)
+            except PartitionError as error:
+                misfit = PartitionError(f"{_degrees_of(profile.dims)}: {error}")  # the last divides the model most
+                continue
+            if best is None or priced.samples_per_s > best.samples_per_s:
+                best = priced
+        if best is not None:
+            return best.setting
+        if global_batch is None or options.global_batch is not None or global_batch == 1:
+            break
+        global_batch //= 2
+    assert misfit is not None, "every profile was priced or does not fit"
+    if len(profiles) == 1:
+        raise misfit
+    raise PartitionError(
+        f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{misfit}\n"
+        "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
+    )
+
+
+def _profile_candidates(
+    model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, candidates: Sequence[ParallelDims]
+) -> tuple[list[Profile], PartitionError | None]:
+    """Cost tables of the degrees that the model's shapes allow, and why the last other one is ruled out."""
+    profiles: list[Profile] = []
+    refused: PartitionError | None = None
+    for dims in candidates:
         try:
-            profile = profile_setting(model, cluster, options, dims)
+            profiles.append(profile_setting(model, cluster, options, dims))
         except PartitionError as error:
-            refused = PartitionError(f"{degrees}: {error}")
-            continue
-        if limits is None:  # how samples pack hardly depends on the degrees: once is enough
-            limits = list(_try_limits(samples, samples_work, options, price_samples(profile, samples_work)))
-        try:
-            priced = _price_limits(model, mean, extremes, cluster, options, profile, budget, limits)
-        except PartitionError as error:
-            misfit = PartitionError(f"{degrees}: {error}")  # the last candidate divides the model most
-            continue
-        if best is None or priced.samples_per_s > best.samples_per_s:
-            best = priced
-        if progress is not None:
-            progress(number + 1, len(candidates))
-    if best is None:
-        reason = misfit or refused
-        assert reason is not None, "every candidate was priced or refused"
-        raise reason
-    return best.setting
+            refused = PartitionError(f"{_degrees_of(dims)}: {error}")
+    return profiles, refused
+
+
+def _degrees_of(dims: ParallelDims) -> str:
+    return f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}"
+
+
+def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int | None:
+    """Samples a step over all ranks, one number for all candidates; None where micro-batches are given instead."""
+    if options.num_microbatches is not None:
+        return None
+    if options.global_batch is not None:
+        return options.global_batch
+    return min(max(_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE * cluster.num_devices), num_samples)
 
 
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
@@ -113,7 +127,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
         optimizer=options.optimizer,
         attention=options.attention,
         fused_kernels=options.fused_kernels,
-        dp_bytes_per_s=cluster.node_link_bytes_per_s if cluster.num_nodes > 1 else None,
+        dp_bytes_per_s=cluster.slowest_link_bytes_per_s,
         frozen_towers=frozenset(options.frozen_towers),
     )
 
@@ -126,10 +140,15 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
             f"dp x pp x tp was asked to be a multiple of {fixed}, and the cluster has {devices} devices: "
             "choose degrees whose product divides them"
         )
+    if options.tp is not None and cluster.devices_per_node % options.tp:
+        raise PlanError(
+            f"tp {options.tp} was asked for, and nodes have {cluster.devices_per_node} devices: "
+            "choose a tp that divides a node, tensor-parallel devices talk in every layer"
+        )
     found = False
     for tp in _degrees(options.tp, limit=cluster.devices_per_node):
         for pp in _degrees(options.pp, limit=min(16, len(model.layers))):
-            if devices % (tp * pp):
+            if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
                 continue
             dp = devices // (tp * pp)
             if options.dp is not None and options.dp != dp:
@@ -152,40 +171,44 @@ def _degrees(asked: int | None, *, limit: int) -> list[int]:
 
 def _price_limits(
     model: ModelSpec,
-    mean: FloatArray,
-    extremes: FloatArray,
     cluster: ClusterSpec,
     options: PlanOptions,
     profile: Profile,
     budget: MemoryBudget,
-    limits: Sequence[_Limits],
+    limits: Sequence[TriedLimits],
+    global_batch: int | None,
 ) -> _Priced:
     """The smallest pack within 2 % of the fastest, for one cost table."""
     dims, priced = profile.dims, list[_Priced]()
     reason: PartitionError | None = None
     for tried in limits:
-        num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack)
-        work_mean = mean * tried.samples_per_pack
-        work_mean[MICROBATCHES] = 1.0
-        try:
-            split = split_stages(
-                profile,
-                num_stages=dims.pp,
-                work_mean=work_mean,
-                work_max=limit_work(extremes, tried.max_patches, tried.max_tokens),
-                memory_bytes=budget.total_bytes,
-                overhead_bytes=budget.reserve_bytes,
-                num_microbatches=num_microbatches,
-                forbidden_cuts=model.forbidden_cuts,
-                schedule=options.schedule,
-                num_chunks=options.num_chunks,
-                recompute=options.recompute,
+        num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
+        if options.global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * options.global_batch:
+            reason = reason or PartitionError(
+                f"global_batch {options.global_batch} was asked for, and one pack of {tried.samples_per_pack:.3g} "
+                f"samples on each of {dims.dp} ranks is more: ask for a larger batch, or for a smaller dp"
             )
-        except PartitionError as error:
-            reason = error if reason is None else reason
             continue
-        ramp = (num_microbatches + (dims.pp - 1) / options.num_chunks) * options.num_chunks
-        step_s = ramp * split.bottleneck_s + step_overhead_s(profile, split.stages, cluster, options.zero_stage)
+        work_mean = tried.mean * tried.samples_per_pack
+        work_mean[MICROBATCHES] = 1.0
+        problem = split_problem(
+            model,
+            profile,
+            options,
+            budget,
+            work_mean=work_mean,
+            work_max=limit_work(tried.extremes, tried.max_patches, tried.max_tokens),
+            num_microbatches=num_microbatches,
+        )
+        try:
+            split = solve(problem)
+        except PartitionError as error:
+            reason = reason or error
+            continue
+        # a chunk is a stage: M V chunks, and a ramp of P - 1 of them
+        blocks = num_microbatches * options.num_chunks + dims.pp - 1
+        sends_s = 2 * _send_s(profile, split.stages, work_mean, cluster)
+        step_s = blocks * split.bottleneck_s + sends_s + rank_step_s(profile, split.stages)
         setting = Setting(
             dims=dims,
             max_patches=tried.max_patches,
@@ -196,72 +219,24 @@ def _price_limits(
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
         priced.append(_Priced(setting=setting, samples_per_s=useful / step_s))
     if not priced:
-        assert reason is not None
+        assert reason is not None, "there is at least one pair of limits"
         raise reason
     fastest = max(p.samples_per_s for p in priced)
     return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
 
 
-def _try_limits(
-    samples: SampleTable, samples_work: FloatArray, options: PlanOptions, cost: FloatArray
-) -> Iterator[_Limits]:
-    """Each candidate pair, with a random part of the samples packed under it."""
-    count = min(len(samples), _TRIED_SAMPLES)
-    rows = np.sort(np.random.Generator(np.random.PCG64(options.seed)).choice(len(samples), count, replace=False))
-    part, part_cost = select_rows(samples, rows), cost[rows]
-    for max_patches, max_tokens in _limits(samples_work, options):
-        packed = pack_samples(
-            part,
-            limits=(max_patches, max_tokens),
-            dp=_TRIED_RANKS,
-            method=options.method,
-            order=options.order,
-            cost=part_cost,
-            seed=options.seed,
-            oversize="skip",
-        )
-        if packed.packing.num_packs == 0:
-            continue
-        balance = report_packing(part, packed, cost=part_cost)
-        yield _Limits(
-            max_patches=max_patches,
-            max_tokens=max_tokens,
-            samples_per_pack=balance.samples_per_pack,
-            utilisation=balance.utilisation,
-        )
-
-
-def _limits(samples_work: FloatArray, options: PlanOptions) -> Iterator[tuple[int, int]]:
-    """Pairs of limits, growing: in the ratio of the mean sample, and never below the largest one."""
-    if options.max_patches is not None and options.max_tokens is not None:
-        yield options.max_patches, options.max_tokens
-        return
-    mean, largest = samples_work.mean(axis=0), samples_work.max(axis=0)
-    patches = samples_work[:, PATCHES].astype(np.int64)
-    positive = patches[patches > 0]
-    unit = int(np.gcd.reduce(positive)) if len(positive) else 1  # rows of one tile, where images come in tiles
-    seen = set[tuple[int, int]]()
-    for size in _PACK_SIZES:
-        max_tokens = options.max_tokens
-        if max_tokens is None:
-            size_by_patches = _ratio(options.max_patches, mean[PATCHES]) if options.max_patches is not None else size
-            max_tokens = max(math.ceil(_TOKEN_SLACK * size_by_patches * mean[TOKENS]), int(largest[TOKENS]))
-        max_patches = options.max_patches
-        if max_patches is None:
-            size_by_tokens = options.max_tokens / mean[TOKENS] if options.max_tokens is not None else size
-            max_patches = max(1, math.ceil(size_by_tokens * mean[PATCHES] / unit) * unit, int(largest[PATCHES]))
-        if (max_patches, max_tokens) not in seen:
-            seen.add((max_patches, max_tokens))
-            yield max_patches, max_tokens
-
-
-def _num_microbatches(options: PlanOptions, dims: ParallelDims, samples_per_pack: float) -> int:
-    if options.num_microbatches is not None:
+def _num_microbatches(
+    options: PlanOptions, dims: ParallelDims, samples_per_pack: float, global_batch: int | None
+) -> int:
+    """Micro-batches of one rank; interleaved schedules take them in multiples of the pipeline's devices."""
+    if global_batch is None:
+        assert options.num_microbatches is not None
         return options.num_microbatches
-    if options.global_batch is not None:
-        return max(1, round(options.global_batch / (dims.dp * samples_per_pack)))
-    return 4 * dims.pp
+    unit = dims.pp if options.num_chunks > 1 else 1
+    return max(1, round(global_batch / (dims.dp * samples_per_pack * unit))) * unit
 
 
-def _ratio(limit: float, mean: float) -> float:
-    return limit / mean if mean > 0 else math.inf
+def _send_s(profile: Profile, stages: Sequence[Stage], work_mean: FloatArray, cluster: ClusterSpec) -> float:
+    """Seconds in which the mean micro-batch's rows pass all boundaries of the pipeline, one after the other."""
+    sent = profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]] @ work_mean
+    return float(np.sum(cluster.latency_s + sent / stage_link(cluster)))

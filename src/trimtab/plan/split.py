@@ -1,71 +1,63 @@
-"""The plan's packs as a split problem, and the exact split refined on the simulated step."""
+"""The split of a case: the exact one, refined on the simulated step, and never slower than what it is compared with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
+from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.search import search_makespan
-from trimtab.partition.stages import SplitProblem
-from trimtab.plan.budget import MemoryBudget
-from trimtab.plan.compare import pipeline_link
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.setting import Setting
-from trimtab.plan.work import limit_work, packed_work
-from trimtab.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Packing, Schedule
+from trimtab.partition.stages import RecomputeMode, SplitProblem, solve
+from trimtab.plan.case import Case
+from trimtab.plan.times import stage_link, steps_of, times_of
+from trimtab.specs import IntArray, Stage
 
 _SAMPLED_STEPS = 32  # of one rank each: with 8, half of what the search gains is lost on other steps
 _MAX_SIMULATED = 1500  # candidate splits: about 2 s at 16 stages x 64 micro-batches
 
 
-def split_problem(
-    model: ModelSpec,
-    packing: Packing,
-    samples_work: FloatArray,
-    setting: Setting,
-    budget: MemoryBudget,
-    options: PlanOptions,
-) -> SplitProblem:
-    """Time at the mean pack, memory at the largest pack that the limits allow."""
-    work = packed_work(packing, samples_work)
-    return SplitProblem(
-        profile=setting.profile,
-        num_stages=setting.dims.pp,
-        work_mean=work.mean(axis=0),
-        work_max=limit_work(work, setting.max_patches, setting.max_tokens),
-        memory_bytes=budget.total_bytes,
-        num_microbatches=setting.num_microbatches,
-        forbidden_cuts=model.forbidden_cuts,
-        schedule=options.schedule,
-        num_chunks=options.num_chunks,
-        recompute=options.recompute,
-        overhead_bytes=budget.reserve_bytes,
-    )
+def split_case(case: Case) -> SplitResult:
+    """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
+    refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
+
+    The exact split minimises the slowest stage at the mean pack; with few or very different micro-batches another one
+    may end earlier. Raises `PartitionError` if nothing fits.
+    """
+    problem = case.problem
+    splits = [solve(problem)]
+    packs = _full_rows(case.schedule.table)
+    if problem.num_stages > 1 and len(packs):
+        found = search_makespan(
+            problem,
+            case.work[packs],
+            link_bytes_per_s=stage_link(case.cluster),
+            latency_s=case.cluster.latency_s,
+            max_simulated=_MAX_SIMULATED,
+        )
+        splits.append(found.split)
+    splits += uniform_splits(problem)
+    return min(splits, key=lambda split: epoch_s(case, split.stages))
 
 
-def refine_split(
-    problem: SplitProblem,
-    split: SplitResult,
-    packing: Packing,
-    schedule: Schedule,
-    samples_work: FloatArray,
-    cluster: ClusterSpec,
-) -> SplitResult:
-    """The split of least simulated step near the exact one, never worse; the exact one where no step is full."""
-    if problem.num_stages == 1:
-        return split
-    packs = _full_rows(schedule.table)
-    if len(packs) == 0:
-        return split
-    work = packed_work(packing, samples_work)[packs]
-    found = search_makespan(
-        problem,
-        work,
-        link_bytes_per_s=pipeline_link(cluster),
-        latency_s=cluster.latency_s,
-        max_simulated=_MAX_SIMULATED,
-    )
-    return found.split
+def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
+    """The exact splits while recompute is one switch for all layers, where they fit."""
+    modes: tuple[RecomputeMode, ...] = ("none", "full") if problem.recompute == "auto" else (problem.recompute,)
+    found = []
+    for mode in modes:
+        try:
+            found.append(solve(replace(problem, recompute=mode)))
+        except PartitionError:
+            continue
+    return found
+
+
+def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
+    """Seconds of the whole data set on these stages."""
+    times = times_of(case.work, stages, case.setting.profile, case.cluster)
+    return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
 
 
 def _full_rows(table: IntArray) -> IntArray:

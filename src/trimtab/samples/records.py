@@ -111,8 +111,11 @@ def _chunk(path: Path, kind: Format, start: int, stop: int, first_line: int | No
     return Chunk(file=path, format=kind, start=start, stop=stop, first_line=first_line, num_bytes=num_bytes)
 
 
-def read_chunk(chunk: Chunk) -> Iterator[Record]:
-    """The chunk's records in order; broken ones carry their problem."""
+def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[Record]:
+    """The chunk's records in order; broken ones carry their problem.
+
+    Of a Parquet file only the columns that records are made of are read, and `more_columns`.
+    """
     if chunk.format == "jsonl":
         with chunk.file.open("rb") as file:
             yield from _read_lines(file, chunk.start, chunk.stop)
@@ -120,7 +123,7 @@ def read_chunk(chunk: Chunk) -> Iterator[Record]:
         for offset, value in enumerate(chunk.rows):
             yield Record(line=chunk.start + 1 + offset, value=value)
     elif chunk.format == "parquet":
-        yield from _read_row_groups(chunk)
+        yield from _read_row_groups(chunk, more_columns)
     else:
         yield from _read_tar(chunk.file)
 
@@ -230,13 +233,13 @@ def open_parquet(path: Path) -> Any:
         raise SampleError(f"{path} is not readable as Parquet: {shorten(str(error), 200)}; write it again") from None
 
 
-def _read_row_groups(chunk: Chunk) -> Iterator[Record]:
+def _read_row_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record]:
     import pyarrow
 
     assert chunk.first_line is not None
     line = chunk.first_line
     file = open_parquet(chunk.file)
-    columns = [name for name in file.schema_arrow.names if name in KNOWN_KEYS]
+    columns = [name for name in file.schema_arrow.names if name in (*KNOWN_KEYS, *more_columns)]
     try:
         groups = range(chunk.start, chunk.stop)
         for batch in file.iter_batches(row_groups=groups, columns=columns, batch_size=512, use_threads=False):

@@ -29,9 +29,11 @@ def save_part(path: Path, part: Part) -> None:
         "num_lines": part.num_lines,
         "has_ids": part.ids is not None,
         "tokens_exact": part.tokens_exact,
+        "source_names": None if part.source is None else list(part.source_names),
         "bad": [dataclasses.asdict(sample) for sample in part.bad],
     }
-    arrays = {"numbers": part.numbers, "lines": part.lines, "has_id": has_id}
+    source = np.empty(0, np.int32) if part.source is None else part.source
+    arrays = {"numbers": part.numbers, "lines": part.lines, "has_id": has_id, "source": source}
     write_atomically(path, pack_arrays(arrays | pack_strings("id", names), meta))
 
 
@@ -46,6 +48,9 @@ def load_part(path: Path) -> Part | None:
         ids = tuple(next(names) if own else None for own in has_id.tolist()) if meta["has_ids"] else None
         if ids is not None and len(ids) != len(lines):
             return None
+        source, source_names = arrays["source"], meta["source_names"]
+        if source_names is not None and (source.dtype != np.int32 or source.shape != lines.shape):
+            return None
         return Part(
             numbers=numbers,
             lines=lines,
@@ -53,6 +58,8 @@ def load_part(path: Path) -> Part | None:
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
             num_read=meta["num_read"],
             num_lines=meta["num_lines"],
+            source=None if source_names is None else source,
+            source_names=tuple(map(str, source_names or ())),
             patch_unit="patches",
             tokens_exact=meta["tokens_exact"],
         )

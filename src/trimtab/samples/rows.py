@@ -15,6 +15,7 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
     "chatgpt": "assistant",
     "model": "assistant",
     "system": "system",
+    "developer": "system",
     "tool": "tool",
     "observation": "tool",
 }
@@ -62,7 +63,7 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
-    those two fields. As many placeholders as images are asked for, neither more nor fewer.
+    those two fields and paths in parts. As many placeholders as images are asked for, neither more nor fewer.
     """
     if not isinstance(record, dict):
         raise _wrong("the record", record, "a JSON object")
@@ -78,6 +79,8 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
         messages.append(Message(role="system", content=(system,), was_text=True))
     for turn in turns:
         messages.append(_message(turn, name, inline))
+    if images is not None:  # a part's path names a member of the shard: the members are given
+        inline = [None if isinstance(image, str) and not image.startswith("data:") else image for image in inline]
     column: list[str | bytes] = [*images] if images is not None else [*_column_images(record)]
     return Conversation(messages=tuple(messages), images=_join(inline, column), tools=_tools(record))
 

@@ -59,10 +59,10 @@ class _Settings:
 
 
 def size_samples(
-    data: Path | Sequence[Path],
+    data: Path | str | Sequence[Path | str],
     *,
     image_rule: ImageRule,
-    tokenizer: Path | None,
+    tokenizer: Path | str | None,
     rule_in_sample: RuleInSample | None = None,
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
@@ -92,7 +92,8 @@ def size_samples(
     again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
     result does not depend on `workers`, `map_chunks` nor on interruptions.
     """
-    files = [data] if isinstance(data, Path) else list(data)
+    files = [Path(data)] if isinstance(data, Path | str) else [Path(file) for file in data]
+    tokenizer = None if tokenizer is None else Path(tokenizer)
     if not files:
         raise SampleError("no data file was named: name at least one")
     ready = [holds_lengths(file) for file in files]
@@ -134,7 +135,11 @@ def size_samples(
         refuse_bad(bad, num_read)
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     return SizingResult(
-        table=join_parts(files, parts), bad=tuple(bad), assumptions=tuple(assumptions), num_read=num_read
+        table=join_parts(files, parts),
+        bad=tuple(bad),
+        assumptions=tuple(assumptions),
+        num_read=num_read,
+        image_rule=None if all(ready) else repr(image_rule),
     )
 
 
@@ -243,7 +248,8 @@ class _Sizer:
         tokens: list[int] = []
         media = self._media(chunk.file)
         num_lines = num_blank = 0
-        for record in read_chunk(chunk):
+        key = self._settings.source_key
+        for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
             num_lines += 1
             if record.blank:
                 num_blank += 1

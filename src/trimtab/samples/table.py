@@ -34,6 +34,7 @@ class SizingResult:
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
     num_read: int  # samples in the files: len(table) + len(bad)
+    image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,6 +184,7 @@ def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
         "has_ids": table.ids is not None,
         **({"num_files": table.num_files} if table.num_files != 1 else {}),
         "num_read": result.num_read,
+        "image_rule": result.image_rule,
         "assumptions": list(result.assumptions),
         "bad": [asdict(sample) for sample in result.bad],
     }
@@ -242,6 +244,7 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
             assumptions=tuple(map(str, meta["assumptions"])),
             num_read=int(meta["num_read"]),
+            image_rule=None if meta.get("image_rule") is None else str(meta["image_rule"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
         raise SampleError(

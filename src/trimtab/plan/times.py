@@ -1,0 +1,41 @@
+"""Seconds of packs on stages, of steps, and of what a step costs beside its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.costs.settings import Efficiency
+from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
+from trimtab.partition.stages import SplitProblem
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage
+
+
+def stage_link(cluster: ClusterSpec) -> float:
+    """Bytes per second between stages: neighbours are taken to lie on different nodes, where there are several."""
+    return cluster.slowest_link_bytes_per_s * Efficiency().link
+
+
+def times_of(work: FloatArray, stages: Sequence[Stage], profile: Profile, cluster: ClusterSpec) -> StageTimes:
+    """Seconds of every pack on every stage, sends included."""
+    return stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
+
+
+def steps_of(times: StageTimes, table: IntArray, stages: Sequence[Stage], problem: SplitProblem) -> FloatArray:
+    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps."""
+    return simulate_steps(
+        times,
+        table,
+        schedule=problem.schedule,
+        num_devices=problem.num_stages,
+        all_reduce_s=rank_step_s(problem.profile, stages),
+    )
+
+
+def rank_step_s(profile: Profile, stages: Sequence[Stage]) -> float:
+    """Seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
+    per_rank = [0.0] * profile.dims.pp
+    for stage in stages:
+        per_rank[stage.index % profile.dims.pp] += sum(
+            layer.step_s for layer in profile.layers[stage.start : stage.stop]
+        )
+    return max(per_rank)
