@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.balance.dispatch import redispatch
 from trimtab.errors import PlanError
 from trimtab.plan.file import array_bytes, load_array
 from trimtab.plan.plan import PackingDecision
@@ -29,15 +30,9 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
     last of them shorter: steps of exactly M rows may leave it almost empty.
     """
-    dp = schedule.table.shape[1]
-    rows = schedule.table.transpose(0, 2, 1).reshape(-1, dp)
-    rows = rows[(rows >= 0).any(axis=1)]
-    per_step = max(1, math.ceil(len(rows) / max(1, round(len(rows) / num_microbatches))))
-    num_steps = max(1, math.ceil(len(rows) / per_step))  # fewer than were aimed at, where rounding up filled some
-    slots = np.full((num_steps * per_step, dp), -1, np.int64)
-    slots[: len(rows)] = rows
-    table = slots.reshape(num_steps, per_step, dp).transpose(0, 2, 1)
-    return Schedule(table=np.ascontiguousarray(table), order=schedule.order)
+    num_rows = int((schedule.table >= 0).any(axis=1).sum())
+    per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
+    return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
