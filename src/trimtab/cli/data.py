@@ -118,8 +118,8 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
 def load_saved(model: ModelSpec, tables: Sequence[Path], reading: Reading) -> SizingResult:
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
-    from trimtab.samples.read import read_lengths
-    from trimtab.samples.table import SizingResult, load_sizing
+    from trimtab.samples.lengths import saved_part
+    from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
     ignored = [field.name for field in fields(reading) if getattr(reading, field.name) != field.default]
     if ignored:
@@ -132,7 +132,7 @@ def load_saved(model: ModelSpec, tables: Sequence[Path], reading: Reading) -> Si
                 f"{model.image_rule}: size the data for this model, with the same --max-tiles or --max-pixels"
             )
     return SizingResult(
-        table=results[0].table if len(results) == 1 else read_lengths(tables),
+        table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),
         bad=tuple(bad for result in results for bad in result.bad),
         assumptions=tuple(dict.fromkeys(sentence for result in results for sentence in result.assumptions)),
         num_read=sum(result.num_read for result in results),

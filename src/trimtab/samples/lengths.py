@@ -56,7 +56,7 @@ def _gives_lengths(names: Sequence[str] | Mapping[str, object]) -> bool:
 def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
     """One file of lengths, bad rows aside."""
     if is_saved_table(path):
-        return _saved_part(load_table(path))
+        return saved_part(load_table(path))
     kind = detect_format(path)
     if kind == "parquet":
         return _parquet_part(path, count_image)
@@ -79,7 +79,8 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
     return _rows_part(path, values, lines, bad, count_image)
 
 
-def _saved_part(table: SampleTable) -> Part:
+def saved_part(table: SampleTable) -> Part:
+    """A table sized before, to be joined with others."""
     return Part(
         numbers=np.stack([getattr(table, name) for name in COLUMNS], axis=1),
         lines=np.arange(1, len(table) + 1) if table.line is None else table.line,

@@ -25,9 +25,9 @@ def read_lengths(
     files = [paths] if isinstance(paths, Path) else list(paths)
     if not files:
         raise SampleError("no file of lengths was named: name at least one")
+    if len(files) == 1 and is_saved_table(files[0]):
+        return load_table(files[0])
     count_image = image_counter(image_rule, rule_in_sample) if image_rule is not None else None
     parts = [read_length_part(file, count_image=count_image) for file in files]
     refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts))
-    if len(files) == 1 and is_saved_table(files[0]):
-        return load_table(files[0])
     return join_parts(files, [[part] for part in parts])
