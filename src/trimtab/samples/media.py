@@ -36,34 +36,46 @@ class MediaFolder:
     def image_size(self, image: str | bytes) -> tuple[int, int]:
         """(width, height) of a path below the folder, a data: or file: URL, or bytes; else `BadRecordError`."""
         try:
-            if isinstance(image, bytes):
-                return image_size(image, exif=self._exif, max_pixels=self._max_pixels)
-            if image.startswith("data:"):
-                return image_size(_data_url_bytes(image), exif=self._exif, max_pixels=self._max_pixels)
-            scheme = _SCHEME.match(image)
-            if scheme is None:
-                return self._file_size(image)
-            if scheme[1].lower() == "file":
-                return self._file_size(unquote(image[7:].removeprefix("localhost")))
+            content = _carried(image)
+            if content is not None:
+                return image_size(content, exif=self._exif, max_pixels=self._max_pixels)
+            fd = self._descriptor(image)
+            try:
+                return image_size_of_descriptor(fd, exif=self._exif, max_pixels=self._max_pixels)
+            finally:
+                os.close(fd)
         except ImageError as error:
-            where = "" if isinstance(image, bytes) or image.startswith("data:") else f"image {shorten(image)}: "
-            raise BadRecordError("image", where + str(error)) from None
-        raise BadRecordError(
-            "path", f"image {shorten(image)} is on the network, and nothing is fetched: download it and name the file"
-        )
+            raise _bad_image(image, error) from None
 
-    def _file_size(self, name: str) -> tuple[int, int]:
+    def read(self, image: str | bytes) -> bytes:
+        """The encoded image, once its header is known to be one with no more than `max_pixels`."""
         try:
-            fd = self._open(name)
+            content = _carried(image)
+            if content is None:
+                with os.fdopen(self._descriptor(image), "rb") as file:
+                    content = file.read()
+            image_size(content, exif=self._exif, max_pixels=self._max_pixels)
+        except ImageError as error:
+            raise _bad_image(image, error) from None
+        return content
+
+    def _descriptor(self, image: str | bytes) -> int:
+        """An open file of a path below the folder or a file: URL."""
+        assert isinstance(image, str), "bytes are carried"
+        scheme = _SCHEME.match(image)
+        if scheme is not None and scheme[1].lower() != "file":
+            raise BadRecordError(
+                "path",
+                f"image {shorten(image)} is on the network, and nothing is fetched: download it and name the file",
+            )
+        name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
+        try:
+            return self._open(name)
         except (OSError, ValueError) as error:
             cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise BadRecordError(
                 "path", f"image {shorten(name)} cannot be opened below {self._root}: {cause}; check media_root"
             ) from None
-        try:
-            return image_size_of_descriptor(fd, exif=self._exif, max_pixels=self._max_pixels)
-        finally:
-            os.close(fd)
 
     def _open(self, name: str) -> int:
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
@@ -93,6 +105,18 @@ class MediaFolder:
                 "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
             )
         return real
+
+
+def _carried(image: str | bytes) -> bytes | None:
+    """The bytes that a record itself carries; None for the name of a file."""
+    if isinstance(image, bytes):
+        return image
+    return _data_url_bytes(image) if image.startswith("data:") else None
+
+
+def _bad_image(image: str | bytes, error: ImageError) -> BadRecordError:
+    where = "" if isinstance(image, bytes) or image.startswith("data:") else f"image {shorten(image)}: "
+    return BadRecordError("image", where + str(error))
 
 
 def _data_url_bytes(url: str) -> bytes:

@@ -6,11 +6,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.errors import ConfigError
 
-Render = Callable[[Sequence[Mapping[str, object]], "Sequence[object] | None"], str]
+
+class Render(Protocol):
+    """A compiled chat template."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None,
+        /,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """The chat as text; with `generation_prompt`, and what the assistant's next turn begins with."""
+        ...
 
 
 def find_template(tokenizer: Path) -> str | None:
@@ -51,7 +64,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
-    """A function (messages, tools) -> text.
+    """The template as a function.
 
     Names, filters and trimming are those of `apply_chat_template` in Transformers 5.23: `raise_exception`,
     `strftime_now` (today's date, so a template that writes it may count differently tomorrow), plain `tojson`, loop
@@ -120,9 +133,11 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template is not valid Jinja: {error}; name another with chat_template") from None
 
-    def render(messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None) -> str:
+    def render(
+        messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, generation_prompt: bool = False
+    ) -> str:
         return template.render(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=False, **special_tokens
+            messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **special_tokens
         )
 
     return render

@@ -15,7 +15,7 @@ from trimtab.samples.template import Render, compile_template, find_template, re
 from trimtab.specs import ImageCounts
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 SpecialTokens = Literal["template", "processor"]
 
@@ -218,7 +218,13 @@ class TokenCounter:
 
     # -- for every sample ---------------------------------------------------------------------------------------------
 
-    def render(self, conversation: Conversation, images: Sequence[ImageCounts]) -> Rendered:
+    @property
+    def markup(self) -> ImageMarkup:
+        return self._markup
+
+    def render(
+        self, conversation: Conversation, images: Sequence[ImageCounts], *, generation_prompt: bool = False
+    ) -> Rendered:
         """The chat as text, each image as its markers around one soft token."""
         if self._render is None:
             written = self._markup.written or self._markup.placeholder
@@ -227,7 +233,7 @@ class TokenCounter:
         else:
             messages = [self._message(message) for message in conversation.messages]
             try:
-                text = self._render(messages, conversation.tools)
+                text = self._render(messages, conversation.tools, generation_prompt=generation_prompt)
             except Exception as error:  # whatever a template's expressions raise on this conversation
                 raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
         return self._expand(text, images, len(conversation.messages))
@@ -272,6 +278,20 @@ class TokenCounter:
                 out += [whole, piece]
             num_written += copies
         return Rendered("".join(out), num_tokens - num_written, num_turns)
+
+    def encode(self, rendered: Rendered) -> Encoding:
+        """Token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
+        assert self._tokenizer is not None, "there is a tokenizer"
+        own_bos = bool(self._bos) and rendered.text.startswith(self._bos)
+        return self._tokenizer.encode(rendered.text, add_special_tokens=self._add_special and not own_bos)
+
+    @property
+    def soft_id(self) -> int:
+        """Id of the token that an image's features take the place of."""
+        assert self._tokenizer is not None, "there is a tokenizer"
+        token: int | None = self._tokenizer.token_to_id(self._markup.soft)
+        assert token is not None, "added when loaded"
+        return token
 
     def count(self, rendered: Sequence[Rendered]) -> list[int]:
         """Tokens of each chat, image tokens included; one batch, because a call costs as much as a short text."""

@@ -1,0 +1,108 @@
+"""A conversation as the token ids that sizing counted, and which of them are to be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.samples.problems import BadRecordError
+from trimtab.samples.rows import Conversation
+from trimtab.samples.tokens import TokenCounter, TokenizerFiles
+from trimtab.specs import ImageCounts, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedConversation:
+    """One row of a batch; both (tokens,)."""
+
+    input_ids: IntArray
+    learnt: npt.NDArray[np.bool_]  # what the assistant wrote, its end of turn included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Characters start <= i < stop of a text."""
+
+    start: int
+    stop: int
+
+
+class ConversationEncoder:
+    """Encodes conversations as their sizes were counted: the same template, tokenizer and image markup."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._counter = TokenCounter(files)
+        self._has_template = files.template is not None
+
+    def encode(self, conversation: Conversation, images: Sequence[ImageCounts]) -> EncodedConversation:
+        """Ids with as many image tokens as the rule counts; `BadRecordError` where the assistant's turns are not found.
+
+        A turn is what the template adds between the chat before it, with the prompt for an answer, and the chat up to
+        its end, white space at that end left out (nothing generates it).
+        """
+        rendered = self._counter.render(conversation, images)
+        spans = self._turns(conversation, images, rendered.text)
+        encoding = self._counter.encode(rendered)
+        ids = np.array(encoding.ids, np.int64)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        learnt = np.zeros(len(ids), np.bool_)
+        for span in spans:
+            # a token that a reply shares with the prompt's last space is the reply's
+            learnt |= (offsets[:, 1] > span.start) & (offsets[:, 0] < span.stop) & (offsets[:, 1] > offsets[:, 0])
+        repeats = self._repeats(ids, images)
+        return EncodedConversation(input_ids=np.repeat(ids, repeats), learnt=np.repeat(learnt, repeats))
+
+    def _repeats(self, ids: IntArray, images: Sequence[ImageCounts]) -> IntArray:
+        """How often each token stands in the row: an image's soft token once for each of its features."""
+        features = []
+        for image in images:
+            copies = image.tiles if self._counter.markup.crops is not None else 1
+            features += [image.tokens // copies] * copies
+        repeats = np.ones(len(ids), np.int64)
+        soft = np.flatnonzero(ids == self._counter.soft_id)
+        if len(soft) != len(features):
+            raise BadRecordError(
+                "placeholder",
+                f"the chat holds {self._counter.markup.soft} {len(soft)} times for {len(features)} images and crops: "
+                "keep the token out of the texts",
+            )
+        repeats[soft] = features
+        return repeats
+
+    def _turns(self, conversation: Conversation, images: Sequence[ImageCounts], text: str) -> list[_Span]:
+        messages, spans = conversation.messages, []
+        for position, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            past = self._rendered(conversation, images, position)
+            before = self._rendered(conversation, images, position, generation_prompt=self._has_template)
+            through = self._rendered(conversation, images, position + 1)
+            start, stop = len(before), len(through.rstrip())
+            if not through.startswith(before):  # a prompt that ends in a space which the turn writes itself
+                start = len(before.rstrip())
+            if before == past and self._has_template:  # no prompt: the turn begins where its own text does
+                own = "".join(part for part in message.content if part is not None).strip()
+                start, before = max(start, through.find(own, start)), through
+            if through[:start] != before[:start] or text[:stop] != through[:stop]:
+                raise BadRecordError(
+                    "template",
+                    f"turn {position + 1} stands elsewhere once the chat goes on, so what the assistant wrote cannot "
+                    "be told: use a chat template that keeps earlier turns as they are, or give labels yourself",
+                )
+            spans.append(_Span(start=start, stop=stop))
+        return spans
+
+    def _rendered(
+        self, conversation: Conversation, images: Sequence[ImageCounts], stop: int, *, generation_prompt: bool = False
+    ) -> str:
+        """The text of the first `stop` turns."""
+        messages = conversation.messages[:stop]
+        if not messages:
+            return ""
+        shown = sum(message.num_images for message in messages)
+        part = replace(conversation, messages=messages, images=conversation.images[:shown])
+        text = self._counter.render(part, images[:shown], generation_prompt=generation_prompt).text
+        return text if self._has_template or stop == len(conversation.messages) else text + "\n"
