@@ -17,8 +17,10 @@ from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
+from trimtab.cli.profile import profile
 from trimtab.cli.report import report
 from trimtab.cli.size import size
+from trimtab.cli.train import train
 from trimtab.errors import TrimtabError
 
 app = typer.Typer(
@@ -31,10 +33,12 @@ app = typer.Typer(
 app.command("demo")(demo)
 app.command("plan")(plan)
 app.command("check")(check)
+app.command("train")(train)
 app.command("report")(report)
 app.add_typer(export.app, name="export")
 app.command("describe")(describe)
 app.command("image-size")(image_size)
+app.command("profile")(profile)
 app.command("size")(size)
 app.command("pack")(pack)
 
@@ -46,6 +50,7 @@ _INSTALL_HINTS = {
     "jinja2": "data",
     "torch": "torch",
     "transformers": "torch",
+    "safetensors": "torch",
     "ray": "ray",
 }
 

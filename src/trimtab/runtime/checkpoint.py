@@ -1,0 +1,181 @@
+"""Checkpoints of a training run: safetensors through torch.distributed.checkpoint, and a small JSON file of progress.
+
+A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
+those of the Hugging Face model, so another split of the model, or another number of data-parallel ranks, finds its own
+part. A folder is written beside its name and renamed when it is whole: a killed run leaves no half checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from trimtab.errors import PlanError
+from trimtab.files import write_atomically
+
+_FOLDER = re.compile(r"step-(\d{8})")
+_PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run stands, beside its tensors."""
+
+    step: int  # optimizer steps done
+    loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
+    num_tokens: int  # LLM tokens seen, of all ranks
+    optimizer: str
+    world_size: int
+
+
+def save_checkpoint(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    keep: int | None = None,
+) -> Path:
+    """Write `folder`/step-N; collective. `keep`: so many checkpoints stay, the oldest go (None: all stay)."""
+    path = folder / f"step-{progress.step:08d}"
+    writing = folder / f".{path.name}.writing"
+    leader = dist.get_rank() == 0
+    if leader:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(writing, ignore_errors=True)
+    dist.barrier()
+    content = {f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())}
+    content |= _optimizer_tensors(parameters, optimizer)
+    content[f"random/{dist.get_rank()}"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
+    dcp.save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+    dist.barrier()
+    if leader:
+        write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(writing, path)  # noqa: PTH105 (a folder over nothing: atomic)
+        for old in list_checkpoints(folder)[: -keep if keep else None] if keep is not None else ():
+            shutil.rmtree(old)
+    dist.barrier()
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and (path / _PROGRESS).is_file())
+
+
+def read_progress(path: Path) -> Progress:
+    """`progress.json` of a checkpoint; `PlanError` where it is none of ours."""
+    try:
+        found = json.loads((path / _PROGRESS).read_bytes())
+        progress = Progress(**{field.name: found[field.name] for field in fields(Progress)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} was to be resumed, but is no checkpoint of `trimtab train` ({error}): name a step-... folder"
+        ) from None
+    return progress
+
+
+def load_checkpoint(
+    path: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Progress:
+    """Take this rank's tensors out of a checkpoint, whatever split wrote it; collective.
+
+    Random states are those of the same rank, and are left alone where the run had fewer ranks.
+    """
+    progress = read_progress(path)
+    if progress.optimizer != type(optimizer).__name__:
+        raise PlanError(
+            f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
+            "resume with the same, or start anew from its weights"
+        )
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    target: dict[str, Tensor] = {
+        f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
+    }
+    lacking = sorted(name for name in target if name not in metadata)
+    if lacking:
+        raise PlanError(
+            f"{path} lacks {len(lacking)} tensors of this model, {lacking[0]} the first: "
+            "resume with the model of the run"
+        )
+    wrong = [name for name, value in target.items() if tuple(metadata[name].size) != tuple(value.shape)]
+    if wrong:
+        raise PlanError(f"{path} holds {wrong[0]} of another shape than this model: resume with the model of the run")
+    prefixes = tuple(f"optimizer/{name}/" for name in parameters)
+    mine = [name for name in metadata if name.startswith(prefixes)]
+    own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
+    for name in (*mine, *(name for name in own if name in metadata)):
+        target[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)))
+    _restore_optimizer(parameters, optimizer, {name: target[name] for name in mine})
+    if own[0] in target:
+        torch.set_rng_state(target[own[0]])
+    if own[1] in target and torch.cuda.is_available():
+        torch.cuda.set_rng_state(target[own[1]])
+    return progress
+
+
+def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
+    """The whole model as Transformers loads it: config.json and one model.safetensors; collective."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dcp.save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
+        config.save_pretrained(folder)
+
+
+def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State by parameter name and key; plain numbers as float64 of no dimension."""
+    found = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{name}/{key}"] = value
+            elif isinstance(value, int | float):
+                found[f"optimizer/{name}/{key}#number"] = torch.tensor(float(value), dtype=torch.float64)
+            elif value is not None:
+                raise PlanError(
+                    f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no checkpoint "
+                    "here holds: use one whose state is tensors and numbers"
+                )
+    return found
+
+
+def _restore_optimizer(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        prefix = f"optimizer/{name}/"
+        for full, value in tensors.items():
+            if full.startswith(prefix):
+                key = full.removeprefix(prefix)
+                plain = key.endswith("#number")
+                state.setdefault(numbers[id(parameter)], {})[key.removesuffix("#number")] = (
+                    value.item() if plain else value
+                )
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
