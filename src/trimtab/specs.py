@@ -356,6 +356,7 @@ class LayerCost:
     ]  # live at once inside the layer's backward: a re-materialised layer, or fp32 logits
     group: int  # layers of one group cost the same
     step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
+    weight_s: tuple[float, ...] = ()  # the part of backward_s that only weight gradients need; empty: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,13 +364,17 @@ class Profile:
     """Seconds and bytes of every layer on one device: the table every solver reads."""
 
     layers: tuple[LayerCost, ...]
-    method: Literal["analytic", "traced", "timed"]
+    method: Literal["analytic", "traced", "timed", "logged"]
     device: DeviceSpec
     dims: ParallelDims
     dtype: str
     time_error: float  # relative half-width of the error band
     memory_error: float
     assumptions: tuple[str, ...] = ()
+    attention: Literal["flash", "sdpa", "eager"] = "flash"
+    fused_kernels: bool = False
+    frozen_towers: tuple[Tower, ...] = ()
+    layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
 
     def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes", "transient_bytes"]) -> FloatArray:
         """(num_layers, len(WORK_TERMS)) coefficients."""
@@ -404,7 +409,8 @@ class Stage:
 class Timeline:
     """Start and end of every block of one pipeline step.
 
-    Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward. Seconds from the step's start.
+    Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward, 2 weight gradients where a schedule
+    runs them apart from the backward. Seconds from the step's start.
     """
 
     stage: npt.NDArray[np.int32]
@@ -414,15 +420,23 @@ class Timeline:
     end_s: FloatArray
     num_devices: int
     makespan_s: float
+    stage_devices: tuple[int, ...] | None = None  # device of every stage; None: stage s on s mod num_devices
 
     def device_of(self, stage: int) -> int:
-        """Virtual stages go round the devices: stage s of an interleaved schedule runs on device s mod num_devices."""
-        return stage % self.num_devices
+        """Stages go round the devices unless `stage_devices` says otherwise, as V-shaped schedules do."""
+        return stage % self.num_devices if self.stage_devices is None else self.stage_devices[stage]
+
+    @property
+    def device(self) -> IntArray:
+        """Device of every block."""
+        if self.stage_devices is None:
+            return self.stage.astype(np.int64) % self.num_devices
+        return np.array(self.stage_devices, np.int64)[self.stage]
 
     def busy_s(self) -> FloatArray:
         """Seconds each device computes."""
         busy = np.zeros(self.num_devices)
-        np.add.at(busy, self.stage % self.num_devices, self.end_s - self.start_s)
+        np.add.at(busy, self.device, self.end_s - self.start_s)
         return busy
 
     @property

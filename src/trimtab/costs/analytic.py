@@ -19,6 +19,7 @@ from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
     DeviceSpec,
+    FloatArray,
     LayerCost,
     LayerSpec,
     RecomputeTier,
@@ -76,7 +77,7 @@ def cost_layer(
     forward = products / (peak x efficiency) + elementwise traffic / (bandwidth x efficiency) + weights read once
         + kernels x KERNEL_S + tensor-parallel collectives, one after the other (none overlaps another).
     backward = products x (1 for inputs + 1 for weights) + attention x 2.5 (fused: scores computed again; unfused 2)
-        + twice the traffic + collectives.
+        + twice the traffic + collectives; its part for the weights alone is their products.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
     Gradient exchange and optimizer come once a step: `step_seconds`. Not counted: host time.
@@ -100,7 +101,9 @@ def cost_layer(
         pairs=seconds.attention + seconds.pair_traffic,
         once=seconds.once,
     )
-    backward = scale.terms()
+    backward = weight = scale.terms()
+    if runs_backward and gradients.weights:
+        weight = scale.terms(rows=seconds.products, once=seconds.once + seconds.scatter)
     if runs_backward:
         backward = scale.terms(
             rows=passes * seconds.products
@@ -133,6 +136,7 @@ def cost_layer(
         transient_bytes=_add(transient, scale.terms(once=_gathered_bytes(params, settings))),
         group=group,
         step_s=step_seconds(params, device, settings) if gradients.weights else 0.0,
+        weight_s=weight,
     )
 
 
@@ -152,6 +156,32 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
         rows_per_unit=layer.rows_per_input,
         pair_share=0.5 if a is not None and a.causal and not dense else 1.0,
     )
+
+
+def backward_workspace(layer: LayerSpec, settings: CostSettings, work: FloatArray) -> float:
+    """Bytes that the backward of a block holds at its worst moment above all that the block keeps; 0 for other layers.
+
+    N rows. At the MLP's last product, where nothing kept is freed yet: gradient of the block's output (it goes on along
+    the residual) w N h, gradient of the product's input w N f, gradient of its weight w f h. At its first products:
+    gradients of the block's output and of the products' input 2 w N h, of their outputs 2 w N f and of their weights
+    2 w h f (one matrix with fused kernels, else two, one after the other), less what backward has freed, the kept
+    inputs of the last product and of the activation, 3 w N f. The larger of the two.
+    The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32 accumulator, and
+    Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy grad_weight" in
+    tensor_parallel/layers.py). Not counted: attention's and experts' workspaces.
+    `LayerCost.transient_bytes` is the block materialised again, which is larger unless rows are few.
+    """
+    m = layer.mlp
+    if layer.kind != "block" or m is None or m.num_experts is not None:
+        return 0.0
+    w, tp, share = settings.item_bytes, settings.dims.tp, settings.row_share(layer.tower)
+    columns = find_columns(layer, settings)
+    N = columns.rows_per_unit * float(work[columns.rows])
+    h, f, parts = layer.hidden_size, m.intermediate_size / tp, 2 if m.gated else 1
+    at_once = parts if settings.fused_kernels else 1
+    last = w * (N * h / share + N * f + f * h)
+    first = w * (2 * N * h / share + parts * N * f + at_once * h * f - (parts + 1) * N * f)
+    return max(last, first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,13 +65,14 @@ DEVICES = MappingProxyType(
 _CLUSTER = re.compile(r"^\s*(?:([0-9]+)\s*[xX*]\s*)?([A-Za-z].*?)\s*$")
 
 
-def find_device(name: str) -> DeviceSpec:
+def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     """The row of `DEVICES` that `name` means: case, dashes, blanks, a vendor's name, "SXM" and "GB" do not matter.
 
-    A beginning of exactly one name is enough: "a100", "A100-80", "NVIDIA H100 80GB HBM3".
+    A beginning of exactly one name is enough: "a100", "A100-80", "NVIDIA H100 80GB HBM3". `beside`: one more device,
+    known from a measurement.
     """
     wanted = _squeeze(name)
-    for device in DEVICES.values():
+    for device in (*DEVICES.values(), *([] if beside is None else [beside])):
         if _squeeze(device.name) == wanted:
             return device
     found = [device for device in DEVICES.values() if wanted and _squeeze(device.name).startswith(wanted)]
@@ -83,17 +84,17 @@ def find_device(name: str) -> DeviceSpec:
     )
 
 
-def parse_cluster(text: str, *, devices_per_node: int = 8) -> ClusterSpec:
+def parse_cluster(text: str, *, devices_per_node: int = 8, beside: DeviceSpec | None = None) -> ClusterSpec:
     """A cluster from "32xA100-80GB", "4 x H200" or "H100" (one device).
 
-    Fewer devices than a node holds make one smaller node; more must fill their nodes.
+    Fewer devices than a node holds make one smaller node; more must fill their nodes. `beside`: see `find_device`.
     """
     match = _CLUSTER.match(text)
     if match is None:
         raise TrimtabError(
             f"{text!r} names no cluster: write the number and the kind of its devices, for example 32xA100-80GB"
         )
-    device = find_device(match.group(2))
+    device = find_device(match.group(2), beside=beside)
     count = int(match.group(1) or 1)
     if count < 1 or devices_per_node < 1:
         raise TrimtabError(

@@ -13,10 +13,10 @@ from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import Attention, CostSettings, Efficiency
 from trimtab.errors import PartitionError, TrimtabError, join_problems
-from trimtab.files import write_atomically
+from trimtab.files import blake2b, write_atomically
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
 
-FORMAT = "trimtab-profile 1.0"
+FORMAT = "trimtab-profile 1.1"
 
 TIME_ERROR = 0.30
 """Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
@@ -82,25 +82,44 @@ def profile_model(
         time_error=TIME_ERROR,
         memory_error=MEMORY_ERROR,
         assumptions=tuple(_list_assumptions(model, settings)),
+        attention=attention,
+        fused_kernels=fused_kernels,
+        frozen_towers=tuple(sorted(frozen_towers)),
+        layers_blake2b=layers_fingerprint(model),
     )
 
 
+def layers_fingerprint(model: ModelSpec) -> str:
+    """Changes when the name, the widths or the parameters of a layer do."""
+    return blake2b(repr(model.layers).encode())
+
+
+def profile_bytes(profile: Profile) -> bytes:
+    """`profile` as JSON: same profile, same bytes."""
+    text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False)
+    return f"{text}\n".encode()
+
+
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes `profile` as JSON: same profile, same bytes; the file appears whole or not at all."""
-    text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False) + "\n"
-    write_atomically(Path(path), text)
+    """Writes `profile_bytes`; the file appears whole or not at all."""
+    write_atomically(Path(path), profile_bytes(profile))
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile `save_profile` wrote; every missing, unknown or wrongly typed field is named in one error."""
+    return profile_from_bytes(Path(path).read_bytes(), origin=str(path))
+
+
+def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
+    """The profile that `profile_bytes` made; `origin` names it in errors."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TrimtabError(f"{path} is no profile: {error}; write it again with save_profile") from None
+        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise TrimtabError(f"{origin} is no profile: {error}; write it again with save_profile") from None
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != FORMAT:
         raise TrimtabError(
-            f"{path} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
+            f"{origin} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
         )
     problems: list[str] = []
     profile = _read(Profile, data, "", problems)
@@ -110,15 +129,20 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
             f"layers.{i} ({layer.name}): {len(values)} coefficients, expected {NUM_WORK_TERMS}"
             for i, layer in enumerate(profile.layers)
             for values in (
+                *((layer.weight_s,) if layer.weight_s else ()),
                 *(layer.forward_s, layer.backward_s, layer.output_bytes, layer.transient_bytes),
                 *(terms for tier in layer.tiers for terms in (tier.extra_backward_s, tier.saved_bytes)),
             )
             if len(values) != NUM_WORK_TERMS
         ]
     if problems:
-        raise TrimtabError(f"{path} is no profile, write it again with save_profile:\n" + join_problems(problems))
+        raise TrimtabError(f"{origin} is no profile, write it again with save_profile:\n" + join_problems(problems))
     assert isinstance(profile, Profile)
     return profile
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of a cost")
 
 
 def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
@@ -191,7 +215,7 @@ def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         if value not in get_args(kind):
             problems.append(f"{place}: {value!r} is none of {', '.join(map(str, get_args(kind)))}")
         return value
-    plain = {float: (int, float), int: (int,), str: (str,)}[kind]
-    if not isinstance(value, plain) or isinstance(value, bool):
+    plain = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}[kind]
+    if not isinstance(value, plain) or isinstance(value, bool) != (kind is bool):
         problems.append(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
     return float(value) if kind is float and isinstance(value, (int, float)) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import ceil
 
 from trimtab.costs.flops import layer_matmuls
@@ -13,9 +14,9 @@ def local_params(layer: LayerSpec, tp: int) -> float:
     """Parameters of `layer` on one of `tp` devices.
 
     Weights of matrix products are divided as in `layer_matmuls` (padded heads and copied key/value heads included),
-    the token embedding by rows of the vocabulary. Norms, biases, positions and class tokens count whole on each
-    device (biases of column-parallel products are divided in truth: below 0.1 % of a block).
-    A tied head owns none here; `tied_copy_params` says what a copy on another stage takes.
+    and with them the biases of column-parallel products; the token embedding by rows of the vocabulary. Norms, biases
+    of row-parallel products, positions and class tokens are whole on each device. Exact for the ranks of published
+    Megatron-Core runs at tp 1 and 2. A tied head owns none here; `tied_copy_params` says what a copy takes.
     """
     if layer.num_params == 0:
         return 0.0
@@ -23,7 +24,8 @@ def local_params(layer: LayerSpec, tp: int) -> float:
         vocab = layer.num_params / layer.output_size
         return float(ceil(vocab / tp) * layer.output_size)
     whole, local = _weights(layer, 1), _weights(layer, tp)
-    return float(local + (layer.num_params - whole))
+    shared = _column_biases(layer, 1) - _column_biases(layer, tp) if tp > 1 else 0.0
+    return float(local + (layer.num_params - whole) - shared)
 
 
 def tied_copy_params(layer: LayerSpec, tp: int) -> float:
@@ -64,6 +66,40 @@ def step_seconds(params: float, device: DeviceSpec, settings: CostSettings) -> f
     share = params / (dp if settings.zero_stage >= 1 else 1)
     exchange_s = (dp - 1) / dp * params * exchanged / link
     return exchange_s + share * touched / (device.memory_bytes_per_s * settings.efficiency.memory)
+
+
+def _column_biases(layer: LayerSpec, tp: int) -> float:
+    """Biases of column-parallel products on one of `tp` devices, as far as the number of parameters settles them.
+
+    A layer does not say which products have biases: what its weights and norms leave of its parameters does, if only
+    one choice among q, k, v / attention's output / MLP in / MLP out adds up to it. Where none or several do: 0, so
+    that they count whole on each device.
+    """
+    whole = {p.name: p for p in layer_matmuls(layer, 1)}
+    local = {p.name: p for p in layer_matmuls(layer, tp)}
+    rest = layer.num_params - _weights(layer, 1)
+    if layer.kind == "projector" and len(whole) > 1:
+        first, *_ = whole
+        return local[first].out_width if rest >= sum(p.out_width for p in whole.values()) else 0.0
+    if layer.kind != "block" or (layer.mlp is not None and layer.mlp.num_experts is not None):
+        return 0.0
+    rest -= _norm_params(layer)
+    groups = [[n for n in names if n in whole] for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))]
+    found: set[tuple[str, ...]] = set()
+    for chosen in itertools.product((False, True), repeat=len(groups)):
+        names = [n for group, biased in zip(groups, chosen, strict=True) if biased for n in group]
+        if sum(whole[n].out_width for n in names) == rest:
+            found.add(tuple(n for n in names if not whole[n].reduced))
+    return float(sum(local[n].out_width for n in found.pop())) if len(found) == 1 else 0.0
+
+
+def _norm_params(layer: LayerSpec) -> float:
+    """Parameters of a block's norms, q and k norms and layer scales."""
+    h, a = layer.hidden_size, layer.attention
+    params = 0 if layer.norm is None else layer.num_norms * h * (2 if layer.norm == "layer_norm" else 1)
+    if a is not None and a.qk_norm:  # over each head in language models, over all heads together in InternViT
+        params += 2 * (a.head_dim if layer.tower == "language" else a.num_heads * a.head_dim)
+    return params + (2 * h if layer.layer_scale else 0)
 
 
 def _weights(layer: LayerSpec, tp: int) -> float:

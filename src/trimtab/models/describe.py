@@ -117,6 +117,11 @@ def shipped_models() -> tuple[str, ...]:
     return tuple(sorted(x.name.removesuffix(".json") for x in files if x.name.endswith(".json")))
 
 
+def read_config(source: str | Path | Config) -> Config:
+    """The configuration that `describe` reads from `source`."""
+    return _read_source(source)[1]
+
+
 # -- reading --------------------------------------------------------------------------------------------------------
 
 

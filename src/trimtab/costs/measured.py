@@ -1,0 +1,149 @@
+"""Timed layers -> a Profile: measured seconds in place of the formulas', bytes as the formulas give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.costs.timed_fit import Fit, fit_seconds
+from trimtab.specs import FloatArray, LayerCost, Profile, Tower, evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Medians over the repeats of one layer at one size; spreads are half the middle 68 %, relative to the median."""
+
+    work: tuple[float, ...]  # per WORK_TERMS, those of the layer's own tower alone
+    forward_s: float
+    backward_s: float  # 0 where there is no backward
+    forward_spread: float
+    backward_spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimings:
+    """One layer, which stands for all of its group, at several sizes."""
+
+    layer: int  # number in the model
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFit:
+    """How well one group's seconds are known."""
+
+    layer: int  # the layer that was timed
+    group: int
+    work: tuple[float, ...]  # of the largest size
+    forward: Fit
+    backward: Fit
+    forward_spread: float  # median over the sizes
+    backward_spread: float
+
+    @property
+    def error(self) -> float:
+        """Half-width of the band: the larger, forward or backward, of largest residual plus spread of repeats."""
+        forward = self.forward.error + self.forward_spread
+        return max(forward, self.backward.error + self.backward_spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedProfile:
+    """A profile whose seconds were measured, and the fits behind it."""
+
+    profile: Profile
+    kinds: tuple[KindFit, ...]
+
+
+def timed_profile(analytic: Profile, measured: Sequence[LayerTimings], *, how: str) -> TimedProfile:
+    """`analytic` with the seconds that were measured; `how` names dtype, attention and sizes in a sentence.
+
+    The tier "full" runs the whole measured forward again, "selective" the formula's extra times the layer's ratio of
+    measured to formula (forward, largest size); `weight_s` keeps its share of each term. A group that could not be
+    timed (a bare parameter) takes its formula times the ratio of its tower. Once-a-step work and all bytes stay the
+    formulas'. The error band is the mean of the groups' bands, weighed by their seconds in one pass of the largest
+    size: as if all groups erred the same way.
+    """
+    fits = {analytic.layers[m.layer].group: _fit(analytic.layers[m.layer], m) for m in measured}
+    largest = np.max([t.work for m in measured for t in m.timings], axis=0)[None, :]
+    ratios = _tower_ratios(analytic, fits, largest)
+    layers = tuple(_with_seconds(x, fits.get(x.group), ratios, largest) for x in analytic.layers)
+    untimed = sorted({x.name for x in analytic.layers if x.group not in fits})
+    seconds = {x.group: 0.0 for x in layers if x.group in fits}
+    for x in layers:
+        if x.group in fits:
+            seconds[x.group] += float(evaluate(np.add(x.forward_s, x.backward_s), largest)[0])
+    total = sum(seconds.values())
+    error = sum(seconds[group] * fit.error for group, fit in fits.items()) / total
+    said = [
+        f"Seconds were measured layer by layer on {analytic.device.name}: {how}.",
+        "Not timed: the model's code between its layers (positions, masks, images put among tokens), gradient "
+        "exchange and optimizer, both by formula.",
+    ]
+    if untimed:
+        said.append(f"No module of its own, so priced like the rest of its tower: {', '.join(untimed)}.")
+    return TimedProfile(
+        profile=replace(
+            analytic,
+            layers=layers,
+            method="timed",
+            time_error=float(f"{error:.4g}"),
+            assumptions=(*said, *analytic.assumptions[1:]),  # the first is the formulas' own, on their seconds
+        ),
+        kinds=tuple(fits.values()),
+    )
+
+
+def _fit(formula: LayerCost, measured: LayerTimings) -> KindFit:
+    work = np.array([t.work for t in measured.timings])
+    backward = np.array([t.backward_s for t in measured.timings])
+    ran = bool((backward > 0).all())
+    return KindFit(
+        layer=measured.layer,
+        group=formula.group,
+        work=tuple(work.max(axis=0).tolist()),
+        forward=fit_seconds(work, np.array([t.forward_s for t in measured.timings]), formula.forward_s),
+        backward=fit_seconds(work, backward, formula.backward_s) if ran else _nothing(len(formula.backward_s)),
+        forward_spread=float(np.median([t.forward_spread for t in measured.timings])),
+        backward_spread=float(np.median([t.backward_spread for t in measured.timings])),
+    )
+
+
+def _nothing(num_terms: int) -> Fit:
+    return Fit(coefficients=(0.0,) * num_terms, error=0.0, resolved=True)
+
+
+def _tower_ratios(analytic: Profile, fits: dict[int, KindFit], work: FloatArray) -> dict[Tower, float]:
+    """Measured over formula, of the forward seconds of each tower's timed layers at `work`."""
+    measured: dict[Tower, float] = {}
+    formula: dict[Tower, float] = {}
+    for x in analytic.layers:
+        if (fit := fits.get(x.group)) is not None:
+            measured[x.tower] = measured.get(x.tower, 0.0) + float(evaluate(fit.forward.coefficients, work)[0])
+            formula[x.tower] = formula.get(x.tower, 0.0) + float(evaluate(x.forward_s, work)[0])
+    return {tower: measured[tower] / formula[tower] for tower in measured if formula[tower] > 0}
+
+
+def _with_seconds(x: LayerCost, fit: KindFit | None, ratios: dict[Tower, float], work: FloatArray) -> LayerCost:
+    if fit is None:
+        ratio = ratios.get(x.tower, 1.0)
+        forward, backward = _times(x.forward_s, ratio), _times(x.backward_s, ratio)
+    else:
+        forward, backward = fit.forward.coefficients, fit.backward.coefficients
+        formula = float(evaluate(x.forward_s, work)[0])
+        ratio = float(evaluate(forward, work)[0]) / formula if formula > 0 else 1.0
+    weight = tuple(
+        w * m / b if b > 0 else 0.0
+        for w, m, b in zip(x.weight_s, backward, x.backward_s, strict=False)  # empty: not known
+    )
+    tiers = (
+        replace(tier, extra_backward_s=forward if tier.name == "full" else _times(tier.extra_backward_s, ratio))
+        for tier in x.tiers
+    )
+    return replace(x, forward_s=forward, backward_s=backward, weight_s=weight, tiers=tuple(tiers))
+
+
+def _times(terms: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(factor * term for term in terms)

@@ -1,0 +1,111 @@
+"""A saved profile's seconds in a plan: is it of these layers and settings, and what do other degrees make of them?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.costs.profile import layers_fingerprint
+from trimtab.errors import TrimtabError, join_problems
+from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier
+
+
+def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
+    """Raises with a sentence for each thing that `saved` was priced for and `target`, the plan's formulas, is not."""
+    problems = []
+    if saved.layers_blake2b != layers_fingerprint(model):
+        problems.append(
+            f"the profile is of {len(saved.layers)} layers that are not those of {model.name}: "
+            "run `trimtab profile` on this model's config"
+        )
+    for what, has, wanted, cure in (
+        ("device", saved.device.name, target.device.name, "give --cluster that device, or profile on this one"),
+        ("dtype", saved.dtype, target.dtype, "plan with that --dtype, or profile with this one"),
+        ("attention", saved.attention, target.attention, "plan with that --attention, or profile with this one"),
+        (
+            "frozen towers",
+            ", ".join(saved.frozen_towers) or "none",
+            ", ".join(target.frozen_towers) or "none",
+            "give plan and profile the same --freeze",
+        ),
+        (
+            "fused kernels",
+            "yes" if saved.fused_kernels else "no",
+            "yes" if target.fused_kernels else "no",
+            "give plan and profile the same --fused-kernels",
+        ),
+    ):
+        if has != wanted:
+            problems.append(f"the profile is for {what} {has}, and the plan for {wanted}: {cure}")
+    if problems:
+        raise TrimtabError(join_problems(problems))
+
+
+def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: Profile) -> Profile:
+    """`target` with the seconds of `saved`: each coefficient times what the formulas say the plan's degrees change.
+
+    `base` and `target` are the formulas at the degrees of `saved` and of the plan, `linkless` those of the plan with
+    links that take no time. A coefficient without traffic between devices becomes saved x linkless / base, and the
+    formula's own traffic, target - linkless, is added: no device alone can measure it. One of a profile that was
+    made with tp > 1 holds its traffic, and becomes saved x target / base. At the degrees of `saved` nothing changes.
+    Assumption: tp divides measured seconds as it divides the formulas'. Bytes, and what comes once a step, are the
+    formulas'; a calibration's constant of a step is added.
+    """
+    measured_links = base.dims.tp > 1
+    layers = []
+    for x, at_base, at_target, alone in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        step_s = at_target.step_s
+        if saved.method == "logged":
+            step_s = max(0.0, step_s + x.step_s - at_base.step_s)
+        layers.append(
+            replace(
+                at_target,
+                forward_s=_carry(x.forward_s, at_base.forward_s, at_target.forward_s, alone.forward_s, measured_links),
+                backward_s=_carry(
+                    x.backward_s, at_base.backward_s, at_target.backward_s, alone.backward_s, measured_links
+                ),
+                weight_s=_carry(x.weight_s, at_base.weight_s, at_target.weight_s, alone.weight_s, measured_links),
+                tiers=tuple(_carry_tier(t, x, at_base, alone, measured_links) for t in at_target.tiers),
+                step_s=step_s,
+            )
+        )
+    said = [sentence for sentence in saved.assumptions if sentence not in base.assumptions]
+    if saved.dims.tp != target.dims.tp:
+        said.append(
+            f"Seconds measured at tp {saved.dims.tp} were divided for tp {target.dims.tp} as the formulas divide them; "
+            "traffic between the devices comes from formulas."
+        )
+    return replace(
+        target,
+        layers=tuple(layers),
+        method=saved.method,
+        time_error=saved.time_error,
+        assumptions=(*said, *target.assumptions[1:]),  # the first is the formulas' own, on their seconds
+    )
+
+
+def _carry(
+    saved: tuple[float, ...],
+    base: tuple[float, ...],
+    target: tuple[float, ...],
+    linkless: tuple[float, ...],
+    measured_links: bool,
+) -> tuple[float, ...]:
+    if base == target:
+        return saved
+    result = []
+    for s, b, t, alone in zip(saved, base, target, linkless, strict=True):
+        kept = t if measured_links else alone
+        result.append((s * kept / b if b > 0 else s) + (t - kept))
+    return tuple(result)
+
+
+def _carry_tier(
+    target: RecomputeTier, saved: LayerCost, base: LayerCost, linkless: LayerCost, measured_links: bool
+) -> RecomputeTier:
+    def named(layer: LayerCost) -> tuple[float, ...]:
+        return next(tier.extra_backward_s for tier in layer.tiers if tier.name == target.name)
+
+    return replace(
+        target,
+        extra_backward_s=_carry(named(saved), named(base), target.extra_backward_s, named(linkless), measured_links),
+    )

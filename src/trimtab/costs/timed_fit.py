@@ -1,0 +1,75 @@
+"""Measured seconds -> coefficients of WORK_TERMS, none of them negative, residuals weighed relative to the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from trimtab.specs import FloatArray
+
+_SAME_DIRECTION = 1e-6  # of the largest singular value: what two columns must differ by to be told apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Coefficients per WORK_TERMS, and how far the measured times lie from them."""
+
+    coefficients: tuple[float, ...]
+    error: float  # largest |fitted - measured| / measured
+    resolved: bool  # every term was told apart; else some share the proportions of the formulas
+
+
+def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float]) -> Fit:
+    """c >= 0 that minimises sum_i ((work_i . c - t_i) / t_i)^2 over the terms that `formula` has.
+
+    work (n, len(WORK_TERMS)), seconds (n,) all above 0, formula: the analytic coefficients. Terms that the measured
+    sizes cannot tell apart keep the formula's proportions: first those other than the constant (towers whose tiles are
+    all of one size: rows squared is a multiple of rows), then all of them (one size). Exact: with at most three terms
+    every set of active ones is solved.
+    """
+    shape = np.asarray(formula, np.float64)
+    if not shape.any():
+        return Fit(coefficients=tuple(shape.tolist()), error=0.0, resolved=True)
+    bases = _bases(shape)
+    columns = [(work @ basis.T) / seconds[:, None] for basis in bases]
+    number = next((i for i, c in enumerate(columns) if _told_apart(c)), len(bases) - 1)
+    coefficients = _non_negative(columns[number]) @ bases[number]
+    misses = np.abs(work @ coefficients / seconds - 1.0)
+    return Fit(coefficients=tuple(coefficients.tolist()), error=float(misses.max()), resolved=number == 0)
+
+
+def _bases(shape: FloatArray) -> tuple[FloatArray, ...]:
+    """Sets of directions, (k, len(WORK_TERMS)): each term alone; the constant and all others; all together."""
+    alone = np.diag(shape)[shape > 0]
+    once = np.zeros_like(shape)
+    once[0] = shape[0]
+    grouped = np.array([direction for direction in (once, shape - once) if direction.any()])
+    return alone, grouped, shape[None, :]
+
+
+def _told_apart(columns: FloatArray) -> bool:
+    norms = np.linalg.norm(columns, axis=0)
+    if (norms == 0).any() or columns.shape[0] < columns.shape[1]:
+        return False
+    values = np.linalg.svd(columns / norms, compute_uv=False)
+    return bool(values[-1] > _SAME_DIRECTION * values[0])
+
+
+def _non_negative(columns: FloatArray) -> FloatArray:
+    """x >= 0 with the least |columns x - 1|: the best of the least-squares solutions over all subsets of columns."""
+    count = columns.shape[1]
+    norms = np.linalg.norm(columns, axis=0)
+    scaled = columns / norms
+    best, least = np.zeros(count), np.inf
+    for size in range(count, 0, -1):
+        for chosen in combinations(range(count), size):
+            part = scaled[:, chosen]
+            solution = np.linalg.lstsq(part, np.ones(len(part)), rcond=None)[0]
+            residual = float(np.linalg.norm(part @ solution - 1.0))
+            if (solution >= 0).all() and residual < least - 1e-12:
+                least, best = residual, np.zeros(count)
+                best[list(chosen)] = solution / norms[list(chosen)]
+    return best

@@ -1,0 +1,131 @@
+"""A profile as a table: one row for each kind of layer, at one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.costs.analytic import find_columns
+from trimtab.costs.fit import Calibration
+from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.measured import KindFit
+from trimtab.costs.settings import CostSettings
+from trimtab.report.words import clean
+from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile
+from trimtab.units import TERA, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindRow:
+    """One kind of layer at one size."""
+
+    name: str  # of its first layer
+    num_layers: int
+    rows: float  # patches or tokens of the micro-batch
+    forward_s: float  # of one layer
+    backward_s: float
+    share: float  # of all kinds' seconds, each at its own size
+    forward_flops: float  # products and attention that are computed, on one device
+    flops_per_s: float  # forward
+    efficiency: float  # forward, of the device's peak for this dtype
+    error: float | None  # relative half-width of the measured band, so of the efficiency too; None: by formula
+
+
+def kind_rows(
+    profile: Profile, model: ModelSpec, settings: CostSettings, *, size: int, fits: Mapping[int, KindFit]
+) -> tuple[KindRow, ...]:
+    """A row for each group, in forward order.
+
+    Timed groups at the largest size that was timed; others at `size` rows in one sample and one image, whose windows
+    are full.
+    """
+    peak = profile.device.peak_flops * (0.5 if profile.dtype == "fp32" else 1.0)
+    numbers: dict[int, list[int]] = {}
+    for number, cost in enumerate(profile.layers):
+        numbers.setdefault(cost.group, []).append(number)
+    found = []
+    for group, members in numbers.items():
+        layer, cost, fit = model.layers[members[0]], profile.layers[members[0]], fits.get(group)
+        work = np.array(fit.work if fit is not None else _work_of(layer, settings, size))
+        forward, backward = float(np.dot(cost.forward_s, work)), float(np.dot(cost.backward_s, work))
+        columns = find_columns(layer, settings)
+        flops = work[columns.rows] * layer.rows_per_input * sum(p.flops for p in layer_matmuls(layer, settings.dims.tp))
+        if layer.attention is not None:
+            flops += (
+                work[columns.pairs] * columns.pair_share * attention_flops_per_pair(layer.attention, settings.dims.tp)
+            )
+        rate = float(flops) / forward if forward > 0 else 0.0
+        found.append((members, float(work[columns.rows]), forward, backward, float(flops), rate, fit))
+    total = sum(len(members) * (forward + backward) for members, _, forward, backward, *_ in found)
+    return tuple(
+        KindRow(
+            name=model.layers[members[0]].name,
+            num_layers=len(members),
+            rows=rows,
+            forward_s=forward,
+            backward_s=backward,
+            share=len(members) * (forward + backward) / total,
+            forward_flops=flops,
+            flops_per_s=rate,
+            efficiency=rate / peak,
+            error=None if fit is None else fit.error,
+        )
+        for members, rows, forward, backward, flops, rate, fit in found
+    )
+
+
+def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]:
+    columns, work = find_columns(layer, settings), [0.0] * len(WORK_TERMS)
+    work[0], work[columns.rows] = 1.0, float(size)
+    window = None if layer.attention is None else layer.attention.window
+    if not WORK_TERMS[columns.pairs].endswith("windowed") or window is None or window >= size:
+        work[columns.pairs] = float(size) ** 2
+    elif layer.tower == "language":
+        work[columns.pairs] = 2.0 * size * window - float(window) ** 2
+    else:
+        work[columns.pairs] = float(size * window)
+    return work
+
+
+def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -> None:
+    """The rows, then how far the seconds may be off. TFLOP/s are those of the forward."""
+    table = Table(
+        title=f"{clean(profile.device.name)}, {profile.dtype}, {profile.attention} attention: {profile.method}",
+        box=box.SIMPLE,
+        title_justify="left",
+    )
+    table.add_column("Layer", overflow="fold")
+    for name in ("Like it", "Rows", "Fwd ms", "Bwd ms", "Share", "TFLOP/s", "Of peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        band = "" if row.error is None else f" +-{100 * row.efficiency * row.error:.0f}"
+        table.add_row(
+            Text(clean(row.name.removeprefix("model."))),
+            str(row.num_layers),
+            f"{row.rows:.0f}",
+            f"{1e3 * row.forward_s:.3g}",
+            f"{1e3 * row.backward_s:.3g}",
+            f"{row.share:.1%}",
+            f"{row.flops_per_s / TERA:.3g}" if row.flops_per_s else "",
+            f"{100 * row.efficiency:.0f}{band} %" if row.flops_per_s else "",
+        )
+    console.print(table)
+    console.print(Text(f"Seconds +-{profile.time_error:.0%}, bytes +-{profile.memory_error:.0%}."))
+
+
+def print_runs(calibration: Calibration, console: Console) -> None:
+    """Each logged run beside the fit; what was fitted stands in the profile's assumptions."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("Run", overflow="fold")
+    for name in ("Logged", "Fitted", "Error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in calibration.runs:
+        fitted = format_seconds(run.fitted_s)
+        table.add_row(Text(clean(run.name)), format_seconds(run.logged_s), fitted, f"{run.error:+.1%}")
+    console.print(table)

@@ -1,0 +1,174 @@
+"""`trimtab profile` and `trimtab plan --profile`; what is timed needs torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+QWEN = ["profile", "Qwen2.5-VL-7B"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2.5-VL of some thousand parameters: config.json and preprocessor_config.json."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {
+        "model_type": "qwen2_5_vl_text",
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 203,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 3,
+        "hidden_act": "silu",
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 70,
+        "num_heads": 4,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": 64,
+        "hidden_act": "silu",
+    }
+    config = {
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+        "image_token_id": 9,
+    }
+    pixels = {"min_pixels": 3136, "max_pixels": 10**6, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return folder
+
+
+def test_formulas_are_printed_for_each_kind_of_layer(run: Run) -> None:
+    result = run(*QWEN, "--device", "H200")
+    assert result.code == 0, result.err
+    for part in ("visual.blocks.0", "language_model.layers.0", "lm_head", "H200, bf16, flash", "Seconds +-30%"):
+        assert part in result.out
+
+
+def test_formulas_as_json_add_up(run: Run, tmp_path: Path) -> None:
+    result = run(*QWEN, "--device", "H200", "--tp", "2", "--out", tmp_path / "p.json", "--json").json
+    assert result["method"] == "analytic"
+    assert sum(kind["share"] for kind in result["kinds"]) == pytest.approx(1.0)
+    assert sum(kind["num_layers"] for kind in result["kinds"]) == 65
+    assert all(kind["error"] is None for kind in result["kinds"])
+    assert max(kind["efficiency"] for kind in result["kinds"]) <= 0.7
+    assert json.loads((tmp_path / "p.json").read_text())["dims"]["tp"] == 2
+
+
+def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="times real layers: pip install 'trimtab[torch]'")
+    words = ["profile", tiny, "--timed", "--device", "cpu", "--dtype", "fp32", "--sizes", "32,96", "--repeats", "2"]
+    result = run(*words, "--out", tmp_path / "p.json", "--json")
+    assert result.code == 0, result.err
+    assert (result.json["method"], result.json["attention"]) == ("timed", "sdpa")
+    assert all(kind["error"] > 0 and kind["forward_s"] > 0 for kind in result.json["kinds"])
+    plan = ["plan", tiny, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--cluster", "4xcpu"]
+    plan += ["--profile", tmp_path / "p.json", "--out", tmp_path / "plan", "--max-pixels", "50000"]
+    planned = run(*plan, "--dtype", "fp32", "--attention", "sdpa", "--pp", "2", "--json")
+    assert planned.code == 0, planned.err
+    assert "Seconds were measured layer by layer on cpu" in "\n".join(planned.json["assumptions"])
+    assert "costs: timed" in (tmp_path / "plan" / "plan.yaml").read_text()
+    assert run("check", tmp_path / "plan").code == 0
+    assert run("report", tmp_path / "plan").code == 0
+    unlike = run(*plan, "--dtype", "bf16", "--attention", "sdpa", "--json")
+    assert unlike.code == 2
+    assert unlike.json["error"] == (
+        "the profile is for dtype fp32, and the plan for bf16: plan with that --dtype, or profile with this one"
+    )
+
+
+def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Path) -> None:
+    work = {"patches": 1024, "patches_per_image": 256, "tokens": 2048, "tokens_per_sample": 2048}
+    runs = [
+        {
+            "name": f"{first} first",
+            "stages": [{"vision": 32, "language": first}, {"language": 28 - first}],
+            "iteration_s": seconds,
+            "num_microbatches": 32,
+            "tp": 2,
+            "work": work,
+        }
+        for first, seconds in ((4, 20.9), (8, 17.7), (16, 15.3), (20, 18.2))
+    ]
+    (tmp_path / "runs.json").write_text(json.dumps({"format": "trimtab-runs 1.0", "runs": runs}))
+    words = [*QWEN, "--device", "H20", "--tp", "2", "--from-logs", tmp_path / "runs.json"]
+    result = run(*words, "--out", tmp_path / "p.json", "--json")
+    assert result.code == 0, result.err
+    assert result.json["method"] == "logged"
+    assert [row["name"] for row in result.json["runs"]] == ["4 first", "8 first", "16 first", "20 first"]
+    assert {term["name"] for term in result.json["terms"]} >= {"vision", "language"}
+    assert json.loads((tmp_path / "p.json").read_text())["method"] == "logged"
+    printed = run(*words).out
+    assert "16 first" in printed
+    assert "Seconds come from formulas fitted to 4 logged runs" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*QWEN], "no device was named: give --device as in H200, or --timed"),
+        ([*QWEN, "--device", "Abacus"], "no device is called 'Abacus'"),
+        ([*QWEN, "--device", "H200", "--sizes", "64"], "--sizes were given, and formulas need none"),
+        ([*QWEN, "--timed", "--from-logs", "x.json"], "--timed and --from-logs were both given"),
+        ([*QWEN, "--timed", "--tp", "2"], "tp 2 was to be timed on one device"),
+        ([*QWEN, "--timed", "--fused-kernels"], "fused kernels were to be timed"),
+        ([*QWEN, "--device", "H200", "--from-logs", "no-such.json"], "no-such.json"),
+        ([*QWEN, "--device", "H200", "--tp", "3"], "tp 3 cannot share"),
+        (["profile", "no-such-model", "--device", "H200"], "config.json"),
+        (["plan", "Qwen2.5-VL-7B", "x.jsonl", "--cluster", "8xH200", "--profile", "no-such.json"], "no-such.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Run, words: list[str], message: str) -> None:
+    result = run(*words, "--json")
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    assert message in result.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "tpu"], "which torch does not call so: give cpu, cuda or cuda:1"),
+        (["--device", "cpu", "--sizes", "many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
+        (["--device", "cpu", "--sizes", "2"], "each of 16 rows or more"),
+        (["--device", "cpu", "--attention", "flash"], "flash attention was to be timed on cpu"),
+    ],
+)
+def test_what_cannot_be_timed_is_one_sentence(run: Run, tiny: Path, words: list[str], message: str) -> None:
+    pytest.importorskip("transformers", reason="times real layers: pip install 'trimtab[torch]'")
+    result = run("profile", tiny, "--timed", *words, "--json")
+    assert result.code == 2, result
+    assert message in result.json["error"]
+
+
+def test_a_broken_profile_is_one_sentence(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("{")
+    words = ["plan", "Qwen2.5-VL-7B", "x.jsonl", "--cluster", "8xH200", "--profile", tmp_path / "p.json", "--json"]
+    result = run(*words)
+    assert result.code == 2
+    assert "p.json is no profile" in result.json["error"]

@@ -1,0 +1,262 @@
+"""Layers timed on the CPU: every family is built, fed and timed; no test depends on how long anything takes.
+
+Needs torch and Transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs Transformers")
+
+import numpy as np  # noqa: E402
+from tiny_models import as_saved, make_tiny_model  # noqa: E402
+
+from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
+from trimtab.costs.settings import CostSettings  # noqa: E402
+from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers  # noqa: E402
+from trimtab.costs.timed_model import build_model, language_runs, vision_runs  # noqa: E402
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
+from trimtab.models.describe import describe, read_config  # noqa: E402
+from trimtab.specs import WORK_TERMS, ParallelDims, SampleTable  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+PATCHES, SQUARES, WINDOWED = (WORK_TERMS.index(x) for x in ("patches", "patches_sq", "patches_windowed"))
+CASES = (
+    "llava phi3",
+    "llava_next",
+    "llava_onevision tied, sliding, head",
+    "internvl qwen3, rms, qk norm, mask token, pooled by class token, tied",
+    "internvl qwen3_moe, some dense",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl tied, biased, taps out of order",
+    "qwen3_vl_moe",
+    "gemma3",
+    "glm4v_moe",
+)
+
+
+def settings(**more) -> CostSettings:
+    return CostSettings(dims=ParallelDims(), **{"attention": "sdpa", "dtype": "fp32", **more})
+
+
+def timings_of(case: str, *, repeats: int = 1, sizes: tuple[int, ...] = (16, 48), **more):
+    torch.manual_seed(0)
+    tiny = make_tiny_model(case)
+    chosen = settings(**more)
+    formulas = profile_model(
+        tiny.spec, DEVICES["H200"], dtype="fp32", attention=chosen.attention, frozen_towers=chosen.frozen_towers
+    )
+    options = TimingOptions(sizes=sizes, repeats=repeats)
+    measured = time_layers(as_saved(tiny.model.config), tiny.spec, formulas, chosen, CPU, options)
+    return tiny, formulas, {m.layer: m for m in measured}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_layer_of_each_kind_is_timed(case: str, attention: str) -> None:
+    tiny, formulas, measured = timings_of(case, attention=attention)
+    groups = {formulas.layers[i].group for i in measured}
+    missing = [x for x in formulas.layers if x.group not in groups]
+    assert {x.name for x in missing} <= {"model.image_newline"}, "only a bare parameter has no module"
+    assert len(groups) == len(measured)
+    for number, layer in measured.items():
+        for timing in layer.timings:
+            assert timing.forward_s > 0
+            assert (timing.backward_s > 0) == (not tiny.spec.layers[number].unread)
+            assert timing.work[0] == 1.0
+
+
+def test_the_layers_have_the_weights_that_the_whole_model_has_and_others_none() -> None:
+    tiny = make_tiny_model("internvl qwen2")
+    chosen = [i for i, x in enumerate(tiny.spec.layers) if x.kind != "block" or x.name.endswith(".0")]
+    real = build_model(as_saved(tiny.model.config), tiny.spec, chosen, settings(), CPU)
+    for number, layer in enumerate(tiny.spec.layers):
+        parameters = list(real.module.get_submodule(layer.name).parameters())
+        assert {p.device.type for p in parameters} == {"cpu" if number in chosen else "meta"}
+        if number in chosen:
+            assert all(torch.isfinite(p).all() for p in parameters)
+    rotary = real.module.model.language_model.rotary_emb
+    torch.testing.assert_close(rotary.inv_freq, tiny.model.model.language_model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("case", ["internvl qwen2", "qwen2_5_vl", "qwen3_vl", "llava_next", "gemma3"])
+def test_a_timed_layer_is_handed_what_it_gets_in_the_whole_model(case: str) -> None:
+    """With all layers real and of equal weights, a layer run on what was captured gives what the model gave it."""
+    torch.manual_seed(0)
+    tiny = make_tiny_model(case)
+    everything = range(len(tiny.spec.layers))
+    real = build_model(as_saved(tiny.model.config), tiny.spec, everything, settings(), CPU)
+    blocks = [i for i in everything if tiny.spec.layers[i].tower == "language" and tiny.spec.layers[i].kind == "block"]
+    (run,) = language_runs(real, (24,))
+    with torch.no_grad():
+        for here, behind in itertools.pairwise(blocks):
+            (call,) = run.calls[here]
+            result = real.module.get_submodule(tiny.spec.layers[here].name)(*call.args, **call.kwargs)
+            torch.testing.assert_close(result, run.calls[behind][0].rows)
+
+
+def test_work_is_the_image_rule_s() -> None:
+    """56 x 84 patches of 14: windows of 112 pixels, one image and four."""
+    tiny = make_tiny_model("qwen2_5_vl")
+    chosen = [
+        i for i, x in enumerate(tiny.spec.layers) if x.kind != "block" or x.name.endswith(("blocks.0", "blocks.1"))
+    ]
+    chosen += [next(i for i, x in enumerate(tiny.spec.layers) if x.name == "model.language_model.layers.0")]
+    real = build_model(as_saved(tiny.model.config), tiny.spec, sorted(chosen), settings(), CPU)
+    windowed, full = (
+        next(i for i, x in enumerate(tiny.spec.layers) if x.name == f"model.visual.blocks.{n}") for n in (0, 1)
+    )
+    four, one = vision_runs(real, (400,))
+    small, large = tiny.spec.image_rule.count(140, 140), tiny.spec.image_rule.count(280, 280)
+    for run, images, counts in ((four, 4, small), (one, 1, large)):
+        assert run.work[full][PATCHES] == run.work[windowed][PATCHES] == images * counts.patches
+        assert run.work[full][SQUARES] == images * counts.patches_sq
+        assert run.work[windowed][WINDOWED] == images * counts.patches_windowed
+        assert run.work[windowed][SQUARES] == 0.0
+
+
+def test_a_pack_is_a_sample_and_one_token_so_that_there_is_a_mask() -> None:
+    tiny = make_tiny_model("internvl qwen2")
+    real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(tiny.spec.layers)), settings(), CPU)
+    (run,) = language_runs(real, (32,))
+    first = next(i for i, x in enumerate(tiny.spec.layers) if x.tower == "language" and x.kind == "block")
+    mask = run.calls[first][0].kwargs["attention_mask"]
+    assert mask.shape[-2:] == (32, 32)
+    assert not mask[0, 0, 31, :31].any()
+    lengths = np.array([31, 1])
+    none = np.zeros_like(lengths)
+    table = SampleTable(
+        num_images=none,
+        num_patches=none,
+        num_tokens=lengths,
+        patches_sq=none,
+        patches_windowed=none,
+        source=none.astype(np.int32),
+    )
+    assert run.work[first] == (1.0, *table.work().sum(axis=0)[1:])
+
+
+def test_a_frozen_tower_has_no_backward_and_the_projector_behind_it_has() -> None:
+    tiny, _, measured = timings_of("internvl qwen2", frozen_towers=frozenset({"vision"}))
+    for number, layer in measured.items():
+        frozen = tiny.spec.layers[number].tower == "vision"
+        assert all((t.backward_s == 0) == frozen for t in layer.timings)
+
+
+def test_timing_leaves_the_random_state_as_it_was() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    tiny = make_tiny_model("internvl qwen2")
+    torch.manual_seed(3)
+    profile = profile_model(tiny.spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
+    time_layers(as_saved(tiny.model.config), tiny.spec, profile, settings(), CPU, TimingOptions(sizes=(16,), repeats=1))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_timed_profile_is_whole_grows_with_its_work_and_is_saved(tmp_path) -> None:
+    tiny = make_tiny_model("qwen2_5_vl")
+    options = TimingOptions(dtype="fp32", sizes=(16, 48, 96), repeats=3)
+    timed = profile_timed(as_saved(tiny.model.config), tiny.spec, CPU, options)
+    profile = timed.profile
+    assert (profile.method, profile.device.name, profile.attention) == ("timed", "cpu", "sdpa")
+    assert [x.name for x in profile.layers] == [x.name for x in tiny.spec.layers]
+    for name in ("forward_s", "backward_s"):
+        assert profile.matrix(name).min() >= 0, "so seconds never fall as work grows"
+        assert (profile.matrix(name).sum(axis=1) > 0).all()
+    for layer in profile.layers:
+        assert np.all(np.array(layer.weight_s) <= np.array(layer.backward_s))
+    by_group = {x.group: (x.forward_s, x.backward_s) for x in profile.layers}
+    assert all(by_group[x.group] == (x.forward_s, x.backward_s) for x in profile.layers)
+    assert profile.time_error > 0
+    assert {kind.group for kind in timed.kinds} == set(by_group)
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile
+
+
+def test_a_device_that_is_measured_has_the_figures_of_its_source() -> None:
+    device = measure_device(CPU, "fp32")
+    assert device.name == "cpu"
+    assert min(device.peak_flops, device.memory_bytes_per_s, device.memory_bytes) > 0
+    assert "measured: fp32 products" in device.source
+
+
+# -- what cannot be timed -------------------------------------------------------------------------------------------
+
+
+def refused(config, model, **more) -> None:
+    profile = profile_model(model, DEVICES["H200"])
+    time_layers(config, model, profile, settings(**more), CPU, TimingOptions(sizes=(16,)))
+
+
+def test_a_family_of_remote_code_is_refused() -> None:
+    with pytest.raises(UnknownModelError, match="'internvl_chat' were to be timed, and Transformers has no code"):
+        refused(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
+
+
+def test_a_description_without_what_transformers_needs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mrope_section of text_config is missing in the configuration of qwen2_5_vl"):
+        refused(read_config("Qwen2.5-VL-7B"), describe("Qwen2.5-VL-7B"))
+
+
+def test_flash_on_the_cpu_is_refused() -> None:
+    tiny = make_tiny_model("internvl qwen2")
+    with pytest.raises(TrimtabError, match="flash attention was to be timed on cpu, and it needs a CUDA device"):
+        refused(as_saved(tiny.model.config), tiny.spec, attention="flash")
+
+
+def test_a_description_of_another_model_is_refused() -> None:
+    tiny, other = make_tiny_model("internvl qwen2"), make_tiny_model("internvl llama")
+    with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
+        refused(as_saved(other.model.config), tiny.spec)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", "H200"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(TrimtabError, match="which torch does not call so: give cpu, cuda or cuda:1"):
+        open_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_cuda_device_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="finds no CUDA device: give --device cpu"):
+        open_device("cuda")
+    assert open_device().type == "cpu"
+
+
+def test_the_second_of_one_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(TrimtabError, match="there are 1 CUDA devices: count them from cuda:0"):
+        open_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": ()}, "sizes none were to be timed"),
+        ({"sizes": (8, 64)}, "sizes 8, 64 were to be timed: give one or more, each of 16 rows or more"),
+        ({"repeats": 0}, "0 repeats were asked for"),
+        ({"clock": "sun"}, "clock 'sun' was asked for: choose one of wall, process"),
+    ],
+)
+def test_options_that_time_nothing_are_refused(options, message: str) -> None:
+    with pytest.raises(TrimtabError, match=message):
+        TimingOptions(**options)
+
+
+def test_too_little_memory_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("trimtab.costs.timed.build_model", full)
+    tiny = make_tiny_model("internvl qwen2")
+    with pytest.raises(TrimtabError, match="16 rows were to be timed on cpu, whose memory is too small: give smaller"):
+        refused(as_saved(tiny.model.config), tiny.spec)

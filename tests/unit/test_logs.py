@@ -1,0 +1,327 @@
+"""Logged runs: reading them, fitting seconds through the simulated step, and saying what they do not settle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cost_models import small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.fit import TermFit, apply_terms, fit_runs, predict_step
+from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
+from trimtab.costs.minima import _least_squares
+from trimtab.costs.profile import TIME_ERROR, profile_model
+from trimtab.errors import TrimtabError
+from trimtab.partition.assess import assess_stages
+from trimtab.plan.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
+from trimtab.specs import ParallelDims
+
+A100 = DEVICES["A100-80GB"]
+MODEL = small_model()  # 3 vision blocks, 4 language blocks
+WORK = {"patches": 4096, "patches_per_image": 1024, "tokens": 2048, "tokens_per_sample": 512}
+TRUTH = (
+    TermFit(name="language", value=1.7, error=None),
+    TermFit(name="vision", value=2.5, error=None),
+    TermFit(name="first stage", value=4e-4, error=None),
+)
+
+
+def entry(*stages: tuple[int, int], **more: Any) -> dict[str, Any]:
+    """Vision and language blocks of each stage."""
+    counts = [{"vision": v, "language": n} for v, n in stages]
+    return {"name": str(stages), "stages": counts, "num_microbatches": 8, "work": WORK, "iteration_s": 1.0} | more
+
+
+def write(tmp_path: Any, *entries: Any) -> Any:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"format": "trimtab-runs 1.0", "runs": list(entries)}))
+    return path
+
+
+def truthful(tmp_path: Any, *entries: dict[str, Any]) -> tuple[LoggedRun, ...]:
+    """The runs, logged as if `TRUTH` held."""
+    runs = read_runs(write(tmp_path, *entries), MODEL, A100)
+    return tuple(replace(run, iteration_s=predict_step(run, TRUTH, simulate_logged)) for run in runs)
+
+
+def values(terms: Any) -> dict[str, float]:
+    return {term.name: term.value for term in terms}
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_counted_blocks_take_what_is_no_block_along():
+    _, stages = place_blocks(MODEL, [{"vision": 2}, {"vision": 1, "language": 1}, {"language": 3}])
+    # patches v0 v1 | v2 projector embed l0 | l1 l2 l3 head
+    assert [(s.start, s.stop) for s in stages] == [(0, 3), (3, 7), (7, 11)]
+
+
+def test_a_partial_run_keeps_the_first_blocks_of_each_tower(tmp_path):
+    runs = read_runs(write(tmp_path, entry((1, 2), (0, 1), partial=True)), MODEL, A100)
+    names = [layer.name for layer in runs[0].profile.layers]
+    assert names == ["patches", "vision.0", "projector", "embed", "language.0", "language.1", "language.2", "head"]
+    assert [(s.start, s.stop) for s in runs[0].stages] == [(0, 6), (6, 8)]
+
+
+def test_no_vision_block_leaves_no_vision_tower():
+    model, stages = place_blocks(MODEL, [{"language": 2}, {"language": 2}])
+    assert model.layers[0].name == "embed"
+    assert [(s.start, s.stop) for s in stages] == [(0, 3), (3, 6)]
+
+
+def test_module_ranges_name_the_same_stages_as_counts(tmp_path):
+    named = [
+        ["patches", "vision.0", "vision.1", "vision.2"],
+        ["projector", "embed", *[f"language.{i}" for i in range(4)], "head"],
+    ]
+    by_name = entry((3, 0), (0, 4), stages=named)
+    assert read_runs(write(tmp_path, by_name), MODEL, A100)[0].stages == (
+        read_runs(write(tmp_path, entry((3, 0), (0, 4))), MODEL, A100)[0].stages
+    )
+
+
+def test_ranges_are_written_as_in_a_plan():
+    from trimtab.costs.logs import _unfold
+
+    assert _unfold("visual.blocks[0..2]") == ["visual.blocks.0", "visual.blocks.1", "visual.blocks.2"]
+    assert _unfold("visual.merger") == ["visual.merger"]
+
+
+def test_work_fills_in_squares_and_repeats_the_mean(tmp_path):
+    run = read_runs(write(tmp_path, entry((3, 0), (0, 4))), MODEL, A100)[0]
+    assert run.work.shape == (8, 7)
+    assert run.work[0].tolist() == [1, 4096, 4096 * 1024, 4096 * 1024, 2048, 2048 * 512, 2048 * 512]
+    each = [{"patches": 100 * i, "tokens": 10} for i in range(1, 9)]
+    varied = read_runs(write(tmp_path, entry((3, 0), (0, 4), work=each)), MODEL, A100)[0]
+    assert varied.work[:, 1].tolist() == [100 * i for i in range(1, 9)]
+
+
+def test_recompute_takes_the_first_blocks_of_a_stage_and_costs_time(tmp_path):
+    plain, again = read_runs(
+        write(tmp_path, entry((3, 0), (0, 4)), entry((3, 0), (0, 4), name="again", recompute=[2, 0])), MODEL, A100
+    )
+    assert [choice.layers for choice in again.stages[0].recompute] == [(1, 2)]
+    assert again.stages[1].recompute == ()
+    slower = predict_step(again, TRUTH, simulate_logged) / predict_step(plain, TRUTH, simulate_logged)
+    assert slower > 1.005
+
+
+def test_every_problem_of_a_file_is_named_at_once(tmp_path):
+    path = write(
+        tmp_path,
+        entry((3, 0), (0, 4), name="a", iteration_s=-1, tp=0, colour="red"),
+        entry((1, 1), (1, 3), name="b"),
+        entry((1, 4), name="c"),
+        entry((3, 0), (0, 4), name="d", stage_s=[1.0], recompute=[9, 0], schedule="ZBV"),
+        entry((3, 0), (0, 4), name="e", work={"patches": -1, "pixels": 3}),
+        {k: v for k, v in entry((3, 0), (0, 4), name="f").items() if k != "iteration_s"},
+        entry((3, 0), (0, 4), name="g", stages=[["patches"], ["head"]]),
+        entry((3, 0), (0, 4), name="h", recompute=[4, 0]),
+        entry((5, 0), (0, 4), name="i"),
+        entry((3, 4), (0, 0), name="j"),
+        entry((3, 0), (0, 4), name="k", stages=[3, 4]),
+        entry((3, 0), (0, 4), name="l", work=[WORK] * 3),
+        "no object",
+        entry((3, 0), (0, 4), name="m", tp=3),
+    )
+    with pytest.raises(TrimtabError) as caught:
+        read_runs(path, MODEL, A100)
+    text = str(caught.value)
+    for part in (
+        "a: the key 'colour' is unknown: use name, stages",
+        "a: iteration_s is -1: give seconds above 0",
+        "a: tp is 0: give a whole number from 1 to 65536",
+        "b: a stage has vision blocks behind a stage with language blocks: the vision tower runs first",
+        'c: its stages hold 5 blocks, and the model declares 7: place them all, or say "partial": true',
+        "d: stage_s has 1 numbers for 2 stages: give one for each stage",
+        "d: schedule 'ZBV' cannot be fitted: log runs of 1F1B or GPipe",
+        "e: work holds pixels: use patches",
+        "e: work's patches cannot be read: give numbers, none negative",
+        "f: neither iteration_s nor stage_s is given",
+        "g: its stages name head where the model continues with vision.0: name every layer once, in forward order",
+        "h: stage 0 recomputes 4 of its 3 blocks: give at most those",
+        "i: 5 vision blocks are placed, and the model has 3: place at most those",
+        "j: a stage holds no block: give every stage one block or more",
+        'k: stages cannot be read: give for each stage its blocks, {"vision": 10, "language": 4}',
+        "l: work lists 3 micro-batches of 8: give each, or one mean object",
+        "run 13: it is str, not an object: write its keys and values",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"format": "other", "runs": [{}]}', "lists no runs of format 'trimtab-runs 1.0' (its format is 'other')"),
+        ('{"format": "trimtab-runs 1.0", "runs": []}', "with one run or more"),
+        ("[]", "lists no runs of format"),
+    ],
+)
+def test_other_files_are_refused_in_a_sentence(tmp_path, content, message):
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(TrimtabError, match=r"runs\.json") as caught:
+        read_runs(path, MODEL, A100)
+    assert message in str(caught.value)
+
+
+def test_a_file_cannot_make_us_fill_the_memory(tmp_path):
+    huge = entry((10**12, 0), (0, 4), num_microbatches=10**12)
+    with pytest.raises(TrimtabError) as caught:
+        read_runs(write(tmp_path, huge), MODEL, A100)
+    assert "num_microbatches is 1000000000000: give a whole number from 1 to 65536" in str(caught.value)
+    assert "1000000000000 vision blocks are placed, and the model has 3" in str(caught.value)
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    with pytest.raises(TrimtabError, match="2 runs are named 'x': give each run a name of its own"):
+        read_runs(write(tmp_path, *[entry((3, 0), (0, 4), name="x")] * 2), MODEL, A100)
+
+
+def test_a_tp_that_the_model_refuses_is_said_with_the_run(tmp_path):
+    with pytest.raises(TrimtabError, match="three: tp 3 cannot share"):
+        read_runs(write(tmp_path, entry((3, 0), (0, 4), name="three", tp=3)), MODEL, A100)
+
+
+# -- fitting --------------------------------------------------------------------------------------------------------
+
+
+def test_the_truth_is_found_from_steps_that_bind_every_stage_kind(tmp_path):
+    runs = truthful(
+        tmp_path, entry((1, 0), (2, 4)), entry((3, 0), (0, 4)), entry((3, 3), (0, 1)), entry((3, 1), (0, 3))
+    )
+    found = calibrate_profile(runs[0].profile, runs)
+    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-4)
+    assert max(abs(run.error) for run in found.runs) < 1e-5
+    assert found.profile.method == "logged"
+
+
+def test_stage_times_alone_are_fitted_exactly(tmp_path):
+    (run,) = read_runs(write(tmp_path, entry((2, 0), (1, 2), (0, 2))), MODEL, A100)
+    mean = run.work.mean(axis=0)
+    split = assess_stages(
+        apply_terms(run.profile, TRUTH), run.stages, work_mean=mean, work_max=mean, num_microbatches=8
+    )
+    seconds = tuple(f + b for f, b in zip(split.forward_s, split.backward_s, strict=True))
+    found = calibrate_profile(run.profile, [replace(run, iteration_s=None, stage_s=seconds)])
+    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-9)
+    assert found.warnings == ()
+    assert found.profile.time_error < TIME_ERROR
+
+
+def test_a_stage_kind_that_no_run_is_bound_by_is_named(tmp_path):
+    heavy = [replace(t, value=40.0) if t.name == "vision" else t for t in TRUTH]
+    runs = read_runs(write(tmp_path, entry((3, 1), (0, 3)), entry((3, 2), (0, 2)), entry((3, 3), (0, 1))), MODEL, A100)
+    runs = tuple(replace(run, iteration_s=predict_step(run, heavy, simulate_logged)) for run in runs)
+    found = calibrate_profile(runs[0].profile, runs)
+    assert any("bound by a language stage" in warning for warning in found.warnings)
+    assert found.profile.time_error >= TIME_ERROR
+    assert set(found.warnings) <= set(found.profile.assumptions)
+
+
+def test_runs_that_stage_times_cannot_explain_are_named(tmp_path):
+    runs = truthful(
+        tmp_path, entry((3, 0), (0, 4)), entry((3, 1), (0, 3)), entry((3, 2), (0, 2)), entry((1, 0), (2, 4))
+    )
+    odd = (replace(runs[0], iteration_s=runs[0].iteration_s * 2), *runs[1:])
+    found = calibrate_profile(runs[0].profile, odd)
+    assert any(warning.startswith("Stage times do not explain run") for warning in found.warnings)
+
+
+def test_the_calibrated_profile_predicts_what_the_coefficients_predict(tmp_path):
+    (run,) = truthful(tmp_path, entry((2, 0), (1, 4)))
+    terms = (*TRUTH, TermFit(name="step", value=0.5, error=None))
+    scaled = replace(run, profile=apply_terms(run.profile, terms))
+    plain = [TermFit(name="language", value=1.0, error=None)]
+    expected = predict_step(run, terms, simulate_logged)
+    assert predict_step(scaled, plain, simulate_logged) == pytest.approx(expected, rel=1e-12)
+    assert 0.49 < expected - run.iteration_s <= 0.5
+
+
+def test_a_constant_of_zero_is_no_reason_to_warn(tmp_path):
+    splits = (((1, 0), (2, 4)), ((3, 0), (0, 4)), ((3, 3), (0, 1)), ((3, 1), (0, 3)))
+    runs = read_runs(write(tmp_path, *(entry(*split) for split in splits)), MODEL, A100)
+    plain = [replace(term, value=0.0) if term.name == "first stage" else term for term in TRUTH]
+    # a little faster than the first stage's layers alone explain: its constant would be below 0
+    logged = [replace(run, iteration_s=predict_step(run, plain, simulate_logged) * (1 - 1e-5)) for run in runs]
+    found = calibrate_profile(runs[0].profile, logged)
+    assert values(found.terms)["first stage"] == pytest.approx(0.0, abs=1e-6)
+    assert not any("at 0" in warning for warning in found.warnings)
+
+
+def test_one_factor_scales_both_towers(tmp_path):
+    (run,) = read_runs(write(tmp_path, entry((3, 4), iteration_s=None, stage_s=[0.25])), MODEL, A100)
+    found = calibrate_profile(run.profile, [run])
+    assert default_terms([run]) == ("language",)
+    both = zip(run.profile.layers, found.profile.layers, strict=True)
+    scaled = [b.forward_s[0] / a.forward_s[0] for a, b in both]
+    assert scaled == pytest.approx([found.terms[0].value] * len(scaled))
+
+
+def test_logged_peaks_set_the_memory_band(tmp_path):
+    (run,) = read_runs(write(tmp_path, entry((3, 4), peak_bytes=[1e9])), MODEL, A100)
+    memory = assess_stages(
+        run.profile, run.stages, work_mean=run.work[0], work_max=run.work[0], num_microbatches=8
+    ).memory[0]
+    run = replace(run, peak_bytes=(memory.total_bytes / 0.95,))
+    found = calibrate_profile(run.profile, [run])
+    assert found.profile.memory_error == pytest.approx(0.05)
+    assert any("Peak memory by formula is -5.0%" in sentence for sentence in found.profile.assumptions)
+
+
+def test_terms_that_cannot_be_fitted_are_refused(tmp_path):
+    (run,) = truthful(tmp_path, entry((3, 0), (0, 4)))
+    with pytest.raises(TrimtabError, match=r"2 coefficients \(language, vision\) were to be fitted to 1 logged"):
+        fit_runs(run.profile, [run], simulate_logged, terms=("language", "vision"))
+    with pytest.raises(TrimtabError, match="the terms colour cannot be fitted: choose one or more of vision, language"):
+        fit_runs(run.profile, [run], simulate_logged, terms=("colour",))
+    text, _ = place_blocks(MODEL, [{"language": 4}])
+    alone = replace(run, profile=profile_model(text, A100), stages=place_blocks(MODEL, [{"language": 4}])[1])
+    with pytest.raises(TrimtabError, match="'vision' was to be fitted, and no logged run holds any of it"):
+        fit_runs(run.profile, [alone, alone], simulate_logged, terms=("language", "vision"))
+
+
+def test_a_profile_comes_from_a_file_for_other_degrees(tmp_path):
+    runs = truthful(tmp_path, entry((1, 0), (2, 4)), entry((3, 0), (0, 4)), entry((3, 3), (0, 1)))
+    entries = [
+        entry(*stages, iteration_s=run.iteration_s)
+        for stages, run in zip((((1, 0), (2, 4)), ((3, 0), (0, 4)), ((3, 3), (0, 1))), runs, strict=True)
+    ]
+    found = profile_from_logs(write(tmp_path, *entries), MODEL, A100, dims=ParallelDims(dp=4, tp=2))
+    assert found.profile.dims == ParallelDims(dp=4, tp=2)
+    plain = profile_model(MODEL, A100, dims=ParallelDims(dp=4, tp=2))
+    assert found.profile.layers[-1].forward_s[4] / plain.layers[-1].forward_s[4] == pytest.approx(1.7, rel=1e-3)
+    assert any(
+        sentence.startswith("Seconds come from formulas fitted to 3 logged runs")
+        for sentence in found.profile.assumptions
+    )
+    assert not any("of peak flop/s" in sentence for sentence in found.profile.assumptions)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda k: st.lists(
+            st.lists(st.floats(-2, 2, allow_subnormal=False), min_size=k + 1, max_size=k + 1), min_size=k, max_size=5
+        )
+    )
+)
+def test_least_squares_is_no_worse_than_any_grid_point(rows):
+    table = np.array(rows)
+    J, y = table[:, :-1], table[:, -1]
+    K = J.shape[1]
+    theta = _least_squares(J, y, np.ones(K), np.ones(K))
+    assert (theta >= 0).all()
+    best = np.linalg.norm(J @ theta - y)
+    for point in itertools.product((0.0, 0.25, 0.5, 1.0, 2.0), repeat=K):
+        assert best <= np.linalg.norm(J @ np.array(point) - y) + 1e-6

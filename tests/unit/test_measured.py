@@ -1,0 +1,97 @@
+"""costs/measured.py: a profile of layers whose times are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cost_models import small_model
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
+from trimtab.costs.profile import profile_model
+from trimtab.specs import WORK_TERMS, Profile
+
+MODEL = small_model()
+FORMULAS = profile_model(MODEL, DEVICES["A100-80GB"])
+TIMES = {"vision": 2.0, "projector": 5.0, "language": 3.0}
+
+
+def measure(*, leave_out: str = "", spread: float = 0.0) -> TimedProfile:
+    """Every tower as many times slower than its formula as TIMES says, but for layers named `leave_out`."""
+    measured, seen = [], set()
+    for number, cost in enumerate(FORMULAS.layers):
+        if cost.group in seen or cost.name == leave_out:
+            continue
+        seen.add(cost.group)
+        timings = []
+        for rows, parts in ((256, 1), (256, 4), (1024, 1), (4096, 1)):
+            work = np.zeros(len(WORK_TERMS))
+            work[0] = 1.0
+            column = WORK_TERMS.index("tokens" if cost.tower == "language" else "patches")
+            work[column], work[column + 1] = rows, parts * (rows / parts) ** 2
+            factor = TIMES[cost.tower]
+            timings.append(
+                Timing(
+                    work=tuple(work),
+                    forward_s=factor * float(work @ cost.forward_s),
+                    backward_s=factor * float(work @ cost.backward_s),
+                    forward_spread=spread,
+                    backward_spread=spread,
+                )
+            )
+        measured.append(LayerTimings(layer=number, timings=tuple(timings)))
+    return timed_profile(FORMULAS, measured, how="made up")
+
+
+def seconds_over_formulas(profile: Profile, name: str) -> np.ndarray:
+    return np.array(
+        [
+            np.divide(getattr(x, name), getattr(y, name), where=np.array(getattr(y, name)) > 0, out=np.ones(7)).max()
+            for x, y in zip(profile.layers, FORMULAS.layers, strict=True)
+        ]
+    )
+
+
+def test_seconds_are_the_measured_and_bytes_the_formulas() -> None:
+    profile = measure().profile
+    expected = [TIMES[x.tower] for x in FORMULAS.layers]
+    for name in ("forward_s", "backward_s", "weight_s"):
+        np.testing.assert_allclose(seconds_over_formulas(profile, name), expected, rtol=1e-6)
+    for ours, formula in zip(profile.layers, FORMULAS.layers, strict=True):
+        assert [t.saved_bytes for t in ours.tiers] == [t.saved_bytes for t in formula.tiers]
+        assert (ours.state_bytes, ours.transient_bytes, ours.step_s) == (
+            formula.state_bytes,
+            formula.transient_bytes,
+            formula.step_s,
+        )
+    assert profile.method == "timed"
+    assert profile.memory_error == FORMULAS.memory_error
+
+
+def test_recomputing_all_runs_the_measured_forward_and_less_its_share() -> None:
+    for ours, formula in zip(measure().profile.layers, FORMULAS.layers, strict=True):
+        for tier, by_formula in zip(ours.tiers, formula.tiers, strict=True):
+            if tier.name == "full":
+                assert tier.extra_backward_s == ours.forward_s
+            expected = TIMES[ours.tower] * np.array(by_formula.extra_backward_s)
+            if tier.name == "selective":
+                np.testing.assert_allclose(tier.extra_backward_s, expected, rtol=1e-6)
+
+
+def test_what_could_not_be_timed_is_priced_like_its_tower_and_named() -> None:
+    profile = measure(leave_out="head").profile
+    np.testing.assert_allclose(profile.layers[-1].forward_s, 3.0 * np.array(FORMULAS.layers[-1].forward_s), rtol=1e-6)
+    assert any("priced like the rest of its tower: head" in said for said in profile.assumptions)
+
+
+def test_the_band_is_residual_plus_spread_of_the_repeats() -> None:
+    exact, noisy = measure(), measure(spread=0.07)
+    assert exact.profile.time_error < 1e-6
+    assert noisy.profile.time_error == pytest.approx(0.07, abs=1e-6)
+    assert all(kind.error == pytest.approx(0.07, abs=1e-6) for kind in noisy.kinds)
+
+
+def test_the_first_sentence_says_where_seconds_come_from() -> None:
+    said = measure().profile.assumptions
+    assert said[0] == "Seconds were measured layer by layer on A100-80GB: made up."
+    assert not any("Seconds come from formulas" in sentence for sentence in said)

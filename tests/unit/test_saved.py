@@ -1,0 +1,191 @@
+"""costs/saved.py, and plans made from a saved profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cost_models import small_model
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import DEVICES, find_device, parse_cluster
+from trimtab.costs.profile import load_profile, profile_model, save_profile
+from trimtab.costs.saved import carry_seconds, refuse_unlike
+from trimtab.errors import PlanError, TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.check import check_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.reload import load_details
+from trimtab.specs import DeviceSpec, ParallelDims, Profile
+
+A100 = DEVICES["A100-80GB"]
+MODEL = small_model()
+TERMS = ("forward_s", "backward_s", "weight_s")
+
+
+def slower(profile: Profile, factor: float, **changes: object) -> Profile:
+    """As if it had been timed: every second of computing `factor` times the formula's."""
+
+    def times(terms: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factor * x for x in terms)
+
+    layers = tuple(
+        dataclasses.replace(
+            x,
+            **{name: times(getattr(x, name)) for name in TERMS},
+            tiers=tuple(dataclasses.replace(t, extra_backward_s=times(t.extra_backward_s)) for t in x.tiers),
+        )
+        for x in profile.layers
+    )
+    said = ("Seconds were measured.", *profile.assumptions[1:])
+    fields = {"layers": layers, "method": "timed", "time_error": 0.05, "assumptions": said, **changes}
+    return dataclasses.replace(profile, **fields)
+
+
+def carry(saved: Profile, dims: ParallelDims, **settings: object) -> Profile:
+    def formulas(device: DeviceSpec, dims: ParallelDims) -> Profile:
+        return profile_model(MODEL, device, dims=dims, **settings)
+
+    return carry_seconds(
+        saved,
+        base=formulas(A100, saved.dims),
+        target=formulas(A100, dims),
+        linkless=formulas(dataclasses.replace(A100, link_bytes_per_s=math.inf), dims),
+    )
+
+
+def test_at_its_own_degrees_a_profile_keeps_its_seconds_to_the_bit() -> None:
+    for dims in (ParallelDims(), ParallelDims(tp=2)):
+        saved = slower(profile_model(MODEL, A100, dims=dims), 1.7)
+        carried = carry(saved, dataclasses.replace(dims, pp=2, dp=4), zero_stage=2)
+        for ours, theirs in zip(carried.layers, saved.layers, strict=True):
+            assert [getattr(ours, name) for name in TERMS] == [getattr(theirs, name) for name in TERMS]
+            assert [t.extra_backward_s for t in ours.tiers] == [t.extra_backward_s for t in theirs.tiers]
+        assert (carried.method, carried.time_error, carried.dims.dp) == ("timed", 0.05, 4)
+        by_formula = profile_model(MODEL, A100, dims=carried.dims, zero_stage=2)
+        assert [x.state_bytes for x in carried.layers] == [x.state_bytes for x in by_formula.layers]
+
+
+def test_tp_divides_what_was_measured_and_adds_the_formula_s_traffic() -> None:
+    one, two = ParallelDims(), ParallelDims(tp=2)
+    saved = slower(profile_model(MODEL, A100, dims=one), 3.0)
+    carried = carry(saved, two)
+    linkless = profile_model(MODEL, dataclasses.replace(A100, link_bytes_per_s=math.inf), dims=two)
+    target = profile_model(MODEL, A100, dims=two)
+    for ours, alone, with_links in zip(carried.layers, linkless.layers, target.layers, strict=True):
+        expected = 3.0 * np.array(alone.forward_s) + np.array(with_links.forward_s) - np.array(alone.forward_s)
+        np.testing.assert_allclose(ours.forward_s, expected, rtol=1e-9)
+    assert any("Seconds measured at tp 1 were divided for tp 2" in said for said in carried.assumptions)
+    assert carried.assumptions[0] == "Seconds were measured."
+
+
+def test_a_profile_of_shared_layers_holds_its_own_traffic() -> None:
+    two, four = ParallelDims(tp=2), ParallelDims(tp=4)
+    carried = carry(slower(profile_model(MODEL, A100, dims=two), 1.5), four)
+    target = profile_model(MODEL, A100, dims=four)
+    for ours, formula in zip(carried.layers, target.layers, strict=True):
+        np.testing.assert_allclose(ours.backward_s, 1.5 * np.array(formula.backward_s), rtol=1e-9)
+
+
+def test_a_calibration_keeps_its_seconds_of_a_step() -> None:
+    saved = profile_model(MODEL, A100)
+    first = dataclasses.replace(saved.layers[0], step_s=saved.layers[0].step_s + 0.25)
+    logged = dataclasses.replace(saved, layers=(first, *saved.layers[1:]), method="logged")
+    carried, formula = carry(logged, ParallelDims(pp=2)), profile_model(MODEL, A100, dims=ParallelDims(pp=2))
+    assert carried.layers[0].step_s == pytest.approx(formula.layers[0].step_s + 0.25)
+    assert carried.layers[1].step_s == formula.layers[1].step_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_blake2b": "0"}, "the profile is of 11 layers that are not those of small: run `trimtab profile`"),
+        ({"dtype": "fp32"}, "for dtype fp32, and the plan for bf16: plan with that --dtype"),
+        ({"attention": "eager"}, "for attention eager, and the plan for flash: plan with that --attention"),
+        ({"device": DEVICES["H20"]}, "for device H20, and the plan for A100-80GB: give --cluster that device"),
+        ({"frozen_towers": ("vision",)}, "for frozen towers vision, and the plan for none: give plan and profile"),
+        ({"fused_kernels": True}, "for fused kernels yes, and the plan for no: give plan and profile the same"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(changes: dict[str, object], message: str) -> None:
+    target = profile_model(MODEL, A100)
+    with pytest.raises(TrimtabError, match=message):
+        refuse_unlike(dataclasses.replace(target, **changes), MODEL, target)
+
+
+def test_all_that_is_unlike_is_said_at_once() -> None:
+    target = profile_model(MODEL, A100)
+    with pytest.raises(TrimtabError) as caught:
+        refuse_unlike(dataclasses.replace(target, dtype="fp16", attention="sdpa"), MODEL, target)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+# -- files and plans ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"time_error": 0.3', '"time_error": NaN'), "NaN is no number of a cost"),
+        (lambda text: text.replace('"fused_kernels": false', '"fused_kernels": 0'), "fused_kernels: expected bool"),
+        (lambda text: text.replace('"attention": "flash"', '"attention": "magic"'), "attention: 'magic' is none of"),
+    ],
+)
+def test_a_spoilt_profile_is_refused(tmp_path: Path, change, message: str) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile_model(MODEL, A100), path)
+    spoilt = change(path.read_text())
+    assert spoilt != path.read_text()
+    path.write_text(spoilt)
+    with pytest.raises(TrimtabError, match=message):
+        load_profile(path)
+
+
+def test_a_measured_device_stands_beside_the_published_ones() -> None:
+    cpu = dataclasses.replace(A100, name="cpu")
+    assert find_device("CPU", beside=cpu) == cpu
+    assert parse_cluster("4xcpu", beside=cpu).device == cpu
+    assert find_device("H200", beside=cpu) == DEVICES["H200"]
+    with pytest.raises(TrimtabError, match="no device is called 'cpu'"):
+        find_device("cpu")
+
+
+def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
+    internvl = describe("InternVL-Chat-V1-5")
+    device = dataclasses.replace(A100, name="of my own")
+    saved = slower(profile_model(internvl, device), 2.0)
+    cluster = parse_cluster("16xof my own", beside=device)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    samples = tile_samples()
+    made = make_plan(internvl, samples, cluster, dataclasses.replace(options, profile=saved))
+    formulas = make_plan(internvl, samples, cluster, options)
+    assert made.plan.inputs.training.costs == "timed"
+    assert made.plan.estimates.time_error == 0.05
+    assert 1.3 < made.plan.estimates.step_ms / formulas.plan.estimates.step_ms < 2.1  # traffic and optimizer do not
+    assert "Seconds were measured." in made.plan.assumptions
+
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    loaded = load_details(tmp_path)
+    assert loaded.saved_profile == saved
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+    write_plan(loaded, tmp_path / "again")
+    assert (tmp_path / "again" / "profile.json").read_bytes() == (tmp_path / "profile.json").read_bytes()
+
+    content = json.loads((tmp_path / "profile.json").read_text())
+    content["time_error"] = 0.01
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="is not the one the plan was made with"):
+        load_details(tmp_path)
+
+
+def test_a_plan_of_formulas_names_no_profile(tmp_path: Path) -> None:
+    made = make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), parse_cluster("16xA100"), PlanOptions(pp=4, tp=2))
+    assert "profile" not in write_plan(made, tmp_path).read_text().split("decisions:")[0]
+    assert not (tmp_path / "profile.json").exists()

@@ -1,0 +1,78 @@
+"""Parameters of a device under tensor parallelism, biases included, and the workspace of a block's backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost_models import embed, patches, projector, text_block, vision_block
+
+from trimtab.costs.analytic import backward_workspace
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.state import local_params
+from trimtab.specs import ParallelDims
+
+# vision block: h 64, 4 heads of 16, f 256; text block: h 128, 4 heads and 2 kv heads of 32, f 512, gated
+VISION_WEIGHTS, VISION_NORMS = 4 * 64 * 64 + 2 * 64 * 256, 2 * 2 * 64
+TEXT_NORMS = 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("biases", "divided"),
+    [
+        (0, 0),
+        (3 * 64, 3 * 64),  # q, k, v
+        (64 + 256 + 64, 256),  # attention's output, MLP in and out
+        (4 * 64 + 256 + 64, 3 * 64 + 256),  # all
+        (256, 0),  # MLP in, or q, k, v and attention's output: not settled, whole on each device
+        (7, 0),  # no choice of biases has so many: whole on each device
+    ],
+)
+def test_biases_of_column_parallel_products_are_divided(biases, divided):
+    layer = replace(vision_block(), num_params=VISION_WEIGHTS + VISION_NORMS + biases)
+    assert local_params(layer, 1) == layer.num_params
+    assert local_params(layer, 2) == (VISION_WEIGHTS + divided) / 2 + VISION_NORMS + biases - divided
+
+
+def test_qkv_biases_of_a_text_block_are_divided():
+    text = replace(text_block(), attention=replace(text_block().attention, num_kv_heads=4))
+    weights = 128 * 32 * 16 + 3 * 128 * 512
+    layer = replace(text, num_params=weights + TEXT_NORMS + 12 * 32, num_matmul_params=weights)
+    assert local_params(layer, 2) == (weights + 12 * 32) / 2 + TEXT_NORMS
+
+
+def test_norms_and_layer_scale_are_no_biases():
+    scaled = replace(vision_block(), num_params=VISION_WEIGHTS + VISION_NORMS + 2 * 64 + 3 * 64, layer_scale=True)
+    assert local_params(scaled, 2) == (VISION_WEIGHTS + 3 * 64) / 2 + VISION_NORMS + 2 * 64
+
+
+def test_a_projectors_middle_bias_is_divided():
+    layer = replace(projector(), num_params=256 * 128 + 128 * 128 + 128 + 128 + 512)
+    assert local_params(layer, 2) == (256 * 128 + 128 * 128 + 128) / 2 + 128 + 512
+
+
+def work(tokens: float) -> np.ndarray:
+    return np.array([1, tokens, tokens**2, tokens**2, tokens, tokens**2, tokens**2])
+
+
+def test_the_workspace_of_a_backward_is_its_worst_moment():
+    h, f, w = 128, 512, 2
+    fused, separate = (CostSettings(dims=ParallelDims(), fused_kernels=x) for x in (True, False))
+    # many rows: at the last product, gradients of its output and input beside its weight's
+    assert backward_workspace(text_block(), separate, work(4096)) == w * (4096 * h + 4096 * f + f * h)
+    # few rows: at the first products, whose weight is twice as large where gate and up are one matrix
+    few = 2 * h + 2 * f - 3 * f
+    assert backward_workspace(text_block(), fused, work(16)) == w * (16 * few + 2 * h * f)
+
+
+def test_tensor_parallelism_divides_weights_and_inner_rows():
+    settings = CostSettings(dims=ParallelDims(tp=2))
+    shared = CostSettings(dims=ParallelDims(tp=2), sequence_parallel=True)
+    assert backward_workspace(text_block(), settings, work(4096)) == 2 * (4096 * 128 + 4096 * 256 + 256 * 128)
+    assert backward_workspace(text_block(), shared, work(4096)) == 2 * (4096 * 64 + 4096 * 256 + 256 * 128)
+
+
+@pytest.mark.parametrize("layer", [patches(), projector(), embed()], ids=lambda x: x.name)
+def test_only_blocks_have_a_priced_workspace(layer):
+    assert backward_workspace(layer, CostSettings(dims=ParallelDims()), work(64)) == 0.0
