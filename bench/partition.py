@@ -2,7 +2,7 @@
 
 Layers: InternVL-Chat-V1-5 (InternViT-6B + InternLM2-20B) on A100-80, tp 2, its language blocks repeated or cut to reach
 L layers. Micro-batches: 9 tiles of 448 x 448 and 4096 tokens, each drawn between half and all of that.
-Run: python bench/partition.py   (half a minute, most of it the first run's compilation)
+Seconds are of the processor. Run: python bench/partition.py   (a minute, most of it the first run's compilation)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.baselines import even_stages, parameter_stages
+from trimtab.partition.bmp import bmp_split, simulated_seconds
+from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, solve
@@ -73,7 +76,7 @@ def ratio(split: SplitResult | None, best: SplitResult) -> str:
 
 
 def print_row(*cells: object) -> None:
-    print(" ".join(f"{cell:>10}" for cell in cells))
+    print(" ".join(f"{cell:>15}" if cell in get_args(ScheduleName) else f"{cell:>10}" for cell in cells))
 
 
 def ms(seconds: float) -> str:
@@ -91,13 +94,13 @@ def print_splits() -> None:
         for num_stages in (4, 8, 16, 32, 64):
             work = draw_work(4, 2 * num_stages)
             problem = problem_of(profile, work, num_stages, 2 * num_stages)
-            begin = time.perf_counter()
+            begin = time.process_time()
             try:
                 ours = solve(problem)
             except PartitionError as error:
-                print_row(num_layers, num_stages, f"{time.perf_counter() - begin:.3f}", str(error).split(": try")[0])
+                print_row(num_layers, num_stages, f"{time.process_time() - begin:.3f}", str(error).split(": try")[0])
                 continue
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
             first = "-"  # fewer language blocks than stages
             if num_stages <= num_language:
                 first = ratio(fitted(problem, even_stages(profile, num_stages, vision="first")), ours)
@@ -116,7 +119,23 @@ def print_splits() -> None:
 
 def print_search() -> None:
     print("\nmakespan of a step, sends at 25 GB/s + 10 us; fresh gain: on 64 steps that were not searched on")
-    print_row("packs", "P", "m", "even", "exact", "searched", "gain", "fresh gain", "bound", "gap", "tried", "seconds")
+    print_row(
+        *(
+            "packs",
+            "P",
+            "m",
+            "even",
+            "exact",
+            "searched",
+            "gain",
+            "fresh gain",
+            "bound",
+            "gap",
+            "tried",
+            "all",
+            "seconds",
+        )
+    )
     profile = profile_of(98)
     for name in ("equal", "varied"):
         for num_stages, num_microbatches in ((4, 4), (4, 5), (4, 8), (4, 16), (8, 8), (8, 16), (16, 16)):
@@ -126,9 +145,9 @@ def print_search() -> None:
                 work = fresh = np.broadcast_to(work.max(axis=(0, 1)), (1, *work.shape[1:])).copy()
             problem = problem_of(profile, work, num_stages, num_microbatches)
             even = fitted(problem, even_stages(profile, num_stages))
-            begin = time.perf_counter()
+            begin = time.process_time()
             result = search_makespan(problem, work, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
             before, after = (makespan(profile, split.stages, fresh) for split in (solve(problem), result.split))
             print_row(
                 name,
@@ -142,7 +161,68 @@ def print_search() -> None:
                 ms(result.lower_bound_s),
                 f"{result.gap:.2%}",
                 result.num_simulated,
+                "yes" if result.complete else "no",
                 f"{seconds:.2f}",
+            )
+
+
+def print_bmp() -> None:
+    print("\nOmniBal's BMP, simulated, against the search: 93 layers, 4 stages, no cap; radius 5, 20 candidates timed")
+    print_row("packs", "m", "anchor", "BMP", "searched", "BMP / ours", "candidates", "split")
+    profile = profile_of(93, memory_bytes=1e15)
+    links = {"link_bytes_per_s": LINK_BYTES_PER_S, "latency_s": LATENCY_S}
+    for name, num_microbatches in (("equal", 4), ("equal", 11), ("varied", 4), ("varied", 11)):
+        work = draw_work(32, num_microbatches, seed=1)
+        if name == "equal":
+            work = np.broadcast_to(work.max(axis=(0, 1)), (1, *work.shape[1:])).copy()
+        problem = problem_of(profile, work, 4, num_microbatches)
+        time_split = simulated_seconds(problem, work, **links)
+        theirs = bmp_split(problem, time_split, radius=5, num_timed=20)
+        ours = search_makespan(problem, work, **links)
+        anchored = bmp_split(problem, time_split, radius=0)
+        print_row(
+            name,
+            num_microbatches,
+            ms(anchored.seconds),
+            ms(theirs.seconds),
+            ms(ours.makespan_s),
+            f"{theirs.seconds / ours.makespan_s:.4f}x",
+            theirs.num_candidates,
+            "/".join(str(stage.stop - stage.start) for stage in ours.split.stages),
+        )
+
+
+def print_schedules() -> None:
+    print("\neach schedule with its own searched split, 93 layers, 4 devices, m = 8, 8 varied steps")
+    print_row("cap", "schedule", "makespan", "idle", "fullest", "recomputed", "bound", "gap")
+    names: tuple[tuple[ScheduleName, int], ...] = (
+        ("1F1B", 1),
+        ("GPipe", 1),
+        ("Interleaved1F1B", 2),
+        ("ZBH1", 1),
+        ("ZBVZeroBubble", 2),
+    )
+    work = draw_work(8, 8, seed=1)
+    for memory_bytes in (80e9, 1e15):
+        profile = profile_of(93, memory_bytes=memory_bytes)
+        for name, chunks in names:
+            problem = replace(problem_of(profile, work, 4, 8), schedule=name, num_chunks=chunks)
+            cap = "80 GB" if memory_bytes == 80e9 else "none"
+            try:
+                found = search_makespan(problem, work, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
+            except PartitionError:
+                print_row(cap, name, "no fit")
+                continue
+            busy = sum(found.split.forward_s) + sum(found.split.backward_s)
+            print_row(
+                cap,
+                name,
+                ms(found.makespan_s),
+                f"{1 - busy * 8 / 4 / found.makespan_s:.1%}",
+                f"{max(device.total_bytes for device in found.split.memory) / 1e9:.1f} GB",
+                sum(stage.num_recomputed() for stage in found.split.stages),
+                ms(found.lower_bound_s),
+                f"{found.gap:.2%}",
             )
 
 
@@ -162,9 +242,9 @@ def print_simulator() -> None:
         times = StageTimes(forward_s=f, backward_s=2 * b, send_forward_s=0.01 * send, send_backward_s=0.01 * send)
         table = np.arange(num_packs).reshape(steps, 8, num_microbatches)
         simulate_steps(times, table[:1])
-        begin = time.perf_counter()
+        begin = time.process_time()
         simulate_steps(times, table)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         print_row(num_stages, num_microbatches, steps, f"{seconds:.3f}", f"{seconds / steps / 8 * 1e6:.1f} us")
 
 
@@ -172,6 +252,8 @@ def main() -> None:
     solve(problem_of(profile_of(93), draw_work(1, 8), 4, 8))  # compiles
     print_splits()
     print_search()
+    print_bmp()
+    print_schedules()
     print_simulator()
 
 

@@ -39,6 +39,8 @@ CASES = [
     ([*A100, "--freeze", "head"], "frozen"),
     ([*A100, "--num-chunks", "2"], "Interleaved1F1B"),
     ([*A100, "--schedule", "Interleaved1F1B"], "num-chunks"),
+    ([*A100, "--schedule", "ZBVZeroBubble"], "num-chunks 2"),
+    ([*A100, "--schedule", "auto", "--for", "megatron"], "1F1B and Interleaved1F1B alone"),
     (
         [
             "plan",

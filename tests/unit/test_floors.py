@@ -28,7 +28,7 @@ FLOORS = {
     "demo": 5,
     "cli": 5,
 }
-TORCH_FILES = {"costs/traced.py", "costs/timed.py"}
+TORCH_FILES = {"costs/traced.py", "costs/timed.py", "costs/timed_model.py"}
 FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "ray", "pandas"}
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "registry.py", "constants.py", "helpers.py"}
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import report_fixtures as fixtures
 
+from trimtab.partition.schedules import splits_backward
+from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.report.trace import chrome_trace
 
 MAKERS = [
@@ -40,6 +44,36 @@ def test_blocks_of_one_track_never_overlap(make):
         spans.sort()
         assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
         assert all(start <= end for start, end in spans)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("ZBH1", 1), ("ZBVZeroBubble", 2), ("Interleaved1F1B", 2)])
+def test_simulated_steps_of_other_schedules_do_not_overlap_either(schedule, chunks):
+    seconds = np.random.default_rng(0).uniform(1e-4, 1e-2, (4, 4 * chunks, 8))
+    times = StageTimes(
+        forward_s=seconds[0],
+        backward_s=seconds[1] + seconds[2],
+        weight_s=seconds[2],
+        send_forward_s=seconds[3],
+        send_backward_s=seconds[3],
+    )
+    line = simulate(times, schedule=schedule, num_devices=4)
+    details = fixtures.internvl_details()
+    details = replace(details, variants=(replace(details.variants[-1], timeline=line),))
+    tracks = defaultdict(list)
+    kinds = defaultdict(int)
+    for event in json.loads(chrome_trace(details))["traceEvents"]:
+        if event["ph"] == "X":
+            start = _nanoseconds(event["ts"])
+            tracks[event["tid"]].append((start, start + _nanoseconds(event["dur"])))
+            assert event["tid"] == line.device_of(event["args"]["stage"]) + 1
+            kinds[event["name"][0], event["cat"]] += 1
+    assert len(tracks) == 4
+    for spans in tracks.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    each = 4 * chunks * 8
+    split = {("W", "weight gradients"): each} if splits_backward(schedule) else {}
+    assert kinds == {("F", "forward"): each, ("B", "backward"): each, **split}
 
 
 @pytest.mark.parametrize("make", MAKERS)

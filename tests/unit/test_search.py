@@ -9,7 +9,8 @@ import pytest
 from partition_cases import layer, profile_of, random_profile
 
 from trimtab.errors import PartitionError
-from trimtab.partition.search import makespan_bound, search_makespan
+from trimtab.partition.bound import makespan_bound
+from trimtab.partition.search import search_makespan, top_candidates
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages
 from trimtab.specs import NUM_WORK_TERMS, Stage
@@ -33,58 +34,91 @@ def random_work(rng, steps, M, spread=0.5):
     return work
 
 
+SHAPES = [("1F1B", 4, 1), ("GPipe", 4, 1), ("ZBH1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2)]
+
+
 def enumerate_makespans(problem, work, link=None):
     """Mean simulated makespan of every split that fits, recompute solved per stage."""
-    L = len(problem.profile.layers)
     found = {}
-    for inner in itertools.combinations(range(1, L), problem.num_stages - 1):
-        stages = [Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise((0, *inner, L)))]
+    for inner in itertools.combinations(
+        range(1, len(problem.profile.layers)), problem.num_stages * problem.num_chunks - 1
+    ):
         try:
-            solved = recompute_stages(problem, stages).stages
+            solved = recompute_stages(problem, _stages(inner, problem.profile)).stages
         except PartitionError:
             continue
-        lines = [simulate(stage_times(problem.profile, solved, w, link_bytes_per_s=link)) for w in work]
+        lines = [
+            simulate(
+                stage_times(problem.profile, solved, w, link_bytes_per_s=link, latency_s=0.1 if link else 0.0),
+                schedule=problem.schedule,
+                num_devices=problem.num_stages,
+            )
+            for w in work
+        ]
         found[inner] = float(np.mean([line.makespan_s for line in lines]))
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_search_finds_the_optimum_of_small_instances(seed):
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("schedule", "P", "V"), SHAPES)
+def test_search_finds_the_optimum_of_small_instances(schedule, P, V, seed):
     rng = np.random.default_rng(seed)
-    L, M = int(rng.integers(7, 11)), int(rng.integers(2, 9))
+    L, M = int(rng.integers(7, 11)), int(rng.integers(1, 9)) // P * P if V > 1 else int(rng.integers(2, 9))
+    M = max(M, P if V > 1 else 1)
     profile = random_profile(rng, L, 4)
-    work = random_work(rng, 2, M)
-    problem = problem_of(profile, 4, M, work, memory=1e18 if seed % 2 else 700)
-    every = enumerate_makespans(problem, work)
-    assert every, "the case was meant to be feasible"
-    result = search_makespan(problem, work)
+    work = random_work(rng, 2, M, spread=0.9)
+    tight = V == 1 and seed % 2 == 0
+    problem = problem_of(profile, P, M, work, memory=900 if tight else 1e18, schedule=schedule, num_chunks=V)
+    link = None if seed % 4 else 20.0
+    every = enumerate_makespans(problem, work, link)
+    if not every:
+        pytest.skip("nothing fits")
+    result = search_makespan(problem, work, link_bytes_per_s=link, latency_s=0.1 if link else 0.0)
+    assert result.complete
     assert result.makespan_s == pytest.approx(min(every.values()), rel=1e-9)
     assert result.makespan_s <= result.start_makespan_s
     assert result.lower_bound_s <= min(every.values())
     assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-def test_no_split_undercuts_the_bound(schedule):
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("schedule", "P", "V"), SHAPES)
+def test_top_candidates_are_the_best_of_all(schedule, P, V, seed):
+    rng = np.random.default_rng(100 + seed)
+    profile = random_profile(rng, 10, 5)
+    work = random_work(rng, 2, 4)
+    problem = problem_of(profile, P, 4, work, schedule=schedule, num_chunks=V)
+    every = sorted(enumerate_makespans(problem, work).values())
+    found = top_candidates(problem, work, 12)
+    assert [x.makespan_s for x in found] == pytest.approx(every[:12], rel=1e-9)
+    assert len({tuple(stage.start for stage in x.split.stages) for x in found}) == 12
+
+
+def test_top_candidates_of_many_stages_begin_with_what_the_search_finds():
+    rng = np.random.default_rng(5)
+    profile = random_profile(rng, 30, 5)
+    work = random_work(rng, 2, 6)
+    problem = problem_of(profile, 6, 6, work)
+    found = top_candidates(problem, work, 5)
+    result = search_makespan(problem, work)
+    assert not result.complete
+    assert found[0].split.stages == result.split.stages
+    assert [x.makespan_s for x in found] == sorted(x.makespan_s for x in found)
+    assert len(found) == 5
+    assert [x.makespan_s for x in top_candidates(problem, work, 1)] == [result.makespan_s]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [(s, v) for s, _, v in SHAPES])
+def test_no_split_undercuts_the_bound(schedule, chunks):
     for seed in range(25):
         rng = np.random.default_rng(1000 + seed)
-        P, M = int(rng.integers(1, 5)), int(rng.integers(1, 7))
-        profile = random_profile(rng, int(rng.integers(P, 8)), 3)
+        P = int(rng.integers(1, 5)) if chunks == 1 else int(rng.integers(1, 3))
+        M = int(rng.integers(1, 7)) if schedule != "Interleaved1F1B" else P * int(rng.integers(1, 4))
+        profile = random_profile(rng, int(rng.integers(P * chunks, 8)), 3)
         work = random_work(rng, 2, M, spread=0.9)
-        memory = float(rng.integers(300, 900))
-        problem = problem_of(profile, P, M, work, memory=memory, schedule=schedule)
-        every = {
-            cuts: np.mean(
-                [
-                    simulate(
-                        stage_times(profile, recompute_stages(problem, _stages(cuts, profile)).stages, w),
-                        schedule=schedule,
-                    ).makespan_s
-                    for w in work
-                ]
-            )
-            for cuts in enumerate_makespans(problem, work)
-        }
+        memory = float(rng.integers(300, 900)) if chunks == 1 else 1e18
+        problem = problem_of(profile, P, M, work, memory=memory, schedule=schedule, num_chunks=chunks)
+        every = enumerate_makespans(problem, work)
         if every:
             assert makespan_bound(problem, work) <= min(every.values())
 

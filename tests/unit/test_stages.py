@@ -29,15 +29,26 @@ def stage_options(profile, start, stop):
     return time_, saved, recomputed, sum(x.state_bytes for x in own), max(x.transient_bytes[0] for x in own)
 
 
-def brute_force(profile, num_stages, memory, in_flight, forbidden):
+def held_by(schedule, num_stages, M):
+    """(in flight by the tiers, pending and whole) of every stage."""
+    P = num_stages
+    if schedule == "ZBH1":  # P micro-batches everywhere, of which device d has run B and not W for d + 1
+        pending = [min(i + 1, M) for i in range(P)]
+        return [min(P, M) - w for w in pending], pending
+    return [M if schedule == "GPipe" else min(P - i, M) for i in range(P)], [0] * P
+
+
+def brute_force(profile, num_stages, memory, held, forbidden):
     """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
     L = len(profile.layers)
     base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
     options: dict = {}
+    in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
             times, saved, recomputed, state, transient = stage_options(profile, a, b)
-            size = state + in_flight[i] * saved + transient
+            whole = sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b])
+            size = state + in_flight[i] * saved + pending[i] * whole + transient
             fits = np.flatnonzero(size <= memory)
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
     splits = []
@@ -69,12 +80,11 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
         M = int(rng.integers(1, 6))
         profile = random_profile(rng, L, int(rng.integers(1, 5)))
         memory = int(rng.integers(40, 400))
-        schedule = "GPipe" if rng.random() < 0.3 else "1F1B"
+        schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
         forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)
         if L - len(forbidden) < P:
             forbidden = frozenset()
-        in_flight = [M if schedule == "GPipe" else min(P - i, M) for i in range(P)]
-        expected = brute_force(profile, P, memory, in_flight, forbidden)
+        expected = brute_force(profile, P, memory, held_by(schedule, P, M), forbidden)
         ask = {"memory": memory, "microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden}
         if expected is None:
             num_infeasible += 1
@@ -184,7 +194,7 @@ def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
     ask = {"schedule": "Interleaved1F1B", "num_chunks": 2, "microbatches": 4}
     ample = split(profile, 2, **ask)
     assert ample.exact
-    assert ample.bottleneck_s == pytest.approx(brute_force(profile, 4, 1e18, [1] * 4, frozenset())[0])
+    assert ample.bottleneck_s == pytest.approx(brute_force(profile, 4, 1e18, ([1] * 4, [0] * 4), frozenset())[0])
     need = max(m.total_bytes for m in ample.memory)
     assert split(profile, 2, memory=need, **ask).exact
     for share in (0.95, 0.85, 0.75):
@@ -288,3 +298,16 @@ def test_infeasible_splits_say_how_many_bytes_are_missing():
         split(profile, 2, memory=244.0, recompute="full", schedule="GPipe", **ask)
     with pytest.raises(PartitionError, match=r"shared evenly by its chunks the best split needs.*fewer chunks"):
         split(profile, 2, memory=240.0, schedule="Interleaved1F1B", num_chunks=2, **ask)
+
+
+def test_a_stage_dearer_than_those_before_it_is_priced_as_such():
+    # under ZBH1 the first of 3 devices holds 2 micro-batches by their tiers and 1 whole, the second 1 and 2: of the two
+    # blocks that no cut may part the first would recompute one, the second both. Two stages would cover the model in 16
+    block = {"forward": 2.0, "backward": 3.0, "saved": ((0, 50.0), (5.0, 0.0))}
+    profile = profile_of([layer(0, 0.5, 0.5), layer(1, **block), layer(2, **block), layer(3, 1.0, 1.0)])
+    ask = {"memory": 200.0, "microbatches": 4, "forbidden_cuts": frozenset({2})}
+    result = split(profile, 3, **ask, schedule="ZBH1")
+    assert [s.stop for s in result.stages] == [1, 3, 4]
+    assert result.exact
+    assert result.bottleneck_s == 20.0
+    assert [device.saved_bytes for device in result.memory] == [0.0, 200.0, 0.0]

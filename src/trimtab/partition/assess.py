@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight, peak_saved_bytes
+from trimtab.partition.schedules import (
+    ScheduleName,
+    check_schedule,
+    devices_of_stages,
+    peak_in_flight,
+    peak_saved_bytes,
+)
 from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
 
 
@@ -36,6 +42,7 @@ class SplitResult:
     recompute_s: tuple[float, ...]  # the part of backward_s that recompute adds
     in_flight: tuple[int, ...]  # most micro-batches whose activations the stage holds at once
     memory: tuple[DeviceMemory, ...]  # of each device
+    devices: tuple[int, ...]  # the device of every stage
     bottleneck_s: float  # the slowest stage's forward + backward
     lower_bound_s: float  # of any split's bottleneck: the mean without recompute, or a run that no cut may divide
     exact: bool  # bottleneck_s is the minimum over all splits and recompute choices under the cap
@@ -63,7 +70,8 @@ def assess_stages(
 
     Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers) + largest
     transient + overhead, bytes at `work_max`. Every layer's transient counts, recomputed or not: safe by at most one
-    layer.
+    layer. Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are
+    done, recomputed or not (see `peak_saved_bytes`).
     """
     mean, most = np.asarray(work_mean, np.float64), np.asarray(work_max, np.float64)
     S, P = len(stages), len(stages) // num_chunks
@@ -78,10 +86,12 @@ def assess_stages(
     stage_forward = np.array([forward[x].sum() for x in own])
     extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
     stage_backward = np.array([backward[x].sum() for x in own]) + extra
-    saved = np.array([sum(max(0.0, float(np.dot(tier.saved_bytes, most))) for tier in tiers) for tiers in chosen])
+    saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen])
+    whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own])
     held = np.array([state[x].sum() for x in own])
     workspace = np.array([transient[x].max() for x in own])
-    peaks = peak_saved_bytes(saved, schedule, **shape)
+    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, whole))
+    devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
 
     unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
     return SplitResult(
@@ -92,13 +102,14 @@ def assess_stages(
         in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
         memory=tuple(
             DeviceMemory(
-                state_bytes=float(held[d::P].sum()),
+                state_bytes=float(held[devices == d].sum()),
                 saved_bytes=float(peaks[d]),
-                transient_bytes=float(workspace[d::P].max()),
+                transient_bytes=float(workspace[devices == d].max()),
                 overhead_bytes=float(overhead_bytes),
             )
             for d in range(P)
         ),
+        devices=tuple(devices.tolist()),
         bottleneck_s=float((stage_forward + stage_backward).max()),
         lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
         exact=False,
@@ -109,6 +120,10 @@ def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
     names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
     return [_tier(profile.layers[i], names.get(i, "none")) for i in range(stage.start, stage.stop)]
+
+
+def _saved(tier: RecomputeTier, work: FloatArray) -> float:
+    return max(0.0, float(np.dot(tier.saved_bytes, work)))
 
 
 def _tier(layer: LayerCost, name: str) -> RecomputeTier:

@@ -3,14 +3,15 @@
 K *segments* are runs of layers between two allowed cuts; a stage is an interval [a, b) of them, never empty, and costs
     time(i, a, b) = max over forms j of tail[j, i, b] - head[j, i, a] + weight[j, i] * extra(i, a, b)
 where extra is the least recompute time (module `tiers`) for which
-    state[b] - state[a] + in_flight[i] * saved + transient(a, b) <= cap[i].
-Both rise when the interval grows. Where besides no later stage is dearer than an earlier one for the same interval
-(true of the schedules' in-flight counts), `furthest_ends` is exact; else it still never calls a feasible limit
-infeasible.
+    state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient(a, b) <= cap[i],
+`saved` by the chosen tiers, `whole` without recompute. Both rise when the interval grows. Where besides no later stage
+is dearer than an earlier one for the same interval (true of in-flight counts where backwards are whole),
+`furthest_ends` is exact; else it still never calls a feasible limit infeasible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,9 @@ class Pipeline(NamedTuple):
     saved_least: IntArray  # (K + 1,) the same on its smallest tier
     num_alike: IntArray  # (K + 1, C) layers of each class
     transient: IntArray  # (log2 K, K) sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
-    in_flight: IntArray  # (S,)
+    whole: IntArray  # (K + 1,) the same on tier "none"
+    in_flight: IntArray  # (S,) at least 0
+    pending: IntArray  # (S,) further micro-batches that hold everything
     cap: IntArray  # (S,) bytes
     known: IntArray  # (S, K + 1, K + 1) 1 + extra where already solved, else 0; empty: remember nothing
 
@@ -61,8 +64,11 @@ def _transient(pipeline: Pipeline, a: int, b: int) -> int:
 def bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int) -> int:
     """Bytes of one micro-batch by which the first tiers overfill stage i; `IMPOSSIBLE` if the smallest tiers do too."""
     room = pipeline.cap[i] - (pipeline.state[b] - pipeline.state[a]) - _transient(pipeline, a, b)
+    room -= pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
     if room < 0:
         return IMPOSSIBLE
+    if pipeline.in_flight[i] == 0:
+        return 0
     room //= pipeline.in_flight[i]
     if pipeline.saved_least[b] - pipeline.saved_least[a] > room:
         return IMPOSSIBLE
@@ -158,6 +164,7 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
                     break
                 saved = pipeline.saved_first[b] - pipeline.saved_first[a] - np.sum(counts * tiers.gain)
                 size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
+                size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
                 size = max(size + pipeline.in_flight[i] * saved, fullest[i + 1, b])
                 total = own + extra[i + 1, b]
                 if total < extra[i, a] or (total == extra[i, a] and size < fullest[i, a]):
@@ -171,16 +178,25 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
 def least_bottleneck(pipeline: Pipeline, tiers: TierTable, *, high: int) -> int | None:
     """The smallest limit on every stage's time that some split keeps; None if even `high` is too small.
 
-    Bisection over integers: some 50 calls of `furthest_ends`.
+    Bisection over integers: some 50 calls of `furthest_ends`. Exact only where that is; else a bound from below.
     """
     num_segments = len(pipeline.state) - 1
+    return _bisect(lambda limit: bool(furthest_ends(pipeline, tiers, limit)[-1] == num_segments), -1, high)
 
-    def feasible(limit: int) -> bool:
-        return bool(furthest_ends(pipeline, tiers, limit)[-1] == num_segments)
 
+def least_reachable_bottleneck(pipeline: Pipeline, tiers: TierTable, *, low: int, high: int) -> int | None:
+    """`least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
+
+    Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `furthest_ends`.
+    """
+    num_segments = len(pipeline.state) - 1
+    return _bisect(lambda limit: bool(best_tied_cuts(pipeline, tiers, limit)[-1] == num_segments), low, high)
+
+
+def _bisect(feasible: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The smallest feasible number of low < x <= high."""
     if not feasible(high):
         return None
-    low = -1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if feasible(middle) else (middle, high)
@@ -197,9 +213,7 @@ def least_memory(pipeline: Pipeline, tiers: TierTable) -> int:
         capped = pipeline._replace(cap=np.full_like(pipeline.cap, cap), known=nothing)
         return bool(furthest_ends(capped, tiers, anything)[-1] == num_segments)
 
-    low = -1
-    high = int(pipeline.state[-1] + pipeline.in_flight.max() * pipeline.saved_first[-1] + pipeline.transient.max())
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(middle) else (middle, high)
-    return high
+    held = pipeline.in_flight * pipeline.saved_first[-1] + pipeline.pending * pipeline.whole[-1]
+    least = _bisect(feasible, -1, int(pipeline.state[-1] + held.max() + pipeline.transient.max()))
+    assert least is not None, "everything on every device at once is more than any stage needs"
+    return least

@@ -37,6 +37,7 @@ class LayerTable:
     transient: IntArray  # (L,)
     saved_first: IntArray  # (L,) bytes of the first tier
     saved_least: IntArray  # (L,) bytes of the smallest tier
+    whole: IntArray  # (L,) bytes on tier "none"
     layer_class: IntArray  # (L,) class of a layer that has upgrades, else -1
     first_tier: tuple[RecomputeTier, ...]  # (L,) cheapest tier of each layer
     upgrades: tuple[tuple[RecomputeTier, ...], ...]  # (L,) tiers that save more and cost more, in that order
@@ -61,6 +62,7 @@ class LayerTable:
         self,
         *,
         in_flight: IntArray,
+        pending: IntArray,
         cap: FloatArray,
         head: IntArray | None = None,
         tail: IntArray | None = None,
@@ -82,7 +84,9 @@ class LayerTable:
             saved_least=self.prefix(self.saved_least),
             num_alike=self.prefix(one_hot),
             transient=_range_max(np.maximum.reduceat(self.transient, self.positions[:-1])),
+            whole=self.prefix(self.whole),
             in_flight=in_flight,
+            pending=pending,
             cap=np.minimum(cap, MAX_BYTES).astype(np.int64),
             known=np.zeros(shape if np.prod(shape) <= MAX_KNOWN else (0, 0, 0), np.int64),
         )
@@ -152,6 +156,9 @@ def layer_table(
         transient=np.ceil(np.maximum(profile.matrix("transient_bytes") @ most, 0.0)).astype(np.int64),
         saved_first=columns[1],
         saved_least=columns[2],
+        whole=np.maximum(
+            columns[1], [math.ceil(max(0.0, float(np.dot(x.tiers[0].saved_bytes, most)))) for x in layers]
+        ),
         layer_class=layer_class,
         first_tier=tuple(first),
         upgrades=tuple(upgrades),

@@ -1,10 +1,14 @@
-"""What each device runs in which order: 1F1B, GPipe, interleaved 1F1B; and how many micro-batches that keeps alive.
+"""What each device runs in which order, schedule by schedule; and how many micro-batches that keeps alive.
 
-P devices, V chunks (virtual stages) a device, S = P V stages of which stage s runs on device s mod P, M micro-batches.
+P devices, V chunks (virtual stages) a device, S = P V stages (see `device_of_stage`), M micro-batches. Zero-bubble
+schedules split a backward in two: B makes the gradient of a stage's inputs, W, which nothing waits for, that of its
+weights (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -13,19 +17,53 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import PartitionError
-from trimtab.specs import IntArray
+from trimtab.specs import FloatArray, IntArray
 
-ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B"]
-FORWARD, BACKWARD = 0, 1
+ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble"]
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+
+_SPLIT_BACKWARD = ("ZBH1", "ZBVZeroBubble")
+_MAX_CHUNKS = {"Interleaved1F1B": None, "ZBVZeroBubble": 2}  # others: one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockOrder:
-    """Blocks of each device in the order it runs them: three (P, 2 V M) arrays."""
+    """Blocks of each device in the order it runs them: three (P, n) arrays, n = 2 V M, or 3 V M with split backwards.
+
+    The k-th forward of a stage is micro-batch k, and so are its k-th backward and its k-th weight block.
+    """
 
     stage: npt.NDArray[np.int32]
     microbatch: npt.NDArray[np.int32]
-    kind: npt.NDArray[np.int8]  # FORWARD or BACKWARD
+    kind: npt.NDArray[np.int8]  # FORWARD, BACKWARD (with split backwards: of the inputs alone), WEIGHT
+
+
+def splits_backward(schedule: ScheduleName) -> bool:
+    """Whether the schedule runs gradients of inputs and of weights as blocks of their own."""
+    return schedule in _SPLIT_BACKWARD
+
+
+def default_num_chunks(schedule: ScheduleName) -> int:
+    """The fewest chunks a device that the schedule is made for."""
+    return 2 if schedule in _MAX_CHUNKS else 1
+
+
+def device_of_stage(schedule: ScheduleName, stage: int, *, num_devices: int, num_chunks: int = 1) -> int:
+    """The device that runs stage `stage` of num_devices x num_chunks.
+
+    Stages go round the devices, s mod P; in ZBVZeroBubble they come back, 2 P - 1 - s from the P-th on, so that a
+    device holds one of the first and one of the last stages.
+    """
+    assert 0 <= stage < num_devices * num_chunks
+    if schedule == "ZBVZeroBubble" and stage >= num_devices:
+        return 2 * num_devices - 1 - stage
+    return stage % num_devices
+
+
+def devices_of_stages(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1) -> IntArray:
+    """(S,) `device_of_stage` of every stage."""
+    shape = {"num_devices": num_devices, "num_chunks": num_chunks}
+    return np.array([device_of_stage(schedule, s, **shape) for s in range(num_devices * num_chunks)], np.int64)
 
 
 def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_microbatches: int) -> None:
@@ -39,14 +77,17 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
             f"a pipeline of {num_devices} stages x {num_chunks} chunks x {num_microbatches} micro-batches is empty: "
             "give at least 1 of each"
         )
-    if schedule != "Interleaved1F1B":
-        if num_chunks > 1:
-            raise PartitionError(
-                f"{schedule} runs one chunk a device, {num_chunks} were asked for: "
-                "give num_chunks=1 or schedule='Interleaved1F1B'"
-            )
-        return
-    if num_microbatches % num_devices:
+    if schedule not in _MAX_CHUNKS and num_chunks > 1:
+        raise PartitionError(
+            f"{schedule} runs one chunk a device, {num_chunks} were asked for: "
+            "give num_chunks=1 or schedule='Interleaved1F1B'"
+        )
+    if schedule == "ZBVZeroBubble" and num_chunks != 2:
+        raise PartitionError(
+            f"ZBVZeroBubble runs two chunks a device, one on the way down and one on the way up, {num_chunks} were "
+            "asked for: give num_chunks=2 or schedule='ZBH1'"
+        )
+    if schedule == "Interleaved1F1B" and num_microbatches % num_devices:
         raise PartitionError(
             f"Interleaved1F1B deals micro-batches in rounds of {num_devices}, one a pipeline device, and "
             f"{num_microbatches} is no multiple: take {_nearest_multiples(num_microbatches, num_devices)} of them, "
@@ -57,26 +98,47 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
 def num_warmup(schedule: ScheduleName, *, device: int, num_devices: int, num_chunks: int, num_microbatches: int) -> int:
     """Forward blocks a device runs before its first backward, beside the one forward that every backward follows.
 
-    1F1B: P - d - 1 (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1). Interleaved:
+    1F1B, ZBH1: P - d - 1 (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1). Interleaved:
     2 (P - d - 1) + (V - 1) P (section 2.2.2, as Megatron-Core and torch's `ScheduleInterleaved1F1B` count). GPipe: all.
+    ZBVZeroBubble has no such number: see `block_order`.
     """
+    assert schedule != "ZBVZeroBubble"
     P, V, M = num_devices, num_chunks, num_microbatches
     if schedule == "GPipe":
         return M
-    ahead = P - device - 1 if schedule == "1F1B" else 2 * (P - device - 1) + (V - 1) * P
+    ahead = 2 * (P - device - 1) + (V - 1) * P if schedule == "Interleaved1F1B" else P - device - 1
     return min(ahead, V * M)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> BlockOrder:
-    """The order in which each device runs its blocks.
+    """The order in which each device runs its blocks: on each, that of torch 2.13's schedule of the same name.
 
-    The k-th forward of a device is micro-batch (k div PV) P + k mod P of chunk c = (k mod PV) div P; the k-th backward
-    is the same micro-batch of chunk V - 1 - c; with V = 1 both are micro-batch k. After the warm-up forward and
-    backward alternate. GPipe runs its backwards in the forwards' order, as torch's `ScheduleGPipe` does.
+    1F1B, Interleaved1F1B: after the warm-up forward and backward alternate; the k-th forward of a device belongs to
+    chunk (k mod P V) div P, the k-th backward to chunk V - 1 - that. GPipe: all forwards, then the backwards in the
+    forwards' order. ZBH1 (torch: `ScheduleInterleavedZeroBubble` with one stage a device): 1F1B whose W blocks device d
+    starts d backwards late, so that every device holds P micro-batches, as the first one does in 1F1B. ZBVZeroBubble:
+    Qi et al., section 6.
     """
     check_schedule(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
     P, V, M = num_devices, num_chunks, num_microbatches
+    if not splits_backward(schedule):
+        return _whole_backwards(schedule, P, V, M)
+    stage, which, kind = np.empty((3, P, 3 * V * M), np.int64)
+    for device in range(P):
+        sequence = _zbv_sequence(device, P, M) if schedule == "ZBVZeroBubble" else _zbh1_sequence(device, P, M)
+        done: dict[tuple[int, int], int] = defaultdict(int)
+        blocks = []
+        for chunk, what in sequence:
+            microbatch = done[chunk, what]
+            done[chunk, what] += 1
+            if microbatch < M:  # ZBV is laid out for 2 P - 1 micro-batches at least
+                blocks.append((2 * P - 1 - device if chunk else device, microbatch, what))
+        stage[device], which[device], kind[device] = np.array(blocks).T
+    return BlockOrder(stage=stage.astype(np.int32), microbatch=which.astype(np.int32), kind=kind.astype(np.int8))
+
+
+def _whole_backwards(schedule: ScheduleName, P: int, V: int, M: int) -> BlockOrder:
     k = np.arange(V * M)
     # V = 1 needs no rounds, and M may then be any number
     chunk, microbatch = (k % (P * V) // P, k // (P * V) * P + k % P) if V > 1 else (np.zeros_like(k), k)
@@ -95,43 +157,115 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
     return BlockOrder(stage=stage, microbatch=which, kind=kind)
 
 
-def peak_in_flight(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> IntArray:
-    """(S,) the most micro-batches whose activations a stage holds at once.
+def _zbh1_sequence(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
+    """(chunk, kind) of every block."""
+    ahead = num_warmup("ZBH1", device=device, num_devices=P, num_chunks=1, num_microbatches=M)
+    yield from [(0, FORWARD)] * ahead
+    for k in range(M):
+        if k < M - ahead:
+            yield 0, FORWARD
+        yield 0, BACKWARD
+        if k >= device:
+            yield 0, WEIGHT
+    yield from [(0, WEIGHT)] * min(device, M)
 
-    1F1B: min(P - s, M). GPipe: M. Interleaved: counted along `block_order`; the chunks of one device peak at different
-    moments, so their sum may exceed the device's own peak of min(warm-up + 1, V M) (see `peak_saved_bytes`).
+
+def _zbv_sequence(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
+    """(chunk, kind) of every block for max(M, 2 P - 1) micro-batches; chunk 0 on the way down, 1 on the way up."""
+    N = max(M, 2 * P - 1)
+    down, up = ([(chunk, BACKWARD), (chunk, WEIGHT)] for chunk in (0, 1))
+    yield from [(0, FORWARD)] * (2 * (P - device) - 1)
+    yield from [(1, FORWARD), (0, FORWARD)] * device
+    yield from [(1, FORWARD), *up] * (P - device)
+    ahead = N - (2 * P - 1 - device)  # forwards that chunk 0 has not run
+    yield from [(0, FORWARD), *down, (1, FORWARD), *up] * ahead
+    yield from [*down, (1, FORWARD), *up] * (N - P - ahead)
+    yield from [(0, BACKWARD), (1, BACKWARD)] * device
+    yield from down * (P - device)
+    yield from [(1, WEIGHT)] * device
+    yield from [(0, WEIGHT)] * device
+
+
+# -- what is held ---------------------------------------------------------------------------------------------------
+
+
+def peak_in_flight(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> IntArray:
+    """(S,) the most micro-batches of which a stage holds something at once: from forward to backward, or to W.
+
+    1F1B: min(P - s, M). GPipe: M. ZBH1: min(P, M). Others: counted along `block_order`; the chunks of one device peak
+    at different moments, so their sum may exceed the device's own peak (see `peak_saved_bytes`).
     """
     P, V, M = num_devices, num_chunks, num_microbatches
     if schedule == "1F1B":
         return np.minimum(P - np.arange(P), M).astype(np.int64)
     if schedule == "GPipe":
         return np.full(P, M, np.int64)
-    return np.stack([_alive(schedule, P, V, M, device).max(axis=0) for device in range(P)], axis=1).reshape(-1)
+    return _per_stage(schedule, P, V, M, lambda held: held.sum(axis=0))
+
+
+def peak_pending(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> IntArray:
+    """(S,) the most micro-batches at once that a stage has begun to run B for, W not being done; 0 without W."""
+    P, V, M = num_devices, num_chunks, num_microbatches
+    if not splits_backward(schedule):
+        return np.zeros(P * V, np.int64)
+    return _per_stage(schedule, P, V, M, lambda held: held[1])
 
 
 def peak_saved_bytes(
-    saved_bytes: npt.NDArray[np.float64],
+    saved_bytes: FloatArray,
     schedule: ScheduleName,
     *,
     num_devices: int,
     num_chunks: int = 1,
     num_microbatches: int,
-) -> npt.NDArray[np.float64]:
-    """(P,) the most activation bytes a device holds at once, when stage s keeps `saved_bytes[s]` per micro-batch."""
+    pending_bytes: FloatArray | None = None,
+) -> FloatArray:
+    """(P,) the most activation bytes a device holds at once.
+
+    Stage s holds `saved_bytes[s]` for a micro-batch from its forward to its backward and, where W comes apart from B,
+    `pending_bytes[s]` (None: the same) from B's start to W's end: what was computed again for B is there until W has
+    used it. Not counted: the gradients that B leaves for W, nor what B alone needed and could free.
+    """
     P, V, M = num_devices, num_chunks, num_microbatches
-    if V == 1:
-        counts = peak_in_flight(schedule, num_devices=P, num_microbatches=M)
-        return np.asarray(counts * saved_bytes, np.float64)
-    peaks = [float((_alive(schedule, P, V, M, d) @ np.asarray(saved_bytes)[d::P]).max()) for d in range(P)]
-    return np.array(peaks)
+    saved = np.asarray(saved_bytes, np.float64)
+    if V == 1 and not splits_backward(schedule):
+        return np.asarray(peak_in_flight(schedule, num_devices=P, num_microbatches=M) * saved, np.float64)
+    pending = saved if pending_bytes is None else np.asarray(pending_bytes, np.float64)
+    own = _stages_of_devices(schedule, P, V)
+    peaks = np.empty(P)
+    for device in range(P):
+        waiting, begun = _held(schedule, P, V, M, device)
+        peaks[device] = (waiting @ saved[own[device]] + begun @ pending[own[device]]).max()
+    return peaks
 
 
-def _alive(schedule: ScheduleName, P: int, V: int, M: int, device: int) -> IntArray:
-    """(2 V M, V): micro-batches alive in each chunk after each block of the device; a backward frees at its end."""
+def _per_stage(schedule: ScheduleName, P: int, V: int, M: int, count: Callable[[IntArray], IntArray]) -> IntArray:
+    result = np.empty(P * V, np.int64)
+    for device, stages in enumerate(_stages_of_devices(schedule, P, V)):
+        result[stages] = count(_held(schedule, P, V, M, device)).max(axis=0)
+    return result
+
+
+def _stages_of_devices(schedule: ScheduleName, P: int, V: int) -> IntArray:
+    """(P, V) the stages of each device, first chunk first."""
+    return np.argsort(devices_of_stages(schedule, num_devices=P, num_chunks=V), kind="stable").reshape(P, V)
+
+
+def _held(schedule: ScheduleName, P: int, V: int, M: int, device: int) -> IntArray:
+    """(2, n, V) micro-batches held in each chunk once each block of the device has begun, or, if it frees, ended.
+
+    [0]: forward run, backward not begun (not ended, where it is whole). [1]: B begun, W not ended.
+    """
     order = block_order(schedule, num_devices=P, num_chunks=V, num_microbatches=M)
-    step = np.zeros((2 * V * M, V), np.int64)
-    step[np.arange(2 * V * M), order.stage[device] // P] = np.where(order.kind[device] == FORWARD, 1, -1)
-    return np.cumsum(step, axis=0)
+    kind = order.kind[device]
+    chunk = np.searchsorted(_stages_of_devices(schedule, P, V)[device], order.stage[device])
+    step = np.zeros((2, len(kind), V), np.int64)
+    at = np.arange(len(kind))
+    step[0, at, chunk] = np.select([kind == FORWARD, kind == BACKWARD], [1, -1], 0)
+    if splits_backward(schedule):
+        step[1, at, chunk] = np.select([kind == BACKWARD, kind == WEIGHT], [1, -1], 0)
+    held: IntArray = np.cumsum(step, axis=1)
+    return held
 
 
 def _nearest_multiples(value: int, base: int) -> str:

@@ -9,13 +9,23 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import chosen_tiers
-from trimtab.partition.schedules import FORWARD, BlockOrder, ScheduleName, block_order
+from trimtab.partition.backward import weight_matrix
+from trimtab.partition.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    BlockOrder,
+    ScheduleName,
+    block_order,
+    devices_of_stages,
+    splits_backward,
+)
 from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Seconds of every (virtual) stage for every micro-batch or pack: four (S, N) arrays.
+    """Seconds of every (virtual) stage for every micro-batch or pack: (S, N) arrays.
 
     A send is the delay between its sender's end and the earliest start of its receiver: row s is what stage s sends,
     behind its forward to stage s + 1 (last row unused), behind its backward to stage s - 1 (first row unused). Sends
@@ -23,9 +33,10 @@ class StageTimes:
     """
 
     forward_s: FloatArray
-    backward_s: FloatArray  # with recompute
+    backward_s: FloatArray  # whole, with recompute
     send_forward_s: FloatArray
     send_backward_s: FloatArray
+    weight_s: FloatArray | None = None  # the part of backward_s that zero-bubble schedules may run later
 
 
 def stage_times(
@@ -42,56 +53,57 @@ def stage_times(
     and type, takes as long on its way back. `link_bytes_per_s` is one rate, or one for each of the S - 1 boundaries;
     None: sends cost nothing.
     """
-    forward, backward = profile.matrix("forward_s"), profile.matrix("backward_s")
-    per_stage = [
-        (
-            forward[stage.start : stage.stop].sum(axis=0),
-            backward[stage.start : stage.stop].sum(axis=0)
-            + np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0),
-        )
-        for stage in stages
-    ]
+    layers = slice_sums(stages, profile.matrix("forward_s"), profile.matrix("backward_s"), weight_matrix(profile))
+    recompute = [np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0) for stage in stages]
     send_forward, send_backward = np.zeros((2, len(stages), len(work)))
     if link_bytes_per_s is not None and len(stages) > 1:
         rates = np.broadcast_to(np.asarray(link_bytes_per_s, np.float64), (len(stages) - 1,))
         sent = evaluate(profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]], work).T
         send_forward[:-1] = send_backward[1:] = latency_s + sent / rates[:, None]
     return StageTimes(
-        forward_s=np.ascontiguousarray(evaluate(np.array([f for f, _ in per_stage]), work).T),
-        backward_s=np.ascontiguousarray(evaluate(np.array([b for _, b in per_stage]), work).T),
+        forward_s=np.ascontiguousarray(evaluate(layers[0], work).T),
+        backward_s=np.ascontiguousarray(evaluate(layers[1] + np.array(recompute), work).T),
+        weight_s=np.ascontiguousarray(evaluate(layers[2], work).T),
         send_forward_s=send_forward,
         send_backward_s=send_backward,
     )
 
 
+def slice_sums(stages: Sequence[Stage], *matrices: FloatArray) -> FloatArray:
+    """(len(matrices), S, T): rows of each (num_layers, T) matrix summed over each stage's layers."""
+    return np.array([[matrix[stage.start : stage.stop].sum(axis=0) for stage in stages] for matrix in matrices])
+
+
 def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:
     """Start and end of every block of one step of M micro-batches.
 
-    Stage s runs on device s mod num_devices (None: one stage a device), each device its blocks in `block_order`. A
-    forward waits for the stage before, a backward for the stage behind (the last stage's for its own forward), sends
-    included; a single device sends nothing. Not modelled: contention between sends and compute, the host, the
-    optimizer. Blocks are listed device by device in the order they run.
+    Each device (num_devices None: as many as stages) runs its blocks in `block_order`. A forward waits for the stage
+    before, a backward for the stage behind (the last stage's for its own forward), sends included; stages of one device
+    send each other nothing. Where the schedule splits the backward, the stage before waits for its first part only.
+    Not modelled: contention between sends and compute, the host, the optimizer. Blocks are listed device by device in
+    the order they run.
     """
     from trimtab.partition.replay import replay
 
-    columns = _checked_columns(times)
+    costs = block_costs(times, schedule)
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
     order = _order(schedule, S, P, M)
-    end = np.zeros((2, S, M))
-    makespan = replay(order.stage, order.microbatch, order.kind, *columns, end)
+    device = devices_of_stages(schedule, num_devices=P, num_chunks=S // P)
+    end = np.zeros((3, S, M))
+    makespan = replay(order.stage, order.microbatch, order.kind, device, costs.seconds, costs.sends, end)
     assert np.isfinite(makespan), "no schedule deadlocks"
     stage, microbatch, kind = order.stage.flatten(), order.microbatch.flatten(), order.kind.flatten()
     ends = end[kind, stage, microbatch]
-    lengths = np.where(kind == FORWARD, times.forward_s[stage, microbatch], times.backward_s[stage, microbatch])
     return Timeline(
         stage=stage,
         microbatch=microbatch,
         kind=kind,
-        start_s=ends - lengths,
+        start_s=ends - costs.seconds[kind, stage, microbatch],
         end_s=ends,
         num_devices=P,
         makespan_s=float(makespan),
+        stage_devices=tuple(device.tolist()),
     )
 
 
@@ -110,7 +122,7 @@ def simulate_steps(
     """
     from trimtab.partition.replay import replay_steps
 
-    columns = _checked_columns(times)
+    costs = block_costs(times, schedule)
     S, num_packs = times.forward_s.shape
     if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
         raise PartitionError(
@@ -119,8 +131,9 @@ def simulate_steps(
         )
     P = S if num_devices is None else num_devices
     order = _order(schedule, S, P, table.shape[2])
+    device = devices_of_stages(schedule, num_devices=P, num_chunks=S // P)
     slots = np.require(table, np.int64, ["C", "W"])
-    makespans = replay_steps(order.stage, order.microbatch, order.kind, *columns, slots)
+    makespans = replay_steps(order.stage, order.microbatch, order.kind, device, costs.seconds, costs.sends, slots)
     result: FloatArray = makespans.max(axis=1) + all_reduce_s
     return result
 
@@ -131,17 +144,37 @@ def _order(schedule: ScheduleName, S: int, P: int, M: int) -> BlockOrder:
     return block_order(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
 
 
-def _checked_columns(times: StageTimes) -> tuple[FloatArray, ...]:
-    """The four arrays in the one memory layout that the compiled loops know."""
-    arrays = (times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCosts:
+    """Stage times in the one memory layout that the compiled loops know."""
+
+    seconds: FloatArray  # (3, S, N), rows FORWARD, BACKWARD, WEIGHT
+    sends: FloatArray  # (2, S, N), behind FORWARD and BACKWARD
+
+
+def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
+    """Seconds of every block: a schedule that does not split backwards runs them whole, and weight blocks take none."""
+    arrays = [times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s]
+    if splits_backward(schedule):
+        if times.weight_s is None:
+            raise PartitionError(
+                f"{schedule} runs weight gradients apart, and the stage times have none: give weight_s, or a schedule "
+                "that keeps backwards whole"
+            )
+        arrays.append(times.weight_s)
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
         raise PartitionError(
-            f"stage times have the shapes {', '.join(map(str, sorted(shapes)))}: give four arrays of one shape, "
+            f"stage times have the shapes {', '.join(map(str, sorted(shapes)))}: give arrays of one shape, "
             "(stages, micro-batches), neither of them 0"
         )
     if not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
         raise PartitionError(
             "a stage time is negative or not finite: give seconds >= 0; profile again if they come from a fit"
         )
-    return tuple(np.require(array, np.float64, ["C", "W"]) for array in arrays)
+    seconds = np.zeros((3, *times.forward_s.shape))
+    seconds[FORWARD], seconds[BACKWARD] = times.forward_s, times.backward_s
+    if splits_backward(schedule) and times.weight_s is not None:
+        seconds[WEIGHT] = np.minimum(times.weight_s, times.backward_s)
+        seconds[BACKWARD] -= seconds[WEIGHT]
+    return BlockCosts(seconds=seconds, sends=np.array([times.send_forward_s, times.send_backward_s], np.float64))

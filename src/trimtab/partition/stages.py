@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult, assess_stages
-from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight
+from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight, peak_pending
 from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -91,10 +91,10 @@ def split_stages(
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
     see `assess_stages`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual stages each.
 
-    Exact for 1F1B and GPipe, up to rounding every layer's time to 1e-12 of the whole; ties go to the least recompute
-    time in sum, then to the smallest fullest device, then to earlier cuts. Interleaved: exact if the best split without
-    a cap fits; otherwise a device's room is divided among its chunks beforehand, evenly and as that split would fill
-    it, and the better outcome taken: safe, but not optimal (`exact` says which).
+    Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
+    recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:
+    exact if the best split without a cap fits; otherwise a device's room is divided among its chunks beforehand, evenly
+    and as that split would fill it, and the better outcome taken: safe, but not optimal (`exact` says which).
     """
     problem = SplitProblem(
         profile=profile,
@@ -151,8 +151,8 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     held = np.array(
         [x.state_bytes + n * x.saved_bytes + x.transient_bytes for x, n in zip(alone, like.in_flight, strict=True)]
     )
-    shares = held / np.tile(held.reshape(V, P).sum(axis=0), V)
-    return np.asarray(room * shares)
+    device = np.array(like.devices)
+    return np.asarray(room * held / np.bincount(device, weights=held)[device])
 
 
 def layer_table_of(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
@@ -169,14 +169,16 @@ def layer_table_of(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable
     )
 
 
-def in_flight_of(problem: SplitProblem) -> IntArray:
-    """(S,) micro-batches each (virtual) stage holds."""
-    return peak_in_flight(
-        problem.schedule,
-        num_devices=problem.num_stages,
-        num_chunks=problem.num_chunks,
-        num_microbatches=problem.num_microbatches,
-    )
+def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray, **forms: IntArray) -> Pipeline:
+    """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
+
+    Where weight gradients run apart a stage holds at most (in flight - pending) micro-batches by its tiers and the
+    pending ones whole: with one chunk a device that is its peak, as `assess_stages` counts it.
+    """
+    shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
+    held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
+    pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
+    return table.pipeline(in_flight=held - pending, pending=pending, cap=cap, **forms)
 
 
 def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
@@ -211,18 +213,25 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
 
 def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
     """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
-    from trimtab.partition.cuts import best_tied_cuts, least_bottleneck
+    from trimtab.partition.cuts import best_tied_cuts, least_bottleneck, least_reachable_bottleneck
 
     table = layer_table_of(problem)
-    pipeline = table.pipeline(in_flight=in_flight_of(problem), cap=cap)
+    pipeline = pipeline_of(problem, table, cap)
+
+    def best_cuts(bottleneck: int) -> list[int]:
+        # what is not slower by a whole tick ties: the count of recomputed layers is no part of the bottleneck
+        limit = (bottleneck // table.scale + 1) * table.scale - 1
+        return [int(cut) for cut in best_tied_cuts(pipeline, table.tiers, limit)]
+
     bottleneck = least_bottleneck(pipeline, table.tiers, high=table.longest)
     if bottleneck is None:
         return None
-    # what is not slower by a whole tick ties: the count of recomputed layers is no part of the bottleneck
-    limit = (bottleneck // table.scale + 1) * table.scale - 1
-    cuts = best_tied_cuts(pipeline, table.tiers, limit).tolist()
-    if cuts[-1] != table.num_segments:
-        return None  # only where a later chunk has less room than an earlier one (see `furthest_ends`)
+    cuts = best_cuts(bottleneck)
+    if cuts[-1] != table.num_segments:  # only where a later stage has less room than an earlier one
+        bottleneck = least_reachable_bottleneck(pipeline, table.tiers, low=bottleneck, high=table.longest)
+        if bottleneck is None:
+            return None
+        cuts = best_cuts(bottleneck)
     stages = []
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
         stage = stage_of(table, pipeline, index=i, first=first, last=last)
@@ -236,7 +245,7 @@ def _infeasible(problem: SplitProblem) -> PartitionError:
     from trimtab.partition.cuts import least_memory
 
     table = layer_table_of(problem)
-    pipeline = table.pipeline(in_flight=in_flight_of(problem), cap=chunk_room(problem))
+    pipeline = pipeline_of(problem, table, chunk_room(problem))
     least = least_memory(pipeline, table.tiers) * problem.num_chunks + problem.overhead_bytes
     missing = least - problem.memory_bytes
     how = {
@@ -247,10 +256,10 @@ def _infeasible(problem: SplitProblem) -> PartitionError:
     if problem.num_chunks > 1:
         how += " and a device's room shared evenly by its chunks"
     tries = ["more stages", "a larger tp", "fewer patches and tokens in a micro-batch"]
-    if problem.schedule == "GPipe":
+    if problem.schedule != "1F1B" and problem.num_chunks == 1:
         tries.append("schedule='1F1B'")
     if problem.num_chunks > 1:
-        tries.append("fewer chunks")
+        tries.append("fewer chunks" if problem.schedule == "Interleaved1F1B" else "schedule='1F1B'")
     if problem.recompute != "auto":
         tries.append("recompute='auto'")
     return PartitionError(

@@ -46,7 +46,7 @@ def device_fingerprint(device: DeviceSpec) -> str:
     return blake2b(repr(device).encode())
 
 
-def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile) -> Inputs:
+def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile, profile: TableFile | None = None) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = model.origin
     return Inputs(
@@ -89,12 +89,14 @@ def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile) -> Inpu
             frozen_towers=options.frozen_towers,
             recompute=options.recompute,
             costs=case.setting.profile.method,
+            profile=profile,
         ),
     )
 
 
 def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[str, TableFile]) -> Decisions:
     options, setting, packing, schedule = case.options, case.setting, case.packing, case.schedule
+    assert options.schedule != "auto", "it was chosen before"
     names, dims = [layer.name for layer in case.model.layers], setting.dims
     return Decisions(
         parallel=ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp),
@@ -133,7 +135,7 @@ def describe_estimates(
     setting: Setting, balance: BalanceReport, split: SplitResult, variants: Sequence[Variant]
 ) -> Estimates:
     """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
-    ours, dims = variants[-1], setting.dims
+    ours = variants[-1]
     num_packed = balance.num_packed
     return Estimates(
         time_error=setting.profile.time_error,
@@ -147,13 +149,13 @@ def describe_estimates(
                 stage=stage.index,
                 forward_ms=_digits(split.forward_s[stage.index] * 1e3),
                 backward_ms=_digits(split.backward_s[stage.index] * 1e3),
-                memory_gib=_gib(split.memory[stage.index % dims.pp].total_bytes),
-                state_gib=_gib(split.memory[stage.index % dims.pp].state_bytes),
-                activations_gib=_gib(split.memory[stage.index % dims.pp].saved_bytes),
-                transient_gib=_gib(split.memory[stage.index % dims.pp].transient_bytes),
-                reserve_gib=_gib(split.memory[stage.index % dims.pp].overhead_bytes),
+                memory_gib=_gib(held.total_bytes),
+                state_gib=_gib(held.state_bytes),
+                activations_gib=_gib(held.saved_bytes),
+                transient_gib=_gib(held.transient_bytes),
+                reserve_gib=_gib(held.overhead_bytes),
             )
-            for stage in split.stages
+            for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
         balance=BalanceEstimate(
             pad_ratio=round(balance.pad_ratio, 4),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.costs.profile import profile_bytes
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.plan.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
@@ -20,7 +21,7 @@ from trimtab.plan.file import name_table, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.packs import even_steps, pack_contents
 from trimtab.plan.setting import choose_setting, default_global_batch
-from trimtab.plan.split import split_case
+from trimtab.plan.split import choose_split
 from trimtab.plan.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.samples.table import table_bytes
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
@@ -29,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
 
 SAMPLES_FILE = "samples.npz"
+PROFILE_FILE = "profile.json"
 TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 
 
@@ -60,9 +62,10 @@ def make_plan(
     budget = MemoryBudget.of(cluster, options)
     refuse_oversize(samples, options)
 
-    setting = choose_setting(
+    chosen = choose_setting(
         model, samples, samples_work, cluster, options, budget, progress=_step(progress, "settings")
     )
+    setting, options = chosen.setting, chosen.options
     cost = price_samples(setting.profile, samples_work)
     packed = pack_samples(
         samples,
@@ -92,19 +95,24 @@ def make_plan(
         schedule=packed.schedule,
         work=packed_work(packed.packing, samples_work),
     )
-    split = split_case(case)
-    variants = compare_variants(case, split.stages, progress=_step(progress, "simulation"))
+    found = choose_split(case)
+    split = found.split
+    variants = compare_variants(case, split.stages, one_switch=found.one_switch, progress=_step(progress, "simulation"))
 
     tables = {SAMPLES_FILE: table_bytes(samples), **pack_contents(packed.packing, packed.schedule)}
+    if options.profile is not None:
+        tables[PROFILE_FILE] = profile_bytes(options.profile)
     files = {name: name_table(name, content) for name, content in tables.items()}
     plan = assemble_plan(
-        inputs=describe_inputs(case, origin, table=files[SAMPLES_FILE]),
+        inputs=describe_inputs(case, origin, table=files[SAMPLES_FILE], profile=files.get(PROFILE_FILE)),
         decisions=describe_decisions(case, split.stages, files=files),
         estimates=describe_estimates(setting, report_packing(samples, packed, cost=cost), split, variants),
         origin=origin,
         assumptions=(
             *tiles,
             *batch_assumption(cluster, options, len(samples)),
+            *chosen.sentences(),
+            *found.sentences(),
             *model.notes,
             *setting.profile.assumptions,
         ),
@@ -116,6 +124,7 @@ def make_plan(
         packing=packed.packing,
         schedule=packed.schedule,
         profile=setting.profile,
+        saved_profile=options.profile,
         memory_cap_bytes=budget.total_bytes,
         variants=variants,
     )
@@ -144,6 +153,8 @@ def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
     folder = Path(folder)
     contents = {SAMPLES_FILE: table_bytes(details.samples), **pack_contents(details.packing, details.schedule)}
+    if details.saved_profile is not None:
+        contents[PROFILE_FILE] = profile_bytes(details.saved_profile)
     for name, content in contents.items():
         write_atomically(folder / name, content)
     path = folder / "plan.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
@@ -31,9 +32,9 @@ class Setting:
     profile: Profile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """All that a split, a simulation or a check is computed from."""
+    """All that a split, a simulation or a check is computed from; `options` name their schedule."""
 
     model: ModelSpec
     samples: SampleTable  # in patches
@@ -46,7 +47,7 @@ class Case:
     schedule: Schedule
     work: FloatArray  # (num_packs, len(WORK_TERMS))
 
-    @property
+    @cached_property
     def problem(self) -> SplitProblem:
         """Time at the mean pack, memory at the largest pack that the limits allow."""
         return split_problem(
@@ -71,6 +72,7 @@ def split_problem(
     num_microbatches: int,
 ) -> SplitProblem:
     """The model's layers, to be cut for micro-batches of this work."""
+    assert options.schedule != "auto", "it was chosen before"
     return SplitProblem(
         profile=profile,
         num_stages=profile.dims.pp,

@@ -18,7 +18,7 @@ from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, solve
 from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
-from trimtab.plan.split import epoch_s, uniform_splits
+from trimtab.plan.split import PricedSplit, price_splits, uniform_splits
 from trimtab.plan.times import rank_step_s, steps_of, times_of
 from trimtab.plan.work import PATCHES, TOKENS, padded_work, select_rows
 from trimtab.specs import (
@@ -55,13 +55,17 @@ class Staging:
 
 
 def compare_variants(
-    case: Case, stages: Sequence[Stage], *, progress: Callable[[int, int], None] | None = None
+    case: Case,
+    stages: Sequence[Stage],
+    *,
+    one_switch: Sequence[PricedSplit] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Variant, ...]:
     """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
 
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
     that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
-    all variants hold about equally many samples.
+    all variants hold about equally many samples. `one_switch`: as `choose_split` found them, if it ran.
     """
     problem = case.problem
     packs = MicroBatches(
@@ -78,7 +82,7 @@ def compare_variants(
     runs = [
         _baseline(case, problem, even),
         _Run(name="balanced packs", problem=problem, batches=packs, staging=_uniform(problem, even, packs)),
-        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, problem)),
+        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, one_switch)),
         _Run(name=last, problem=problem, batches=packs, staging=planned),
     ]
     variants = []
@@ -133,7 +137,7 @@ def _baseline_of(
 ) -> _Run:
     """Batches of `size` samples, so many a step that steps hold as many samples as the plan's."""
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
-    unit = problem.num_stages if problem.num_chunks > 1 else 1
+    unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
     own = replace(problem, num_microbatches=num_microbatches)
     batches = _random_batches(samples, samples_work, own, size, seed)
@@ -171,12 +175,12 @@ def _uniform(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatch
     return Staging(stages_rule="equal layers", recompute_rule="full", stages=full)
 
 
-def _balanced_stages(case: Case, problem: SplitProblem) -> Staging:
+def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> Staging:
     """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
-    splits = uniform_splits(problem)
-    if not splits:  # only the choice per layer fits
-        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=solve(problem).stages)
-    best = min(splits, key=lambda split: epoch_s(case, split.stages))
+    priced = price_splits(case, uniform_splits(case.problem)) if one_switch is None else one_switch
+    if not priced:  # only the choice per layer fits
+        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=solve(case.problem).stages)
+    best = min(priced, key=lambda x: x.epoch_s).split
     rule = "full" if any(stage.recompute for stage in best.stages) else "none"
     return Staging(stages_rule="balanced", recompute_rule=rule, stages=best.stages)
 
@@ -194,7 +198,7 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     dims = profile.dims
     times = times_of(batches.work, staging.stages, profile, cluster)
     step_s = steps_of(times, table, staging.stages, problem)
-    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(profile, staging.stages)
+    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, staging.stages)
     assessed = replace(problem, work_mean=batches.work.mean(axis=0), work_max=batches.largest).assess(staging.stages)
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     return Variant(
@@ -230,6 +234,7 @@ def _columns(times: StageTimes, packs: IntArray) -> StageTimes:
     return StageTimes(
         forward_s=times.forward_s[:, index] * there,
         backward_s=times.backward_s[:, index] * there,
+        weight_s=None if times.weight_s is None else times.weight_s[:, index] * there,
         send_forward_s=times.send_forward_s[:, index] * there,
         send_backward_s=times.send_backward_s[:, index] * there,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from trimtab.balance.dispatch import Order
 from trimtab.balance.packing import Oversize
@@ -12,11 +12,13 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
 from trimtab.plan.plan import DataFile, PlanMethod
-from trimtab.specs import Tower
+from trimtab.specs import Profile, Tower
+
+ScheduleChoice = ScheduleName | Literal["auto"]
 
 _MOST = 2**40  # keeps products of counts inside 64 bits
 _CHOICES = {
-    "schedule": get_args(ScheduleName),
+    "schedule": (*get_args(ScheduleName), "auto"),
     "method": get_args(PlanMethod),
     "order": get_args(Order),
     "oversize": get_args(Oversize),
@@ -39,8 +41,8 @@ class PlanOptions:
     global_batch: int | None = None  # samples per step over all ranks, met on average; None: 256, or 8 a device
     max_patches: int | None = None
     max_tokens: int | None = None
-    schedule: ScheduleName = "1F1B"
-    num_chunks: int = 1
+    schedule: ScheduleChoice = "1F1B"  # auto: the one whose simulated step is shortest
+    num_chunks: int = 1  # virtual stages per device; auto: those of an interleaved schedule, 1 standing for 2
     method: PlanMethod = "balanced"
     order: Order = "random"
     oversize: Oversize = "error"
@@ -55,6 +57,7 @@ class PlanOptions:
     attention: Attention = "flash"
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
     frozen_towers: tuple[Tower, ...] = ()
+    profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
         counts = ("dp", "pp", "tp", "num_microbatches", "global_batch", "max_patches", "max_tokens", "num_chunks")
@@ -75,13 +78,17 @@ class PlanOptions:
             )
         if not 0 <= self.reserve < 1:
             problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
-        if self.num_chunks > 1 and self.schedule != "Interleaved1F1B":
+        if self.num_chunks > 1 and self.schedule not in ("Interleaved1F1B", "ZBVZeroBubble", "auto"):
             problems.append(
                 f"num_chunks {self.num_chunks} was asked for with {self.schedule}, which has one stage per device: "
                 "give --schedule Interleaved1F1B, or leave num_chunks out"
             )
         if self.schedule == "Interleaved1F1B" and self.num_chunks == 1:
             problems.append("Interleaved1F1B needs several stages per device: give --num-chunks 2 or more")
+        if self.schedule == "ZBVZeroBubble" and self.num_chunks != 2:
+            problems.append(
+                f"ZBVZeroBubble has two stages per device, and num_chunks is {self.num_chunks}: give --num-chunks 2"
+            )
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -91,7 +98,7 @@ class PlanOptions:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
         if set(self.frozen_towers) == set(get_args(Tower)):
             problems.append("all three towers were to be frozen, which leaves nothing to train: train one of them")
-        if self.num_chunks > 1 and self.pp == 1:
+        if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         if problems:
             raise PlanError(join_problems(problems))
@@ -103,7 +110,7 @@ class PlanOptions:
         GPipe holds all micro-batches of a step, so its memory was priced with their number; interleaved schedules take
         multiples of the pipeline's devices.
         """
-        return self.num_microbatches is None and self.schedule == "1F1B"
+        return self.num_microbatches is None and self.schedule not in ("GPipe", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,8 @@ class TrainingInput:
     fused_kernels: bool  # norms, rotary and gates as single kernels
     frozen_towers: tuple[Tower, ...]
     recompute: RecomputeMode  # what was asked for
-    costs: str  # method of the profile: analytic, traced, timed
+    costs: str  # method of the profile: analytic, traced, timed, logged
+    profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

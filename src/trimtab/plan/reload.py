@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.costs.devices import find_device
+from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.assemble import device_fingerprint
@@ -21,7 +22,7 @@ from trimtab.plan.plan import Plan, TableFile
 from trimtab.plan.setting import profile_setting
 from trimtab.plan.work import packed_work
 from trimtab.samples.table import table_from_bytes
-from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +44,8 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     model = model or find_model(plan, folder)
     forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
     model = replace(model, forbidden_cuts=forbidden)
-    cluster = cluster or find_cluster(plan)
+    saved = load_saved_profile(plan, folder)
+    cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
     if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
         raise PlanError(
             f"device {inputs.cluster.device} has other figures than when the plan was made: "
@@ -52,7 +54,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
     packs = load_packs(folder, decisions.packing, num_samples=len(samples))
-    options = options_of(plan)
+    options = replace(options_of(plan), profile=saved)
     parallel = decisions.parallel
     dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
     samples_work = samples.work(token_window=model.token_window)
@@ -77,11 +79,17 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
 
 
-def find_cluster(plan: Plan) -> ClusterSpec:
-    """The plan's cluster, its device from the table of published ones."""
+def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
+    """The profile beside the plan that gave its seconds, if one did."""
+    table = plan.inputs.training.profile
+    return None if table is None else profile_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+
+
+def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
+    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
     given = plan.inputs.cluster
     return ClusterSpec(
-        device=find_device(given.device),
+        device=find_device(given.device, beside=beside),
         num_nodes=given.num_nodes,
         devices_per_node=given.devices_per_node,
         node_link_bytes_per_s=given.node_link_bytes_per_s,
@@ -182,6 +190,7 @@ def load_details(
         packing=case.packing,
         schedule=case.schedule,
         profile=case.setting.profile,
+        saved_profile=case.options.profile,
         memory_cap_bytes=case.budget.total_bytes,
         variants=compare_variants(case, found.stages),
     )

@@ -1,43 +1,79 @@
-"""Degrees of parallelism, pack limits and micro-batches per step, for whatever the user left open.
+"""Degrees of parallelism, schedule, pack limits and micro-batches per step, for whatever the user left open.
 
 All candidates run the same number of samples a step, and are priced the same way: profile, exact split with recompute
 under the memory cap, then samples per second of the full pipeline,
 
-    dp M k u / ((M + P - 1) T + sends + S)
+    dp M k u / (T + S)
 
-with M micro-batches of k samples, P stages, slowest stage T, the sends of one micro-batch there and back, and S the
+with M micro-batches of k samples, T the simulated step of M mean micro-batches on that split, sends included, and S the
 gradient exchange and optimizer step. k and the utilisation u are those of a part of the samples, packed under the
-candidate's limits. Heuristic: a grid, and a formula that knows only the mean pack; each candidate's split is exact.
+candidate's limits. Heuristic: a grid, and a simulation that knows only the mean pack; each candidate's split is exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimtab.costs.profile import profile_model
+from trimtab.costs.saved import carry_seconds, refuse_unlike
 from trimtab.errors import PartitionError, PlanError
+from trimtab.partition.schedules import ScheduleName
+from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import solve
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.case import Setting, split_problem
 from trimtab.plan.limits import TriedLimits, try_limits
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.times import rank_step_s, stage_link
+from trimtab.plan.times import rank_step_s, times_of
 from trimtab.plan.work import MICROBATCHES, limit_work, price_samples
-from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable, Stage
+from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
 _MOST_OVER = 1.25  # of a global batch that was asked for
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
+_MOST_STAGES = 16  # pipeline degree, where it is left open
+_RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
+_SAID = 4  # divisions and schedules named in the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Priced:
     setting: Setting
+    options: PlanOptions  # with its schedule
     samples_per_s: float
+
+    @property
+    def label(self) -> str:
+        schedule = self.options.schedule
+        chunks = f" with {self.options.num_chunks} chunks" if schedule == "Interleaved1F1B" else ""
+        return f"{_degrees_of(self.setting.dims)} {schedule}{chunks}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenSetting:
+    """The fastest setting, and the options with the schedule that was chosen for it."""
+
+    setting: Setting
+    options: PlanOptions
+    considered: tuple[_Priced, ...]  # fastest first
+    num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+
+    def sentences(self) -> tuple[str, ...]:
+        """What was considered, for the plan's reader; nothing where there was no choice."""
+        if len(self.considered) + self.num_misfits < 2:
+            return ()
+        said = [f"{x.label} {x.samples_per_s:.3g} samples/s" for x in self.considered[:_SAID]]
+        rest = len(self.considered) - len(said)
+        more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
+        return (
+            "Degrees and schedules considered, at their mean packs: "
+            + ", ".join([*said, *(text for text in more if text)])
+            + ".",
+        )
 
 
 def choose_setting(
@@ -49,12 +85,17 @@ def choose_setting(
     budget: MemoryBudget,
     *,
     progress: Callable[[int, int], None] | None = None,
-) -> Setting:
+) -> ChosenSetting:
     """The fastest setting that fits; a global batch of our own choice is halved until something does.
 
-    Raises `PlanError` when the degrees do not divide the devices, and `PartitionError` when nothing fits.
+    Schedule "auto": 1F1B, which needs least memory, decides which divisions of the devices are fastest; these are tried
+    with the other schedules. Raises `PlanError` when the degrees do not divide the devices, and `PartitionError` when
+    nothing fits.
     """
-    candidates = list(_parallel_dims(model, cluster, options))
+    first = options
+    if options.schedule == "auto":
+        first = replace(options, schedule="1F1B", num_chunks=1)
+    candidates = list(_parallel_dims(model, cluster, first))
     profiles, refused = _profile_candidates(model, cluster, options, candidates)
     if not profiles:
         assert refused is not None, "every candidate was profiled or refused"
@@ -63,30 +104,55 @@ def choose_setting(
     limits = try_limits(samples, samples_work, options, price_samples(profiles[0], samples_work))
     global_batch = default_global_batch(cluster, options, len(samples))
     while True:
-        best: _Priced | None = None
+        priced: list[_Priced] = []
         misfit: PartitionError | None = None
         for number, profile in enumerate(profiles):
             if progress is not None:
                 progress(number, len(profiles))
             try:
-                priced = _price_limits(model, cluster, options, profile, budget, limits, global_batch)
+                priced.append(_price_limits(model, cluster, first, profile, budget, limits, global_batch))
             except PartitionError as error:
                 misfit = PartitionError(f"{_degrees_of(profile.dims)}: {error}")  # the last divides the model most
-                continue
-            if best is None or priced.samples_per_s > best.samples_per_s:
-                best = priced
-        if best is not None:
-            return best.setting
-        if global_batch is None or options.global_batch is not None or global_batch == 1:
+        if priced:
             break
+        if global_batch is None or options.global_batch is not None or global_batch == 1:
+            assert misfit is not None, "every profile was priced or does not fit"
+            if len(profiles) == 1:
+                raise misfit
+            raise PartitionError(
+                f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{misfit}\n"
+                "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
+            )
         global_batch //= 2
-    assert misfit is not None, "every profile was priced or does not fit"
-    if len(profiles) == 1:
-        raise misfit
-    raise PartitionError(
-        f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{misfit}\n"
-        "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
+    num_misfits = len(candidates) - len(priced)
+    if options.schedule == "auto":
+        fastest = sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]
+        for found in fastest:
+            for other in _other_schedules(options, found.setting.dims):
+                try:
+                    priced.append(
+                        _price_limits(model, cluster, other, found.setting.profile, budget, limits, global_batch)
+                    )
+                except PartitionError:
+                    continue
+    priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
+    return ChosenSetting(
+        setting=priced[0].setting, options=priced[0].options, considered=tuple(priced), num_misfits=num_misfits
     )
+
+
+def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:
+    """What "auto" tries beside 1F1B."""
+    if dims.pp == 1:
+        return []
+    chunks = max(2, options.num_chunks)
+    names: tuple[tuple[ScheduleName, int], ...] = (
+        ("GPipe", 1),
+        ("Interleaved1F1B", chunks),
+        ("ZBH1", 1),
+        ("ZBVZeroBubble", 2),
+    )
+    return [replace(options, schedule=name, num_chunks=number, pp=dims.pp) for name, number in names]
 
 
 def _profile_candidates(
@@ -117,18 +183,31 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 
 
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
-    """The cost table for these degrees of parallelism."""
-    return profile_model(
-        model,
-        cluster.device,
-        dims=dims,
-        dtype=options.dtype,
-        zero_stage=options.zero_stage,
-        optimizer=options.optimizer,
-        attention=options.attention,
-        fused_kernels=options.fused_kernels,
-        dp_bytes_per_s=cluster.slowest_link_bytes_per_s,
-        frozen_towers=frozenset(options.frozen_towers),
+    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given."""
+
+    def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float) -> Profile:
+        return profile_model(
+            model,
+            device,
+            dims=dims,
+            dtype=options.dtype,
+            zero_stage=options.zero_stage,
+            optimizer=options.optimizer,
+            attention=options.attention,
+            fused_kernels=options.fused_kernels,
+            dp_bytes_per_s=dp_bytes_per_s,
+            frozen_towers=frozenset(options.frozen_towers),
+        )
+
+    target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile
+    if saved is None:
+        return target
+    refuse_unlike(saved, model, target)
+    return carry_seconds(
+        saved,
+        base=formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s),
+        target=target,
+        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf),
     )
 
 
@@ -146,8 +225,8 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
             "choose a tp that divides a node, tensor-parallel devices talk in every layer"
         )
     found = False
-    for tp in _degrees(options.tp, limit=cluster.devices_per_node):
-        for pp in _degrees(options.pp, limit=min(16, len(model.layers))):
+    for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
+        for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
             if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
                 continue
             dp = devices // (tp * pp)
@@ -163,10 +242,11 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
         )
 
 
-def _degrees(asked: int | None, *, limit: int) -> list[int]:
+def _degrees(asked: int | None, devices: int, *, limit: int) -> list[int]:
+    """The degree asked for, or every divisor of the devices up to `limit`."""
     if asked is not None:
         return [asked]
-    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+    return [degree for degree in range(1, limit + 1) if devices % degree == 0]
 
 
 def _price_limits(
@@ -205,10 +285,8 @@ def _price_limits(
         except PartitionError as error:
             reason = reason or error
             continue
-        # a chunk is a stage: M V chunks, and a ramp of P - 1 of them
-        blocks = num_microbatches * options.num_chunks + dims.pp - 1
-        sends_s = 2 * _send_s(profile, split.stages, work_mean, cluster)
-        step_s = blocks * split.bottleneck_s + sends_s + rank_step_s(profile, split.stages)
+        times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
+        line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
         setting = Setting(
             dims=dims,
             max_patches=tried.max_patches,
@@ -217,7 +295,8 @@ def _price_limits(
             profile=profile,
         )
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
-        priced.append(_Priced(setting=setting, samples_per_s=useful / step_s))
+        step_s = line.makespan_s + rank_step_s(problem, split.stages)
+        priced.append(_Priced(setting=setting, options=options, samples_per_s=useful / step_s))
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
@@ -232,11 +311,5 @@ def _num_microbatches(
     if global_batch is None:
         assert options.num_microbatches is not None
         return options.num_microbatches
-    unit = dims.pp if options.num_chunks > 1 else 1
+    unit = dims.pp if options.schedule == "Interleaved1F1B" else 1
     return max(1, round(global_batch / (dims.dp * samples_per_pack * unit))) * unit
-
-
-def _send_s(profile: Profile, stages: Sequence[Stage], work_mean: FloatArray, cluster: ClusterSpec) -> float:
-    """Seconds in which the mean micro-batch's rows pass all boundaries of the pipeline, one after the other."""
-    sent = profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]] @ work_mean
-    return float(np.sum(cluster.latency_s + sent / stage_link(cluster)))

@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.search import search_makespan
+from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import RecomputeMode, SplitProblem, solve
 from trimtab.plan.case import Case
 from trimtab.plan.times import stage_link, steps_of, times_of
 from trimtab.specs import IntArray, Stage
+from trimtab.units import format_seconds
 
 _SAMPLED_STEPS = 32  # of one rank each: with 8, half of what the search gains is lost on other steps
 _MAX_SIMULATED = 1500  # candidate splits: about 2 s at 16 stages x 64 micro-batches
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedSplit:
+    """A split and the seconds of the whole data set on it."""
+
+    split: SplitResult
+    epoch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitChoice:
+    """The chosen split, and what it was chosen among."""
+
+    split: SplitResult
+    one_switch: tuple[PricedSplit, ...]  # the exact splits while recompute is one switch for all layers
+    search: SearchResult | None  # None: there was nothing to search
+
+    def sentences(self) -> tuple[str, ...]:
+        """What the search says of its result, for the plan's reader."""
+        if self.search is None or self.search.lower_bound_s <= 0:
+            return ()
+        found = self.search
+        how = "all cuts were covered" if found.complete else "no cut near them is faster"
+        return (
+            f"Splits were simulated on sampled steps ({found.num_simulated} of them; {how}): the best runs its "
+            f"micro-batches in {format_seconds(found.makespan_s)}, the exact split of least slowest stage in "
+            f"{format_seconds(found.start_makespan_s)}; no split can in less than "
+            f"{format_seconds(found.lower_bound_s)}, {found.gap:.1%} below.",
+        )
+
+
 def split_case(case: Case) -> SplitResult:
+    """The split that `choose_split` chooses."""
+    return choose_split(case).split
+
+
+def choose_split(case: Case) -> SplitChoice:
     """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
     refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
 
@@ -28,6 +64,7 @@ def split_case(case: Case) -> SplitResult:
     """
     problem = case.problem
     splits = [solve(problem)]
+    found: SearchResult | None = None
     packs = _full_rows(case.schedule.table)
     if problem.num_stages > 1 and len(packs):
         found = search_makespan(
@@ -38,8 +75,16 @@ def split_case(case: Case) -> SplitResult:
             max_simulated=_MAX_SIMULATED,
         )
         splits.append(found.split)
-    splits += uniform_splits(problem)
-    return min(splits, key=lambda split: epoch_s(case, split.stages))
+    one_switch = price_splits(case, uniform_splits(problem))
+    known = {x.split.stages: x for x in one_switch}
+    priced = [known.get(x.stages) or price_splits(case, [x])[0] for x in splits]
+    best = min([*priced, *one_switch], key=lambda x: x.epoch_s)
+    return SplitChoice(split=best.split, one_switch=one_switch, search=found)
+
+
+def price_splits(case: Case, splits: Sequence[SplitResult]) -> tuple[PricedSplit, ...]:
+    """Each split with its epoch."""
+    return tuple(PricedSplit(split=split, epoch_s=epoch_s(case, split.stages)) for split in splits)
 
 
 def uniform_splits(problem: SplitProblem) -> list[SplitResult]:

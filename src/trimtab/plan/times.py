@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.costs.settings import Efficiency
+from trimtab.partition.schedules import devices_of_stages
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage
@@ -27,15 +28,15 @@ def steps_of(times: StageTimes, table: IntArray, stages: Sequence[Stage], proble
         table,
         schedule=problem.schedule,
         num_devices=problem.num_stages,
-        all_reduce_s=rank_step_s(problem.profile, stages),
+        all_reduce_s=rank_step_s(problem, stages),
     )
 
 
-def rank_step_s(profile: Profile, stages: Sequence[Stage]) -> float:
+def rank_step_s(problem: SplitProblem, stages: Sequence[Stage]) -> float:
     """Seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
-    per_rank = [0.0] * profile.dims.pp
+    devices = devices_of_stages(problem.schedule, num_devices=problem.num_stages, num_chunks=problem.num_chunks)
+    per_rank = [0.0] * problem.num_stages
     for stage in stages:
-        per_rank[stage.index % profile.dims.pp] += sum(
-            layer.step_s for layer in profile.layers[stage.start : stage.stop]
-        )
+        layers = problem.profile.layers[stage.start : stage.stop]
+        per_rank[devices[stage.index]] += sum(layer.step_s for layer in layers)
     return max(per_rank)

@@ -14,6 +14,8 @@ from trimtab.report.words import before_after, clean
 
 Event = dict[str, object]
 
+_KINDS = (("F", "forward"), ("B", "backward"), ("W", "weight gradients"))
+
 
 def chrome_trace(details: PlanDetails) -> str:
     """JSON text: one process per variant (baseline, plan), one track per pipeline rank, one event per block.
@@ -46,19 +48,19 @@ def _names(process: int, title: str, variant: Variant) -> list[Event]:
 
 def _blocks(process: int, variant: Variant) -> list[Event]:
     blocks = variant.timeline
-    device = blocks.stage % blocks.num_devices
+    device = blocks.device
     start_ns = np.rint(blocks.start_s * 1e9).astype(np.int64)
     end_ns = np.rint(blocks.end_s * 1e9).astype(np.int64)
     events: list[Event] = []
     for i in np.lexsort((end_ns, start_ns, device)).tolist():
-        backward, microbatch = bool(blocks.kind[i]), int(blocks.microbatch[i])
+        (letter, category), microbatch = _KINDS[blocks.kind[i]], int(blocks.microbatch[i])
         events.append(
             {
                 "ph": "X",
                 "pid": process,
                 "tid": int(device[i]) + 1,
-                "name": f"{'B' if backward else 'F'}{microbatch}",
-                "cat": "backward" if backward else "forward",
+                "name": f"{letter}{microbatch}",
+                "cat": category,
                 "ts": int(start_ns[i]) / 1000,
                 "dur": int(end_ns[i] - start_ns[i]) / 1000,
                 "args": {"stage": int(blocks.stage[i]), "microbatch": microbatch},

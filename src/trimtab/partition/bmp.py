@@ -1,0 +1,137 @@
+"""OmniBal's balanced model partitioning (BMP), as published: an anchor from profiled forwards, jitter, the best timed.
+
+Source: Yao et al. 2025, "OmniBal", ICML (arXiv 2407.20761), section on balanced model partitioning. It stands beside
+`search_makespan`, which needs no radius and no ranking by proxy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitResult
+from trimtab.partition.evaluate import Evaluator
+from trimtab.partition.stages import SplitProblem, recompute_stages
+from trimtab.specs import FloatArray, IntArray, Stage
+from trimtab.units import MIB
+
+MAX_CANDIDATES = 5_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BmpCandidate:
+    """Cuts near the anchor's, and what they are ranked by: `spread_ms` + `sent_mib`, smaller first."""
+
+    cuts: tuple[int, ...]  # layers at which stages 1, 2, ... begin
+    spread_ms: float  # standard deviation of the stages' forward times: what the paper's tables print as VAR(fwd_time)
+    sent_mib: float  # activations that pass all boundaries, SUM(comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BmpResult:
+    """The fastest of the candidates that were timed."""
+
+    split: SplitResult
+    seconds: float
+    anchor: tuple[int, ...]
+    timed: tuple[tuple[BmpCandidate, float], ...]  # in the order of their rank; infinite where it does not fit
+    num_candidates: int
+
+
+def bmp_split(
+    problem: SplitProblem, time_split: Callable[[SplitResult], float], *, radius: int = 3, num_timed: int = 10
+) -> BmpResult:
+    """The fastest by `time_split` of the `num_timed` best-ranked candidates that fit the memory.
+
+    `time_split` gives seconds of a step: `simulated_seconds`, or a run on the devices. A candidate's recompute is ours
+    (exact, stage by stage); the paper decides it afterwards by hand. Heuristic: the rank adds milliseconds to MiB.
+    Raises `PartitionError` where no candidate fits.
+    """
+    anchor = bmp_anchor(problem)
+    candidates = bmp_candidates(problem, anchor, radius=radius)
+    splits: list[tuple[SplitResult, float]] = []
+    timed: list[tuple[BmpCandidate, float]] = []
+    for candidate in candidates:
+        if len(splits) == num_timed:
+            break
+        try:
+            split = recompute_stages(problem, _stages(candidate.cuts, len(problem.profile.layers)))
+        except PartitionError:
+            timed.append((candidate, float("inf")))
+            continue
+        splits.append((split, time_split(split)))
+        timed.append((candidate, splits[-1][1]))
+    if not splits:
+        raise PartitionError(
+            f"none of {len(candidates)} splits within {radius} layers of the anchor fits the memory: try a larger "
+            "radius, or split_stages, which searches all of them"
+        )
+    best, seconds = min(splits, key=lambda x: x[1])
+    return BmpResult(split=best, seconds=seconds, anchor=anchor, timed=tuple(timed), num_candidates=len(candidates))
+
+
+def simulated_seconds(
+    problem: SplitProblem,
+    work: FloatArray,
+    *,
+    link_bytes_per_s: float | Sequence[float] | None = None,
+    latency_s: float = 0.0,
+) -> Callable[[SplitResult], float]:
+    """What times a split by its mean makespan over the steps `work` (steps, num_microbatches, len(WORK_TERMS))."""
+    evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
+    return lambda split: evaluator.makespan_of(split.stages)
+
+
+def bmp_anchor(problem: SplitProblem) -> tuple[int, ...]:
+    """Cuts nearest to where the forward's seconds, summed from the first layer, reach i / S of the whole; greedy."""
+    S = problem.num_stages * problem.num_chunks
+    before, positions = _forward_before(problem)
+    cuts: list[int] = []
+    low = 0
+    for i in range(1, S):
+        # an allowed cut behind the last one, leaving one for each stage to come
+        free = np.arange(low + 1, len(positions) - (S - i))
+        low = int(free[np.abs(before[free] - before[-1] * i / S).argmin()])
+        cuts.append(int(positions[low]))
+    return tuple(cuts)
+
+
+def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int) -> list[BmpCandidate]:
+    """All cuts within `radius` allowed cuts of the anchor's, best rank first; (2 radius + 1)^(S - 1) at most."""
+    S = len(anchor) + 1
+    count = (2 * radius + 1) ** len(anchor)
+    if radius < 0 or count > MAX_CANDIDATES:
+        raise PartitionError(
+            f"radius {radius} around {len(anchor)} cuts makes {count} splits: choose a smaller radius, at least 0, or "
+            "search_makespan, which does not list them"
+        )
+    before, positions = _forward_before(problem)
+    at = np.searchsorted(positions, anchor)
+    ranges = [range(max(1, a - radius), min(len(positions) - 1, a + radius + 1)) for a in at.tolist()]
+    inner = np.array(list(itertools.product(*ranges)), np.int64).reshape(-1, S - 1)
+    inner = inner[(np.diff(inner, axis=1) > 0).all(axis=1)]
+    ends = np.full((len(inner), 1), len(positions) - 1)
+    spread = np.diff(before[np.hstack([np.zeros_like(ends), inner, ends])], axis=1).std(axis=1) * 1e3
+    sent = (problem.profile.matrix("output_bytes") @ problem.work_mean)[positions[inner] - 1].sum(axis=1) / MIB
+    order = np.argsort(spread + sent, kind="stable")
+    return [
+        BmpCandidate(cuts=tuple(positions[inner[n]].tolist()), spread_ms=float(spread[n]), sent_mib=float(sent[n]))
+        for n in order
+    ]
+
+
+def _forward_before(problem: SplitProblem) -> tuple[FloatArray, IntArray]:
+    """Seconds of the forward before each allowed cut, and the layers at which these lie."""
+    L = len(problem.profile.layers)
+    positions = np.array([c for c in range(L + 1) if c not in problem.forbidden_cuts], np.int64)
+    forward = problem.profile.matrix("forward_s") @ problem.work_mean
+    return np.concatenate([[0.0], np.cumsum(forward)])[positions], positions
+
+
+def _stages(cuts: Sequence[int], num_layers: int) -> list[Stage]:
+    ends = itertools.pairwise((0, *cuts, num_layers))
+    return [Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(ends)]

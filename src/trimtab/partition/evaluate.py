@@ -1,0 +1,114 @@
+"""Simulated makespans of cuts, each stage with its least recompute; what was priced once is remembered."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.schedules import block_order, devices_of_stages
+from trimtab.partition.simulate import block_costs, stage_times
+from trimtab.partition.stages import SplitProblem, chunk_room, layer_table_of, pipeline_of, stage_of
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedStage:
+    """One stage alone over all micro-batches of all steps."""
+
+    stage: Stage
+    seconds: FloatArray  # (3, rows) FORWARD, BACKWARD, WEIGHT
+    send: FloatArray  # (rows,) to the next stage, and from it on the way back
+
+
+class Evaluator:
+    """Prices cuts; a cut is the number of a `LayerTable` position."""
+
+    def __init__(
+        self,
+        problem: SplitProblem,
+        work: FloatArray,
+        *,
+        link_bytes_per_s: float | Sequence[float] | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
+        work = checked_work(problem, work)
+        S = problem.num_stages * problem.num_chunks
+        shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
+        self.problem = problem
+        self.work = work
+        self.rows = work.reshape(-1, NUM_WORK_TERMS)
+        self.slots = np.arange(len(self.rows)).reshape(work.shape[0], 1, work.shape[1])
+        self.rates = (
+            None if link_bytes_per_s is None else np.broadcast_to(np.asarray(link_bytes_per_s, float), (S - 1,))
+        )
+        self.latency_s = latency_s
+        self.table = layer_table_of(problem)
+        self.pipeline = pipeline_of(problem, self.table, chunk_room(problem))
+        self.order = block_order(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
+        self.device = devices_of_stages(problem.schedule, **shape)
+        self.seen: dict[tuple[int, ...], float] = {}
+        self._priced: dict[tuple[int, int, int], PricedStage | None] = {}
+
+    def cuts_of(self, stages: Sequence[Stage]) -> tuple[int, ...]:
+        return (*(int(np.searchsorted(self.table.positions, x.start)) for x in stages), self.table.num_segments)
+
+    def makespan(self, cuts: tuple[int, ...]) -> float:
+        """Mean makespan with the stages' least recompute; infinite where a stage does not fit."""
+        if cuts not in self.seen:
+            priced = [self.priced(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+            fitting = [entry for entry in priced if entry is not None]
+            self.seen[cuts] = self._replay(fitting) if len(fitting) == len(priced) else np.inf
+        return self.seen[cuts]
+
+    def stages(self, cuts: tuple[int, ...]) -> tuple[Stage, ...]:
+        """The stages of cuts that fit."""
+        found = [self.priced(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+        assert all(entry is not None for entry in found), "a stage exceeds the cap"
+        return tuple(entry.stage for entry in found if entry is not None)
+
+    def makespan_of(self, stages: Sequence[Stage]) -> float:
+        """Mean makespan of stages as they are, their own recompute included."""
+        return self._replay([self._price(stage) for stage in stages])
+
+    def priced(self, i: int, a: int, b: int) -> PricedStage | None:
+        """Segments a <= k < b as stage i; None if they exceed the cap."""
+        if (i, a, b) not in self._priced:
+            stage = stage_of(self.table, self.pipeline, index=i, first=a, last=b)
+            self._priced[i, a, b] = None if stage is None else self._price(stage)
+        return self._priced[i, a, b]
+
+    def _price(self, stage: Stage) -> PricedStage:
+        profile = self.problem.profile
+        costs = block_costs(stage_times(profile, (stage,), self.rows), self.problem.schedule)
+        send = np.zeros(len(self.rows))
+        if self.rates is not None and stage.index < len(self.rates):
+            sent = self.rows @ np.array(profile.layers[stage.stop - 1].output_bytes)
+            send = self.latency_s + sent / self.rates[stage.index]
+        return PricedStage(stage=stage, seconds=costs.seconds[:, 0], send=send)
+
+    def _replay(self, priced: Sequence[PricedStage]) -> float:
+        from trimtab.partition.replay import replay_steps
+
+        seconds = np.ascontiguousarray(np.stack([entry.seconds for entry in priced], axis=1))
+        sends = np.zeros((2, *seconds.shape[1:]))
+        sends[0, :-1] = sends[1, 1:] = [entry.send for entry in priced[:-1]]
+        order = self.order
+        steps = replay_steps(order.stage, order.microbatch, order.kind, self.device, seconds, sends, self.slots)
+        return float(steps.mean())
+
+
+def checked_work(problem: SplitProblem, work: FloatArray) -> FloatArray:
+    """`work` as floats, of the problem's number of micro-batches."""
+    rows = np.asarray(work, np.float64)
+    expected = (problem.num_microbatches, NUM_WORK_TERMS)
+    if rows.ndim != 3 or rows.shape[0] == 0 or rows.shape[1:] != expected:
+        raise PartitionError(
+            f"work of shape {rows.shape} cannot be simulated with {problem.num_microbatches} micro-batches a step: "
+            f"give (steps, {expected[0]}, {expected[1]}), at least one step"
+        )
+    return rows

@@ -1,0 +1,82 @@
+"""Tests of partition/bmp.py: the anchor, the candidates' ranking, what is timed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from partition_cases import layer, profile_of, random_profile
+
+from trimtab.errors import PartitionError
+from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split, simulated_seconds
+from trimtab.partition.search import search_makespan
+from trimtab.partition.stages import SplitProblem
+from trimtab.specs import NUM_WORK_TERMS
+from trimtab.units import MIB
+
+
+def work_of(steps, M):
+    work = np.zeros((steps, M, NUM_WORK_TERMS))
+    work[:, :, 0] = np.random.default_rng(0).uniform(0.5, 1.5, (steps, M))
+    return work
+
+
+def problem_of(profile, P, M, work, **kwargs):
+    mean, most = work.mean(axis=(0, 1)), work.max(axis=(0, 1))
+    kwargs = {"memory_bytes": 1e18, **kwargs}
+    return SplitProblem(profile=profile, num_stages=P, work_mean=mean, work_max=most, num_microbatches=M, **kwargs)
+
+
+def test_the_anchor_divides_the_forward_evenly():
+    work = np.zeros((1, 4, NUM_WORK_TERMS))
+    work[:, :, 0] = 1.0
+    profile = profile_of([layer(i, forward) for i, forward in enumerate([4, 4, 1, 1, 1, 1, 1, 1, 1, 1])])
+    assert bmp_anchor(problem_of(profile, 4, 4, work)) == (1, 2, 6)
+    assert bmp_anchor(problem_of(profile, 4, 4, work, forbidden_cuts=frozenset({1, 6}))) == (2, 3, 5)
+    assert bmp_anchor(problem_of(profile, 10, 4, work)) == tuple(range(1, 10))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_candidates_are_all_cuts_in_the_radius_ranked_as_published(seed):
+    rng = np.random.default_rng(seed)
+    layers = [layer(i, rng.uniform(1, 5), sent=float(rng.integers(1, 9)) * MIB) for i in range(12)]
+    profile, work = profile_of(layers), work_of(2, 4)
+    problem = problem_of(profile, 4, 4, work, forbidden_cuts=frozenset({5}))
+    anchor = bmp_anchor(problem)
+    found = bmp_candidates(problem, anchor, radius=2)
+    allowed = [c for c in range(1, 12) if c != 5]
+    near = [allowed[max(0, allowed.index(a) - 2) : allowed.index(a) + 3] for a in anchor]
+    expected = {}
+    for cuts in itertools.product(*near):
+        if all(a < b for a, b in itertools.pairwise(cuts)):
+            ends = itertools.pairwise((0, *cuts, 12))
+            forward = [sum(x.forward_s[0] for x in layers[a:b]) * problem.work_mean[0] for a, b in ends]
+            sent = sum(layers[c - 1].output_bytes[0] for c in cuts) * problem.work_mean[0] / MIB
+            expected[cuts] = 1e3 * np.std(forward) + sent
+    assert {x.cuts: pytest.approx(x.spread_ms + x.sent_mib) for x in found} == expected
+    ranks = [x.spread_ms + x.sent_mib for x in found]
+    assert ranks == sorted(ranks)
+
+
+def test_the_fastest_of_the_best_ranked_is_taken_and_never_beats_the_search():
+    for seed in range(5):
+        profile, work = random_profile(np.random.default_rng(seed), 14, 4), work_of(2, 6)
+        problem = problem_of(profile, 4, 6, work, memory_bytes=1200.0)
+        time_split = simulated_seconds(problem, work)
+        result = bmp_split(problem, time_split, radius=2, num_timed=5)
+        fitting = [seconds for _, seconds in result.timed if seconds < float("inf")]
+        assert len(fitting) == min(5, result.num_candidates)
+        assert result.seconds == min(fitting) == time_split(result.split)
+        assert search_makespan(problem, work).makespan_s <= result.seconds * (1 + 1e-12)
+        assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
+
+
+def test_what_cannot_be_listed_or_does_not_fit_is_refused():
+    profile, work = random_profile(np.random.default_rng(0), 40, 4), work_of(1, 4)
+    problem = problem_of(profile, 12, 4, work)
+    with pytest.raises(PartitionError, match=r"radius 3 around 11 cuts makes 1977326743 splits: choose a smaller"):
+        bmp_split(problem, lambda _: 1.0, radius=3)
+    cramped = problem_of(profile, 4, 4, work, memory_bytes=1.0)
+    with pytest.raises(PartitionError, match=r"none of \d+ splits within 1 layers of the anchor fits the memory: try"):
+        bmp_split(cramped, lambda _: 1.0, radius=1)

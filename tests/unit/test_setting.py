@@ -1,0 +1,95 @@
+"""Tests of plan/setting.py: degrees and schedules that are left open, and what the plan says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe
+from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.check import check_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.setting import choose_setting
+from trimtab.specs import ClusterSpec
+
+MODEL = describe("InternVL-Chat-V1-5")
+SAMPLES = tile_samples(300)
+
+
+def choose(options: PlanOptions, cluster: ClusterSpec):
+    work = SAMPLES.work(token_window=MODEL.token_window)
+    return choose_setting(MODEL, SAMPLES, work, cluster, options, MemoryBudget.of(cluster, options))
+
+
+def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:
+    cluster = parse_cluster("16xA100-80GB")
+    auto = choose(PlanOptions(schedule="auto", tp=2, pp=4, num_microbatches=8), cluster)
+    alone = {
+        name: choose(PlanOptions(schedule=name, num_chunks=chunks, tp=2, pp=4, num_microbatches=8), cluster)
+        for name, chunks in (("1F1B", 1), ("ZBH1", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
+    }
+    speeds = {name: found.considered[0].samples_per_s for name, found in alone.items()}
+    assert auto.considered[0].samples_per_s >= max(speeds.values())
+    assert auto.options.schedule != "auto"
+    assert [x.samples_per_s for x in auto.considered] == sorted(
+        (x.samples_per_s for x in auto.considered), reverse=True
+    )
+    for found in auto.considered:
+        if found.options.schedule in speeds:
+            assert found.samples_per_s == speeds[found.options.schedule]
+    (sentence,) = auto.sentences()
+    assert sentence.startswith(
+        f"Degrees and schedules considered, at their mean packs: dp 2 x pp 4 x tp 2 {auto.options.schedule}"
+    )
+
+
+def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
+    cluster = parse_cluster("16xA100-80GB")
+    one = choose(PlanOptions(tp=2), cluster)
+    auto = choose(PlanOptions(tp=2, schedule="auto"), cluster)
+    assert auto.considered[0].samples_per_s >= one.considered[0].samples_per_s
+    assert auto.num_misfits == one.num_misfits
+    assert len(auto.considered) > len(one.considered)
+
+
+def test_every_divisor_of_the_devices_is_considered() -> None:
+    cluster = parse_cluster("12xA100-80GB", devices_per_node=6)
+    found = choose(PlanOptions(tp=2), cluster)
+    tried = {x.setting.dims.pp for x in found.considered}
+    assert tried <= {1, 2, 3, 6}
+    assert {3, 6} <= tried
+    assert len(found.considered) + found.num_misfits == 4
+    assert "that do not fit" in found.sentences()[0] or not found.num_misfits
+
+
+def test_without_a_choice_nothing_is_said() -> None:
+    found = choose(PlanOptions(tp=2, pp=4, num_microbatches=8), parse_cluster("16xA100-80GB"))
+    assert found.sentences() == ()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("ZBH1", 1), ("ZBVZeroBubble", 2), ("auto", 1)])
+def test_zero_bubble_plans_check(schedule: str, chunks: int, tmp_path: Path) -> None:
+    options = PlanOptions(pp=4, tp=2, schedule=schedule, num_chunks=chunks, global_batch=64)
+    made = make_plan(MODEL, SAMPLES, parse_cluster("16xA100-80GB"), options)
+    decided = made.plan.decisions.schedule
+    assert decided.name != "auto"
+    assert schedule in (decided.name, "auto")
+    assert made.variants[-1].fits
+    assert len(made.plan.decisions.stages) == 4 * decided.num_chunks
+    assert any(text.startswith("Splits were simulated on sampled steps") for text in made.plan.assumptions)
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+
+
+def test_chunks_that_a_v_does_not_have_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"ZBVZeroBubble has two stages per device, and num_chunks is 1: give"):
+        PlanOptions(schedule="ZBVZeroBubble")
+    with pytest.raises(PlanError, match=r"num_chunks 2 was asked for with ZBH1, which has one stage per device"):
+        PlanOptions(schedule="ZBH1", num_chunks=2)
+    with pytest.raises(PlanError, match=r"choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble, auto"):
+        PlanOptions(schedule="zigzag")
