@@ -1,0 +1,179 @@
+"""A Hugging Face model and a plan to this rank's part of a pipeline: `build_pipeline`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.plan.plan import Plan
+from trimtab.runtime.pipeline.families import flow_of
+from trimtab.runtime.pipeline.flow import find_cuts
+from trimtab.runtime.pipeline.gradients import TiedWeight
+from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
+from trimtab.runtime.pipeline.module import StageModule, take_stage
+from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
+from trimtab.runtime.pipeline.stage import PackedStage
+from trimtab.runtime.recompute import recompute
+
+
+def build_pipeline(
+    model: nn.Module,
+    plan: Plan | PipelineLayout,
+    *,
+    pp_group: dist.ProcessGroup | None = None,
+    dp_group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Pipeline:
+    """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
+
+    Every rank gives the same model, with the same parameters frozen. It is taken apart: layers of other ranks lose
+    their weights (they move to the meta device) before anything moves to `device`, so a rank holds its own part alone.
+
+    Stages are cut wherever the plan says. A weight that two layers share (tied embeddings) may lie on two ranks; its
+    gradient is summed over both. `pp_group` None: all processes. `dp_group` None: one data-parallel rank. With a device
+    mesh of ("dp", "pp"): `mesh["pp"].get_group()` and `mesh["dp"].get_group()`.
+    """
+    layout = plan if isinstance(plan, PipelineLayout) else read_layout(plan)
+    pp_group = pp_group or dist.group.WORLD
+    assert pp_group is not None, "torch.distributed is not initialised"
+    flow = flow_of(model)
+    _check(layout, flow.layers, model, num_ranks=dist.get_world_size(pp_group))
+
+    cuts, rank, device = find_cuts(flow, model), dist.get_rank(pp_group), torch.device(device)
+    ends = list(accumulate(len(stage) for stage in layout.stages))
+    own = layout.stages_of(rank)
+    models = {i: take_stage(model, flow.layers, layout.stages[i]) for i in own}
+    tied = _tied_weight(model, layout, rank)
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]  # Transformers' property
+    _drop_weights(model, [name for i, stage in enumerate(layout.stages) if i not in own for name in stage])
+
+    stages = []
+    for i in own:
+        start = ends[i] - len(layout.stages[i])
+        models[i].to(device)
+        for choice in layout.recompute:
+            held = [name for name in choice.modules if name in layout.stages[i] and name in cuts.read]
+            recompute(models[i], held, granularity=choice.granularity)
+        module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
+        stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
+    # the first collective of a group: batched sends need it
+    dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
+    return Pipeline(
+        layout=layout,
+        stages=tuple(stages),
+        schedule=_make_schedule(layout, stages),
+        device=device,
+        pp_group=pp_group,
+        dp_group=dp_group if dp_group is not None and dist.get_world_size(dp_group) > 1 else None,
+        tied=tied,
+    )
+
+
+def _make_schedule(layout: PipelineLayout, stages: list[PackedStage]) -> Any:
+    kind = get_schedule_class(layout.schedule)
+    runs: Any = stages if layout.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else stages[0]
+    return kind(runs, layout.num_microbatches, loss_fn=pack_loss, scale_grads=False)
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def _tied_weight(model: nn.Module, layout: PipelineLayout, rank: int) -> TiedWeight | None:
+    """The weight that a layer of this rank shares with one of another rank."""
+    tied = None
+    for parameter, holders in _shared(model, layout):
+        devices = sorted({layout.device_of(stage) for stage in holders})
+        if rank in devices and len(devices) == 2:
+            peer = next(device for device in devices if device != rank)
+            tied = TiedWeight(parameter=parameter, peer=peer, owner=rank == layout.device_of(min(holders)))
+    return tied
+
+
+def _shared(model: nn.Module, layout: PipelineLayout) -> list[tuple[nn.Parameter, list[int]]]:
+    """Parameters that several layers hold, and the stages of those."""
+    holders: dict[int, list[int]] = {}
+    parameters = {}
+    for i, stage in enumerate(layout.stages):
+        for name in stage:
+            for parameter in model.get_submodule(name).parameters():
+                holders.setdefault(id(parameter), []).append(i)
+                parameters[id(parameter)] = parameter
+    return [(parameters[key], stages) for key, stages in holders.items() if len(stages) > 1]
+
+
+def _drop_weights(model: nn.Module, layers: Sequence[str]) -> None:
+    """Moves the layers to the meta device; a weight they share with another layer stays there."""
+    for name in layers:
+        model.get_submodule(name).to("meta")
+
+
+# -- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module, *, num_ranks: int) -> None:
+    problems = []
+    if num_ranks != layout.num_devices:
+        problems.append(
+            f"a pipeline of {layout.num_devices} devices was planned, but its group has {num_ranks} processes: start "
+            f"{layout.num_devices} for each data-parallel rank, or plan with --pp {num_ranks}"
+        )
+    problems += _module_problems(layout.modules, layers)
+    strangers = [x for choice in layout.recompute for x in choice.modules if x not in layers]
+    if strangers:
+        problems.append(
+            f"recompute was asked for {', '.join(strangers[:3])}, which the model lacks: plan with its own config"
+        )
+    if not problems:
+        problems += _ownership_problems(layout, layers, model)
+    if problems:
+        raise UnsupportedPlanError(join_problems(problems))
+
+
+def _module_problems(planned: tuple[str, ...], layers: tuple[str, ...]) -> list[str]:
+    if planned == layers:
+        return []
+    problems = []
+    missing, unknown = set(layers) - set(planned), set(planned) - set(layers)
+    repeated = [name for name, count in Counter(planned).items() if count > 1]
+    for what, names in (("leave out", missing), ("name unknown modules", unknown), ("repeat", set(repeated))):
+        if names:
+            listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            problems.append(
+                f"the plan's stages {what}: {listed}; the model has {len(layers)} layers, and each needs one stage: "
+                "plan with the config of the model that is trained"
+            )
+    if not problems:
+        first = next(a for a, b in zip(planned, layers, strict=True) if a != b)
+        problems.append(
+            f"the plan's stages take {first} out of forward order, but a stage sends to the next one alone: "
+            "list the modules in the order in which the model runs them"
+        )
+    return problems
+
+
+def _ownership_problems(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module) -> list[str]:
+    """Parameters outside of every layer would train on no stage, weights shared by three ranks on unequal sums."""
+    prefixes = tuple(f"{name}." for name in layers)
+    loose = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    problems = [
+        f"a pipeline of this model was asked for, but {name} lies in none of its layers: remove it, or train without pp"
+        for name in loose
+    ]
+    crossing = [
+        (parameter, {layout.device_of(stage) for stage in stages}) for parameter, stages in _shared(model, layout)
+    ]
+    several = [ranks for _, ranks in crossing if len(ranks) > 1]
+    if len(several) > 1 or any(len(ranks) > 2 for ranks in several):
+        problems.append(
+            f"{len(several)} weights are shared across stages, by up to {max(map(len, several))} devices, but a "
+            "pipeline can sum the gradients of one weight on two devices (tied embeddings): untie the others"
+        )
+    return problems

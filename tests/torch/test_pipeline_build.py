@@ -1,0 +1,331 @@
+"""Flows, cuts, recompute and refusals, in one process. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="builds tiny models")
+pytest.importorskip("transformers", reason="holds the models that are cut")
+
+import torch.distributed as dist  # noqa: E402
+from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone  # noqa: E402
+from tiny_models import make_tiny_model  # noqa: E402
+from tiny_packs import one_thread  # noqa: E402, F401
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from trimtab.errors import UnsupportedPlanError  # noqa: E402
+from trimtab.plan.file import load_plan  # noqa: E402
+from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout  # noqa: E402
+from trimtab.runtime.pipeline import build as builder  # noqa: E402
+from trimtab.runtime.pipeline.families import flow_of  # noqa: E402
+from trimtab.runtime.pipeline.flow import find_cuts  # noqa: E402
+from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
+from trimtab.runtime.recompute import recompute  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+TEXT = "model.language_model"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def layout_of(model: Any, *cuts: str, **options: Any) -> PipelineLayout:
+    stages = layer_groups(flow_of(model).layers, cuts)
+    return PipelineLayout(**{"stages": stages, "schedule": "GPipe", "num_microbatches": 4, **options})
+
+
+# -- flows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_flow_has_the_layers_of_the_description_and_reads_those_it_says_are_read(family):
+    tiny = make_tiny_model(FAMILIES[family])
+    flow = flow_of(tiny.model)
+    assert list(flow.layers) == [layer.name for layer in tiny.spec.layers]
+    assert find_cuts(flow, tiny.model).read == {layer.name for layer in tiny.spec.layers if not layer.unread}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_something_crosses_every_cut_with_images_and_text_alone_behind_the_embedding(family):
+    packs = make_packs(family)
+    flow = flow_of(packs.model)
+    cuts = find_cuts(flow, packs.model)
+    images, text = collate(packs, [[0, 2], [1]])
+    embedded = flow.layers.index(f"{TEXT}.embed_tokens")
+    for cut in range(1, len(flow.layers)):
+        assert cuts.wires(cut, images)
+        assert all(wire.requires_grad and all(wire.shape) for wire in cuts.wires(cut, images))
+        assert [wire.name for wire in cuts.wires(cut, text)] == (["hidden"] if cut > embedded else [])
+    assert cuts.wires(0, images) == cuts.wires(len(flow.layers), images) == ()
+
+
+def test_deepstack_features_cross_until_their_layer_has_read_them():
+    packs = make_packs("qwen3_vl")
+    flow = flow_of(packs.model)
+    cuts = find_cuts(flow, packs.model)
+    (batch,) = collate(packs, [[0]])
+
+    def names(layer: str) -> set[str]:
+        return {wire.name for wire in cuts.wires(flow.layers.index(layer), batch)}
+
+    assert names("model.visual.blocks.2") == {"patches", "deepstack.0"}
+    assert names("model.visual.merger") == {"patches", "deepstack.0", "deepstack.1"}
+    assert names(f"{TEXT}.embed_tokens") == {"images", "deepstack.0", "deepstack.1"}
+    assert names(f"{TEXT}.layers.0") == {"hidden", "deepstack.0", "deepstack.1"}
+    assert names(f"{TEXT}.layers.1") == {"hidden", "deepstack.1"}
+    assert names(f"{TEXT}.layers.2") == {"hidden"}
+
+
+def test_only_what_lies_behind_a_trained_layer_carries_a_gradient():
+    packs = make_packs("qwen3_vl")
+    freeze(packs.model, ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks", TEXT))
+    flow = flow_of(packs.model)
+    cuts = find_cuts(flow, packs.model)
+    images, text = collate(packs, [[0], [1]])
+
+    def graded(layer: str, batch: Any) -> list[str]:
+        return [wire.name for wire in cuts.wires(flow.layers.index(layer), batch) if wire.requires_grad]
+
+    assert graded("model.visual.blocks.2", images) == ["deepstack.0"]  # its merger is trained
+    assert graded(f"{TEXT}.layers.1", images) == ["deepstack.1", "hidden"]
+    assert graded(f"{TEXT}.layers.1", text) == []
+
+
+# -- one stage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cuts"),
+    [
+        ("GPipe", ()),
+        ("1F1B", ()),
+        ("Interleaved1F1B", ("model.visual.merger", f"{TEXT}.layers.1")),
+        ("ZBVZeroBubble", (f"{TEXT}.layers.0",)),
+    ],
+)
+def test_a_pipeline_on_one_device_is_the_model(alone, schedule, cuts):
+    packs = make_packs("qwen2_5_vl tied")
+    batches = collate(packs, [[0], [1], [2], [3, 4]])
+    expected_loss = step_alone(packs.model, batches)
+    expected = {name: p.grad.clone() for name, p in packs.model.named_parameters()}
+    layout = layout_of(packs.model, *cuts, schedule=schedule, num_chunks=len(cuts) + 1)
+    pipeline = build_pipeline(packs.model, layout)
+    result = pipeline.step(batches)
+    assert float(result.loss) == expected_loss
+    assert {name for name, _ in pipeline.named_parameters()} == expected.keys()
+    for name, parameter in pipeline.named_parameters():
+        assert float((parameter.grad - expected[name]).norm()) <= (1e-6 if cuts else 0) * float(expected[name].norm())
+    assert float(pipeline.step(batches, denominator=2 * result.denominator).loss) == pytest.approx(expected_loss / 2)
+
+
+def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
+    first, second = make_packs("internvl"), make_packs("internvl")
+    state = {name: value.clone() for name, value in first.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in second.model.parameters():
+            parameter.zero_()
+    pipeline = build_pipeline(second.model, layout_of(second.model))
+    pipeline.load_state_dict(state)
+    assert pipeline.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
+    del state["lm_head.weight"]
+    with pytest.raises(KeyError, match="lm_head"):
+        pipeline.load_state_dict(state)
+
+
+def test_shapes_are_those_of_the_micro_batch(alone):
+    packs = make_packs("internvl")
+    (batch,) = collate(packs, [[0, 1]])
+    (wires,) = build_pipeline(packs.model, layout_of(packs.model)).shapes_of(batch)
+    assert (wires.stage, wires.received, wires.sent) == (0, (), ())
+
+
+# -- recompute --------------------------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_exactly_the_listed_layers_run_again(alone):
+    packs = make_packs("qwen3_vl")
+    listed = ("model.visual.blocks.1", f"{TEXT}.layers.0", f"{TEXT}.layers.2")
+    calls: Counter[str] = Counter()
+    layers = [x for x in flow_of(packs.model).layers if ".blocks." in x or ".layers." in x]
+    for name in layers:
+        mlp = packs.model.get_submodule(name).mlp
+        mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    layout = layout_of(packs.model, num_microbatches=1, recompute=(Recompute(modules=listed),))
+    build_pipeline(packs.model, layout).step(collate(packs, [[0]]))
+    assert calls == {name: 2 if name in listed else 1 for name in layers}
+
+
+def test_selective_recompute_runs_no_matrix_product_again():
+    counts, gradients = {}, {}
+    for granularity in (None, "selective", "full"):
+        packs = make_packs("internvl")
+        blocks = [x for x in flow_of(packs.model).layers if ".layer" in x and "norm" not in x]
+        if granularity is not None:
+            recompute(packs.model, blocks, granularity=granularity)
+        with Products() as products:
+            step_alone(packs.model, collate(packs, [[0]]))
+        counts[granularity] = products.count
+        gradients[granularity] = {name: p.grad for name, p in packs.model.named_parameters()}
+    assert counts["selective"] == counts[None] < counts["full"]
+    for granularity in ("selective", "full"):
+        for name, gradient in gradients[None].items():
+            assert gradient is None or torch.equal(gradient, gradients[granularity][name])
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_family_is_refused(alone):
+    model = make_tiny_model("gemma3").model
+    layout = PipelineLayout(stages=(("lm_head",),), schedule="GPipe", num_microbatches=1)
+    with pytest.raises(
+        UnsupportedPlanError, match=r"model_type 'gemma3' .* known for internvl, llava, .* only: use one"
+    ):
+        build_pipeline(model, layout)
+
+
+def test_stages_that_are_not_the_models_layers_are_refused(alone):
+    packs = make_packs("internvl")
+    layers = flow_of(packs.model).layers
+    wrong = (*layers[1:3], "model.vision_tower.encoder.layer.7", layers[4], *layers[4:])
+    layout = PipelineLayout(stages=(wrong,), schedule="GPipe", num_microbatches=4)
+    with pytest.raises(UnsupportedPlanError) as caught:
+        build_pipeline(packs.model, layout)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(
+        "the plan's stages leave out: model.vision_tower.embeddings, model.vision_tower.encoder.layer.2; the model has "
+    )
+    assert lines[1].startswith(
+        "the plan's stages name unknown modules: model.vision_tower.encoder.layer.7; the model has "
+    )
+    assert lines[2].startswith("the plan's stages repeat: model.multi_modal_projector; the model has ")
+    assert len(lines) == 3
+    swapped = (layers[0], layers[2], layers[1], *layers[3:])
+    layout = PipelineLayout(stages=(swapped,), schedule="GPipe", num_microbatches=4)
+    with pytest.raises(
+        UnsupportedPlanError, match=r"take model.vision_tower.encoder.layer.1 out of forward order, but "
+    ):
+        build_pipeline(packs.model, layout)
+
+
+def test_a_group_of_another_size_and_recompute_of_strangers_are_refused(alone):
+    packs = make_packs("llava")
+    layout = layout_of(packs.model, "lm_head", recompute=(Recompute(modules=("model.visual.blocks.0",)),))
+    with pytest.raises(UnsupportedPlanError) as caught:
+        build_pipeline(packs.model, layout)
+    assert str(caught.value) == (
+        "a pipeline of 2 devices was planned, but its group has 1 processes: start 2 for each data-parallel rank, or "
+        "plan with --pp 1\n"
+        "recompute was asked for model.visual.blocks.0, which the model lacks: plan with its own config"
+    )
+
+
+def test_parameters_outside_of_the_layers_are_refused(alone):
+    packs = make_packs("llava")
+    packs.model.model.adapter = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(
+        UnsupportedPlanError, match=r"model.adapter.weight lies in none of its layers: remove it, or tr"
+    ):
+        build_pipeline(packs.model, layout_of(packs.model))
+
+
+def test_several_weights_shared_across_devices_are_refused():
+    packs = make_packs("llava tied")
+    blocks = packs.model.model.language_model.layers
+    blocks[2].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
+    layout = layout_of(packs.model, f"{TEXT}.layers.1")
+    with pytest.raises(UnsupportedPlanError, match=r"2 weights are shared across stages, by up to 2 devices, but a pi"):
+        builder._check(layout, flow_of(packs.model).layers, packs.model, num_ranks=2)
+
+
+def test_an_experts_balancing_loss_is_refused():
+    packs = make_packs("qwen3_vl")
+    packs.model.config.get_text_config().output_router_logits = True
+    with pytest.raises(
+        UnsupportedPlanError, match="experts' balancing loss over all layers, which no stage sees whole"
+    ):
+        flow_of(packs.model)
+
+
+STAGES = (("a", "b"), ("c",), ("d",), ("e",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "ZBH1"}, r"'ZBH1' was asked for, but torch.distributed.pipelining has no schedule of that order"),
+        ({"schedule": "2F2B"}, r"'2F2B' was asked for, but it is unknown: choose 1F1B, GPipe, Interleaved1F1B, ZBVZer"),
+        ({"num_chunks": 3}, r"4 stages with 3 chunks a device were asked for, which is no whole number of devices"),
+        ({"schedule": "GPipe", "num_chunks": 2}, r"GPipe runs one chunk a device, 2 were asked for"),
+        (
+            {"schedule": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 3},
+            r"deals micro-batches in rounds of 2",
+        ),
+        (
+            {"num_microbatches": 3},
+            r"1F1B with 3 micro-batches on 4 stages was asked for, but torch's Schedule1F1B needs",
+        ),
+        ({"stages": (("a",), ())}, r"stage 1 of 2 holds no module, but every stage has to run something: plan with f"),
+        (
+            {
+                "schedule": "ZBVZeroBubble",
+                "num_chunks": 2,
+                "recompute": (Recompute(modules=("a",), granularity="selective"),),
+            },
+            r"selective recompute was asked for under ZBVZeroBubble, which runs through a layer's graph twice, for its",
+        ),
+    ],
+)
+def test_layouts_that_torch_cannot_run_are_refused(options, message):
+    with pytest.raises(UnsupportedPlanError, match=message):
+        PipelineLayout(**{"stages": STAGES, "schedule": "1F1B", "num_microbatches": 8, **options})
+
+
+def test_a_step_of_another_number_of_micro_batches_is_refused(alone):
+    packs = make_packs("internvl")
+    pipeline = build_pipeline(packs.model, layout_of(packs.model))
+    with pytest.raises(
+        ValueError, match=r"a step of 1 micro-batches was given, but the pipeline was built for 4: give"
+    ):
+        pipeline.step(collate(packs, [[0]]))
+
+
+def test_a_layout_is_what_the_plan_decides():
+    plan = load_plan(ROOT / "tests" / "golden" / "plan_v1_0.yaml")
+    with pytest.raises(
+        UnsupportedPlanError, match=r"a plan with tp 2 was given, but this runtime divides a model among"
+    ):
+        read_layout(plan)
+    parallel = replace(plan.decisions.parallel, tp=1)
+    layout = read_layout(replace(plan, decisions=replace(plan.decisions, parallel=parallel)))
+    assert [len(stage) for stage in layout.stages] == [25, 29]
+    assert layout.modules[24:26] == ("model.visual.blocks.23", "model.language_model.layers.0")
+    assert (layout.schedule, layout.num_microbatches, layout.num_chunks) == ("1F1B", 4, 1)
+    assert layout.recompute[0].modules[0] == "model.visual.blocks.0"
