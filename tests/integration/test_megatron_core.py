@@ -8,14 +8,17 @@ Nothing here starts a process group: Megatron-Core's parser and configuration ar
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, split_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import (
     AttentionSpec,
@@ -282,3 +285,95 @@ def test_the_vision_tower_is_truncated_by_a_copied_split_and_whole_with_our_fiel
         exec(result.vision_python(), {"vision_config": vision})
         assert get_num_layers_to_build(vision) == 24
         vision.__post_init__()  # and the configuration as a whole stands Megatron's own checks
+
+
+# -- `trimtab check --for megatron` ---------------------------------------------------------------------------------
+
+
+def random_flags(rng: Random) -> MegatronFlags:
+    """Flags around what is legal, wrong in many ways."""
+    pp = rng.choice((1, 2, 3, 4))
+    num_layers = rng.choice((8, 12, 13))
+    kind = rng.choice(("even", "account", "uneven", "uneven", "layout", "layout", "mixed"))
+    chunks = rng.choice((None, None, 2)) if pp > 1 else None
+    given: dict[str, Any] = {}
+    if kind in ("account", "mixed"):
+        given["account_for_embedding_in_pipeline_split"] = rng.random() < 0.7
+        given["account_for_loss_in_pipeline_split"] = rng.random() < 0.7
+    if kind in ("uneven", "mixed"):
+        given["decoder_first_pipeline_num_layers"] = rng.choice((None, 0, 2, 3, 4, 9))
+        given["decoder_last_pipeline_num_layers"] = rng.choice((None, None, 0, 2, 3, 4))
+    if kind == "layout":
+        counts = [rng.randint(0, 6) for _ in range(pp * rng.choice((1, 1, 2)))]
+        counts[-1] += rng.choice((0, 1, num_layers - sum(counts), num_layers - sum(counts)))
+        fields = ["t" * max(0, count) for count in counts]
+        text = "E" + "|".join(fields) + rng.choice(("L", "L", "L", "", "VL"))
+        given["pipeline_model_parallel_layout"] = text.replace("tttt", "t*4")
+        chunks = None
+    if kind != "layout":
+        given["num_virtual_stages_per_pipeline_rank"] = chunks
+    return MegatronFlags(pipeline_model_parallel_size=pp, num_layers=num_layers, **given)
+
+
+def megatron_counts(flags: MegatronFlags) -> list[int] | None:
+    """Decoder blocks that Megatron-Core builds on each stage, in the order they run; None where it refuses."""
+    given = {
+        FIELDS.get(f.name, f.name): value
+        for f in dataclasses.fields(flags)
+        if (value := getattr(flags, f.name)) is not None and f.name != "num_layers_per_virtual_pipeline_stage"
+    }
+    pp = flags.pipeline_model_parallel_size
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = TransformerConfig(
+                hidden_size=64, num_attention_heads=8, num_query_groups=2, pipeline_dtype=torch.bfloat16, **given
+            )
+        if config.pipeline_model_parallel_layout is not None:
+            layout = config.pipeline_model_parallel_layout.layout
+            chunks = len(layout[0])
+            return [layout[s % pp][s // pp].count(LayerType.decoder) for s in range(pp * chunks)]
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        vp = [None] if chunks == 1 else list(range(chunks))
+        return [get_num_layers_to_build(config, chunk, rank) for chunk in vp for rank in range(pp)]
+    except (AssertionError, ValueError):
+        return None
+
+
+def test_our_reading_of_the_flags_is_megatrons():
+    rng, agreed, refused = Random(0), 0, 0
+    for _ in range(1500):
+        flags = random_flags(rng)
+        model = make_model(4, flags.num_layers)
+        ours = list(split_problems(model, flags))
+        counts = next((found for found in ours if isinstance(found, tuple)), None)
+        theirs = megatron_counts(flags)
+        if theirs is not None and (sum(theirs) != flags.num_layers or min(theirs) < 0):
+            theirs = None  # it starts, and trains other layers than declared, or a stage of less than none
+        assert (None if counts is None else list(counts)) == theirs, (flags, ours)
+        agreed += theirs is not None
+        refused += theirs is None
+    assert agreed > 300
+    assert refused > 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--decoder-first-pipeline-num-layers 8",
+        "--decoder-last-pipeline-num-layers 6",
+        "--decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 6",
+        "--pipeline-model-parallel-layout Et*8|t*20L",
+        "--pipeline-model-parallel-layout E|t*28L",
+        "",
+    ],
+)
+def test_we_foretell_how_many_vision_layers_a_copied_split_builds(on_first_rank, text):
+    flags = parse_megatron_flags(f"--pipeline-model-parallel-size 2 {text}")
+    words = f"--pipeline-model-parallel-size 2 {text}".split()
+    vision = copy.deepcopy(configure(tuple(words), 14 if "first" in text and "last" in text else 28))
+    vision.num_layers = 24
+    vision.pipeline_model_parallel_size = 1
+    vision.first_pipeline_num_layers = None
+    vision.last_pipeline_num_layers = None
+    assert built_vision_layers(24, flags) == get_num_layers_to_build(vision)

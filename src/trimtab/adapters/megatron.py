@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimtab.adapters.megatron_recompute import (
+    Setting,
+    as_run,
+    attentions,
+    is_block,
+    language_recompute,
+    norm_cuts,
+    vision_fields,
+    warn_of_neglected,
+    warn_of_tied,
+)
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, Stage, Tower
-from trimtab.units import format_count
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -24,11 +33,20 @@ _SCHEDULES = ("1F1B", "Interleaved1F1B")
 class MegatronExport:
     """What to pass to a Megatron-LM launcher; flags of the model and of the data are the launcher's own."""
 
-    flags: tuple[str, ...]
-    layout: str  # among `flags`, unless there is one stage only
-    simple_flags: tuple[str, ...] | None  # the same split where a launcher has no layout flag; None: cannot be said
+    settings: tuple[tuple[str, Setting], ...]  # Megatron-LM's arguments, named as its parser stores them
+    layout: str  # among `settings`, unless there is one stage only
+    simple_settings: tuple[tuple[str, Setting], ...] | None  # the same split without a layout; None: cannot be said
     vision_fields: tuple[tuple[str, int | str | bool | None], ...]  # to set on the vision tower's TransformerConfig
+    runs: tuple[Stage, ...]  # what Megatron-Core makes of the plan: norm beside the head, recompute as it knows it
     warnings: tuple[str, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return _flags(self.settings)
+
+    @property
+    def simple_flags(self) -> tuple[str, ...] | None:
+        return None if self.simple_settings is None else _flags(self.simple_settings)
 
     def shell(self, *, simple: bool = False) -> str:
         """The flags as lines of a shell command, quoted."""
@@ -47,6 +65,17 @@ class MegatronExport:
         return "\n".join(f"vision_config.{name} = {value!r}" for name, value in self.vision_fields)
 
 
+def _flags(settings: Sequence[tuple[str, Setting]]) -> tuple[str, ...]:
+    words: list[str] = []
+    for name, setting in settings:
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(setting, tuple):
+            words += setting
+        elif setting is not True:
+            words.append(str(setting))
+    return tuple(words)
+
+
 def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
     """Cuts that no Megatron-Core layout makes; a split that forbids them, too, can be exported.
 
@@ -54,7 +83,7 @@ def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
     the one between the final norm and the head.
     """
     embed = model.indices("language", "embed")[0]
-    return frozenset((*range(1, embed + 1), *_norm_cuts(model)))
+    return frozenset((*range(1, embed + 1), *norm_cuts(model)))
 
 
 def megatron_flags(
@@ -93,36 +122,45 @@ def megatron_flags(
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
 
-    counts = tuple(sum(_is_block(model, i) for i in range(stage.start, stage.stop)) for stage in stages)
+    counts = tuple(sum(is_block(model, i) for i in range(stage.start, stage.stop)) for stage in stages)
     layout = "|".join(
         ("E" if s == 0 else "") + _blocks(count) + ("L" if s == len(counts) - 1 else "")
         for s, count in enumerate(counts)
     )
     warnings: list[str] = []
-    recompute = _language_recompute(model, stages, counts, warnings)
-    vision = _vision_fields(model, stages[0], dims, warnings)
-    _warn_of_neglected(model, stages, warnings)
+    recompute = language_recompute(model, stages, counts, warnings)
+    vision = vision_fields(model, stages[0], dims, warnings)
+    warn_of_neglected(model, stages, warnings)
+    if dims.pp > 1:
+        warn_of_tied(model, dims.tp, warnings)
     if vision and num_chunks > 1:
         warnings.append(
             "Megatron-LM's vision-language examples know no interleaving (NVIDIA/Megatron-LM#2866): make sure that "
             "your launcher builds the vision tower in the first chunk of the first rank alone"
         )
-    flags = ["--tensor-model-parallel-size", str(dims.tp), "--pipeline-model-parallel-size", str(dims.pp)]
+    degrees: dict[str, Setting] = {
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+    }
     if dims.cp > 1:
-        flags += ["--context-parallel-size", str(dims.cp)]
+        degrees["context_parallel_size"] = dims.cp
     if sequence_parallel and dims.tp > 1:
-        flags.append("--sequence-parallel")
-    batch = ["--micro-batch-size", str(microbatch_size)]
-    batch += ["--global-batch-size", str(microbatch_size * dims.dp * num_microbatches)]
-    sharding = ["--use-distributed-optimizer"] if zero_stage == 1 else []
-    tail = (*recompute, *batch, *sharding)
-    split = ("--pipeline-model-parallel-layout", layout) if dims.pp > 1 else ()
+        degrees["sequence_parallel"] = True
+    rest: dict[str, Setting] = {
+        **recompute,
+        "micro_batch_size": microbatch_size,
+        "global_batch_size": microbatch_size * dims.dp * num_microbatches,
+    }
+    if zero_stage == 1:
+        rest["use_distributed_optimizer"] = True
+    split: dict[str, Setting] = {"pipeline_model_parallel_layout": layout} if dims.pp > 1 else {}
     simple = _simple_split(counts, dims.pp, num_chunks)
     return MegatronExport(
-        flags=(*flags, *split, *tail),
+        settings=tuple({**degrees, **split, **rest}.items()),
         layout=layout,
-        simple_flags=None if simple is None else (*flags, *simple, *tail),
+        simple_settings=None if simple is None else tuple({**degrees, **simple, **rest}.items()),
         vision_fields=vision,
+        runs=as_run(model, stages, recompute),
         warnings=tuple(warnings),
     )
 
@@ -159,7 +197,20 @@ def _schedule_problems(num_stages: int, pp: int, schedule: str, num_microbatches
 
 
 def _cut_problems(model: ModelSpec, stages: Sequence[Stage], price: float | None) -> list[str]:
-    cuts = sorted(unsupported_cuts(model).difference(_norm_cuts(model)) & {stage.start for stage in stages})
+    return [*_tower_problems(model, stages, price), *_forbidden_problems(model, stages)]
+
+
+def _forbidden_problems(model: ModelSpec, stages: Sequence[Stage]) -> list[str]:
+    cuts = sorted(model.forbidden_cuts.difference(unsupported_cuts(model)) & {stage.start for stage in stages})
+    if not cuts:
+        return []
+    before = ", ".join(model.layers[cut].name for cut in cuts)
+    reason = model.forbidden_cut_reason or "the plan was made without these cuts"
+    return [f"the plan cuts stages before {before}, which the model forbids ({reason}): move the cut"]
+
+
+def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | None) -> list[str]:
+    cuts = sorted(unsupported_cuts(model).difference(norm_cuts(model)) & {stage.start for stage in stages})
     if not cuts:
         return []
     before = ", ".join(model.layers[cut].name for cut in cuts)
@@ -170,14 +221,14 @@ def _cut_problems(model: ModelSpec, stages: Sequence[Stage], price: float | None
         cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
     return [
         f"the plan cuts stages before {before}, and a Megatron-Core layout has no letter for vision layers, so that "
-        f"vision tower, projector and embedding share the first stage: plan with --for megatron{cost}, or train "
-        "with a runtime that makes them"
+        f"vision tower, projector and embedding share the first stage: export with --fit FOLDER, or plan with --for "
+        f"megatron{cost}, or train with a runtime that makes them"
     ]
 
 
 def _head_problems(model: ModelSpec, tp: int) -> list[str]:
     problems: list[str] = []
-    for heads in sorted({(a.num_heads, a.num_kv_heads) for a in _attentions(model, "language")}):
+    for heads in sorted({(a.num_heads, a.num_kv_heads) for a in attentions(model, "language")}):
         if heads[0] % tp:
             problems.append(
                 f"tp {tp} was planned, and the language model's {heads[0]} attention heads do not divide by it: choose "
@@ -191,183 +242,29 @@ def _head_problems(model: ModelSpec, tp: int) -> list[str]:
     return problems
 
 
-def _norm_cuts(model: ModelSpec) -> list[int]:
-    """The cut between final norm and head: Megatron-Core keeps both where the loss is."""
-    return [i for i in model.indices("language", "head") if i > 0 and model.layers[i - 1].kind == "norm"]
-
-
 # -- the split ------------------------------------------------------------------------------------------------------
-
-
-def _is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
-    return model.layers[index].tower == tower and model.layers[index].kind == "block"
-
-
-def _attentions(model: ModelSpec, tower: Tower) -> list[AttentionSpec]:
-    return [x.attention for x in model.layers if x.tower == tower and x.attention is not None]
 
 
 def _blocks(count: int) -> str:
     return "t" * count if count < 2 else f"t*{count}"
 
 
-def _simple_split(counts: Sequence[int], pp: int, num_chunks: int) -> tuple[str, ...] | None:
+def _simple_split(counts: Sequence[int], pp: int, num_chunks: int) -> dict[str, Setting] | None:
     """First and last count with even middles, where that says the same: every rank's chunks alike, no stage empty."""
     ranks = [counts[rank::pp] for rank in range(pp)]
     if any(len(set(chunks)) > 1 or chunks[0] == 0 for chunks in ranks):
         return None
     totals = [sum(chunks) for chunks in ranks]
-    chunks = () if num_chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(num_chunks))
+    virtual: dict[str, Setting] = {} if num_chunks == 1 else {"num_virtual_stages_per_pipeline_rank": num_chunks}
     if len(set(totals)) == 1:
-        return chunks
+        return virtual
     middles = set(totals[1:-1]) or {totals[-1]}
     if len(middles) > 1:
         return None
     (middle,) = middles
-    flags: list[str] = []
+    uneven: dict[str, Setting] = {}
     if totals[0] != middle:
-        flags += ["--decoder-first-pipeline-num-layers", str(totals[0])]
+        uneven["decoder_first_pipeline_num_layers"] = totals[0]
     if totals[-1] != middle:
-        flags += ["--decoder-last-pipeline-num-layers", str(totals[-1])]
-    return (*flags, *chunks)
-
-
-# -- recompute ------------------------------------------------------------------------------------------------------
-
-
-def _chosen(stage: Stage, model: ModelSpec, tower: Tower) -> dict[int, str]:
-    """Blocks of the tower that the stage recomputes, with their tier."""
-    return {i: choice.tier for choice in stage.recompute for i in choice.layers if _is_block(model, i, tower)}
-
-
-def _language_recompute(
-    model: ModelSpec, stages: Sequence[Stage], counts: Sequence[int], warnings: list[str]
-) -> tuple[str, ...]:
-    """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
-
-    Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
-    recompute all blocks; it cannot mix them.
-    """
-    chosen = [_chosen(stage, model, "language") for stage in stages]
-    tiers = Counter(tier for choice in chosen for tier in choice.values())
-    if not tiers:
-        return ()
-    if tiers["full"]:
-        most = max(len(choice) for choice in chosen)
-        covered = [min(most, count) for count in counts]
-        flags: tuple[str, ...] = (
-            "--recompute-granularity",
-            "full",
-            "--recompute-method",
-            "block",
-            "--recompute-num-layers",
-            str(most),
-        )
-        how = f"Megatron-Core recomputes the first {most} blocks of every stage"
-        if tiers["selective"]:
-            warnings.append(
-                f"{tiers['selective']} language blocks are planned with selective recompute and {tiers['full']} with "
-                "full, and Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
-            )
-    else:
-        covered = list(counts)
-        moe = any(_is_block(model, i) and _num_experts(model, i) for choice in chosen for i in choice)
-        modules = ("layernorm", "moe_act") if moe else ("layernorm", "mlp")
-        flags = ("--recompute-granularity", "selective", "--recompute-modules", *modules)
-        how = "Megatron-Core's selective recompute covers all blocks of every stage"
-        warnings.append(
-            "the plan's selective recompute keeps the results of matrix products, and Megatron-Core has no such mode: "
-            + (
-                "layernorm and moe_act come nearest, and need --moe-grouped-gemm"
-                if moe
-                else "it recomputes norms and the whole MLP instead, which holds less and takes longer"
-            )
-        )
-    extra = [
-        (s, cover, len(choice))
-        for s, (cover, choice) in enumerate(zip(covered, chosen, strict=True))
-        if cover > len(choice)
-    ]
-    if extra:
-        listing = ", ".join(f"{cover} instead of {planned} on stage {s}" for s, cover, planned in extra)
-        total = sum(cover - planned for _, cover, planned in extra)
-        warnings.append(f"{how}, {total} more than planned ({listing}): the step takes longer than the plan says")
-    for s, (stage, choice, cover) in enumerate(zip(stages, chosen, covered, strict=True)):
-        blocks = [i for i in range(stage.start, stage.stop) if _is_block(model, i)]
-        wanted = Counter(model.layers[i].alike for i in choice)
-        if wanted - Counter(model.layers[i].alike for i in blocks[:cover]):
-            warnings.append(
-                f"stage {s} recomputes other kinds of blocks than its first {cover}, which Megatron-Core takes: check "
-                "the memory of that stage"
-            )
-    return flags
-
-
-def _num_experts(model: ModelSpec, index: int) -> int:
-    mlp = model.layers[index].mlp
-    return 0 if mlp is None else mlp.num_experts or 0
-
-
-def _vision_fields(
-    model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]
-) -> tuple[tuple[str, int | str | bool | None], ...]:
-    """Fields that launchers copy from the language model into the vision tower, and their right values there."""
-    num_layers = len(model.indices("vision", "block"))
-    if num_layers == 0:
-        return ()
-    chosen = _chosen(first, model, "vision")
-    fields: dict[str, int | str | bool | None] = {
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "pipeline_model_parallel_layout": None,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "recompute_granularity": "full" if chosen else None,
-        "recompute_method": "block" if chosen else None,
-        "recompute_num_layers": len(chosen) or None,
-    }
-    if dims.pp > 1:
-        warnings.append(
-            "launchers that deep-copy the language model's config for the vision tower, and leave its split in the "
-            f"copy, build fewer than {num_layers} vision layers without a word: set the vision fields of this export, "
-            "and compare the number of parameters that Megatron prints for the first rank"
-        )
-    if "selective" in chosen.values():
-        warnings.append(
-            f"{list(chosen.values()).count('selective')} vision layers are planned with selective recompute, and the "
-            "vision fields recompute them in full, which holds less and takes longer"
-        )
-    heads = sorted({a.num_heads for a in _attentions(model, "vision") if a.num_heads % dims.tp})
-    for count in heads:
-        padded = -(-count // dims.tp) * dims.tp
-        fields |= {"num_attention_heads": padded, "num_query_groups": padded}
-        warnings.append(
-            f"the vision tower's {count} attention heads do not divide by tp {dims.tp}: pad them to {padded} with zero "
-            "weights, as Megatron-LM's InternViT does, or run the tower with tp 1"
-        )
-    return tuple(fields.items())
-
-
-def _warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> None:
-    names = [
-        model.layers[i].name
-        for stage in stages
-        for choice in stage.recompute
-        for i in choice.layers
-        if model.layers[i].kind != "block"
-    ]
-    if names:
-        warnings.append(
-            f"recompute of {', '.join(names)} is planned, and Megatron-Core recomputes blocks alone: these layers keep "
-            "their activations, so check the memory of their stages"
-        )
-    for cut in sorted({stage.start for stage in stages}.intersection(_norm_cuts(model))):
-        norm = model.layers[cut - 1]
-        warnings.append(
-            f"Megatron-Core runs {norm.name} ({format_count(norm.num_params)} parameters) beside the head, one stage "
-            "later than planned"
-        )
+        uneven["decoder_last_pipeline_num_layers"] = totals[-1]
+    return uneven | virtual

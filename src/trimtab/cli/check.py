@@ -1,27 +1,133 @@
-"""`trimtab check`: does a plan still hold?"""
+"""`trimtab check`: does a plan still hold, and would a framework run it, or run these flags, as they stand?"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trimtab.cli.output import JsonOption, print_json
 
+if TYPE_CHECKING:
+    from trimtab.adapters.megatron_check import Finding, Launcher
+
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
+Framework = Literal[
+    "megatron", "megatron-bridge", "ms-swift", "pai-megatron", "torchtitan", "deepspeed", "torch-pipelining"
+]
 
 
-def check(plan: PlanArgument, as_json: JsonOption = False) -> None:
-    """Recompute coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold."""
+def check(
+    plan: Annotated[Path | None, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")] = None,
+    framework: Annotated[
+        Framework | None, typer.Option("--for", help="Also: can this framework run it, and as planned?")
+    ] = None,
+    flags: Annotated[
+        str | None, typer.Option(help="Check these Megatron-LM flags, instead of a plan; needs --for and --config.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="The model of --flags: config.json, its folder, or a name.")
+    ] = None,
+    vision_cleared: Annotated[
+        bool, typer.Option("--vision-cleared", help="The launcher clears the split in the vision tower's config.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold.
+
+    With --for, also what keeps a framework from running the plan, or the given --flags, as they stand.
+    """
+    problems, warnings = _check_plan(plan, framework, flags, config, vision_cleared)
+    if as_json:
+        content = {"ok": not problems, "problems": problems}
+        print_json(content if framework is None else {**content, "warnings": warnings})
+    else:
+        for problem in problems:
+            print(problem)
+        for warning in warnings:
+            print(f"warning: {warning}")
+        if not problems:
+            print(_praise(plan, framework))
+    if problems:
+        raise typer.Exit(1)
+
+
+def _praise(plan: Path | None, framework: str | None) -> str:
+    if plan is None:
+        return f"{framework}: these flags build every layer of the model once"
+    holds = f"{plan}: every sample is packed as the plan says, it fits its memory, and its inputs are unchanged"
+    return holds if framework is None else f"{holds}; {framework} can run it"
+
+
+def _check_plan(
+    plan: Path | None, framework: Framework | None, flags: str | None, config: str | None, vision_cleared: bool
+) -> tuple[list[str], list[str]]:
+    """What does not hold, and what only costs something."""
+    from trimtab.errors import PlanError
+
+    if (plan is None) == (flags is None):
+        raise PlanError("a check was asked for, and it takes either a plan or --flags: give one of them")
+    if flags is not None:
+        return _check_flags(flags, framework, config, vision_cleared)
+    assert plan is not None
     from trimtab.plan.check import check_plan
 
     problems = check_plan(plan)
-    if as_json:
-        print_json({"ok": not problems, "problems": problems})
-    elif problems:
-        print("\n".join(problems))
-    else:
-        print(f"{plan}: every sample is packed as the plan says, it fits its memory, and its inputs are unchanged")
-    if problems:
-        raise typer.Exit(1)
+    if framework is None or problems:
+        return problems, []
+    return _check_for(plan, framework, vision_cleared)
+
+
+def _check_flags(
+    flags: str, framework: Framework | None, config: str | None, vision_cleared: bool
+) -> tuple[list[str], list[str]]:
+    from trimtab.adapters.megatron_check import LAUNCHERS, check_megatron, parse_megatron_flags
+    from trimtab.errors import PlanError
+    from trimtab.models.describe import describe
+
+    launcher = next((name for name in LAUNCHERS if name == framework), None)
+    if launcher is None:
+        raise PlanError(f"--flags were given, and they are Megatron-LM's: give --for one of {', '.join(LAUNCHERS)}")
+    if config is None:
+        raise PlanError("--flags were given without the model they are for: give --config")
+    model = describe(config)
+    return _sorted(check_megatron(model, parse_megatron_flags(flags), launcher=launcher, vision_cleared=vision_cleared))
+
+
+def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[list[str], list[str]]:
+    """The framework's refusals as problems; where it is one of Megatron's launchers, those of its flags too."""
+    from trimtab.adapters.megatron import megatron_flags
+    from trimtab.adapters.megatron_check import LAUNCHERS, check_megatron, parse_megatron_flags
+    from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan
+    from trimtab.errors import UnsupportedPlanError
+    from trimtab.plan.reload import reload_plan
+
+    found = reload_plan(plan)
+    try:
+        exported = export_plan(found, TARGETS[framework])
+    except UnsupportedPlanError as error:
+        return str(error).splitlines(), []
+    warnings = [*exported.warnings, *cost_of_running(found, exported)]
+    launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
+    if launcher is None:
+        return [], warnings
+    case = found.case
+    export = megatron_flags(
+        model=case.model,
+        stages=found.stages,
+        dims=case.setting.dims,
+        schedule=case.options.schedule,
+        num_microbatches=case.setting.num_microbatches,
+        num_chunks=case.options.num_chunks,
+        zero_stage=case.options.zero_stage,
+    )
+    # Pai's scripts have no layout
+    words = export.simple_flags if launcher == "pai-megatron" else export.flags
+    parsed = parse_megatron_flags(" ".join(words or ()))
+    failing, costly = _sorted(check_megatron(case.model, parsed, launcher=launcher, vision_cleared=vision_cleared))
+    return failing, [*warnings, *costly]
+
+
+def _sorted(findings: list[Finding]) -> tuple[list[str], list[str]]:
+    return [f.message for f in findings if f.fails], [f.message for f in findings if not f.fails]

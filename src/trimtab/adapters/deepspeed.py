@@ -1,0 +1,145 @@
+"""A plan's decisions as a Python module for DeepSpeed's `PipelineModule`.
+
+`partition_method` knows even layers, even parameters and a pattern of class names, and no list of cuts. So the module
+holds a subclass whose `_partition_layers` sets the plan's bounds, which is private: it works with DeepSpeed 0.19.8, as
+tests/integration/test_deepspeed.py shows on two processes. Nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+
+_MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.
+
+    model = PlannedPipelineModule(layers=layers, loss_fn=loss_fn)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG | your_own_settings, ...)
+
+`layers` are one LayerSpec (or module) for each name of LAYERS, in that order{tied_note}.
+"""
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+
+LAYERS = {layers}
+PARTS = {parts}  # stage s holds LAYERS[PARTS[s]:PARTS[s + 1]]
+RECOMPUTE = {recompute}  # positions in LAYERS
+TIED = {tied}  # (owner, borrower): build both from TiedLayerSpec with one key
+CONFIG = {config}
+
+
+class PlannedPipelineModule(PipelineModule):
+    """PipelineModule with the plan's cuts and, layer by layer, the plan's recompute."""
+
+    def __init__(self, layers, **options):
+        layers = list(layers)
+        if len(layers) != len(LAYERS):
+            raise ValueError(f"{{len(layers)}} layers were given, and the plan has {{len(LAYERS)}}: give one a name")
+        options.setdefault("dynamic_shape", True)  # packs differ in length
+        # the other one gives no gradient to a layer whose input needs none, such as the first
+        options.setdefault("activation_checkpoint_func", non_reentrant_checkpoint)
+        if "topology" not in options:
+            options.setdefault("num_stages", len(PARTS) - 1)
+        super().__init__(layers, activation_checkpoint_interval=1 if RECOMPUTE else 0, **options)
+
+    def _partition_layers(self, method="planned"):
+        if self.num_stages != len(PARTS) - 1:
+            raise ValueError(f"{{self.num_stages}} stages were asked for, and the plan has {{len(PARTS) - 1}}")
+        self.parts = list(PARTS)
+        self._set_bounds(start=PARTS[self.stage_id], stop=PARTS[self.stage_id + 1])
+
+    def _is_checkpointable(self, funcs):
+        # asked of one layer at a time, since the interval is 1
+        position = next(i for i, func in enumerate(self.forward_funcs) if func is funcs[0])
+        return self._local_start + position in RECOMPUTE
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepspeedExport:
+    """A Python module to save beside the training script."""
+
+    python: str
+    config: dict[str, object]  # the part of ds_config.json that the plan decides
+    parts: tuple[int, ...]  # bounds of the stages, one more than there are stages
+    runs: tuple[Stage, ...]
+    warnings: tuple[str, ...]
+
+
+def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages with all of their recompute in full."""
+    return tuple(_in_full(stage) for stage in stages)
+
+
+def deepspeed_export(
+    *,
+    model: ModelSpec,
+    stages: Sequence[Stage],
+    dims: ParallelDims,
+    schedule: str,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    zero_stage: int = 1,
+) -> DeepspeedExport:
+    """The module that makes DeepSpeed run these stages, or `UnsupportedPlanError` with what it cannot."""
+    problems: list[str] = []
+    if schedule != "1F1B" or num_chunks > 1:
+        problems.append(
+            f"schedule {schedule} with {num_chunks} chunks a rank was planned, and PipelineModule trains by 1F1B with "
+            "one: plan with 1F1B"
+        )
+    if zero_stage > 1:
+        problems.append(
+            f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
+            "stage 1"
+        )
+    if dims.cp > 1:
+        problems.append(f"cp {dims.cp} was planned, and PipelineModule has no such axis: plan with cp 1")
+    if problems:
+        raise UnsupportedPlanError(join_problems(problems))
+
+    warnings: list[str] = []
+    selective = sum(len(c.layers) for stage in stages for c in stage.recompute if c.tier == "selective")
+    if selective:
+        warnings.append(
+            f"{selective} layers are planned with selective recompute, and DeepSpeed checkpoints layers in full, which "
+            "holds less and takes longer"
+        )
+    if dims.tp > 1:
+        warnings.append(
+            f"tp {dims.tp} was planned, and PipelineModule leaves it to the layers: build them tensor-parallel, and "
+            f"pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
+        )
+    runs = deepspeed_runs(stages)
+    recompute = sorted(i for stage in runs for choice in stage.recompute for i in choice.layers)
+    parts = (*(stage.start for stage in stages), len(model.layers))
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_microbatches,
+        "zero_optimization": {"stage": zero_stage},
+    }
+    names = ",\n".join(f"    {json.dumps(layer.name)}" for layer in model.layers)
+    return DeepspeedExport(
+        python=_MODULE.format(
+            name=model.name,
+            layers=f"[\n{names},\n]",
+            parts=list(parts),
+            recompute=f"frozenset({recompute})",
+            tied=list(model.tied),
+            tied_note="; the pairs of TIED as TiedLayerSpec" if model.tied else "",
+            config=json.dumps(config),
+        ),
+        config=config,
+        parts=parts,
+        runs=runs,
+        warnings=tuple(warnings),
+    )
+
+
+def _in_full(stage: Stage) -> Stage:
+    layers = tuple(sorted(i for choice in stage.recompute for i in choice.layers))
+    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())

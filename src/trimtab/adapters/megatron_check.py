@@ -1,0 +1,365 @@
+"""What is wrong with a set of Megatron-LM flags for a vision-language model, before anything is started.
+
+Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Literal, get_args
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.specs import ModelSpec
+from trimtab.units import format_count
+
+Launcher = Literal["megatron", "megatron-bridge", "ms-swift", "pai-megatron"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+_MOST = 10_000  # letters of a layout that is written out: its repeats come from outside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a check found."""
+
+    fails: bool  # it does not start, or trains something else than was declared; else it runs, at a price
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronFlags:
+    """The flags that decide which layers a rank builds; named as Megatron-LM's parser stores them."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    num_layers: int | None = None  # None: the model's own
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None  # ms-swift's name of it
+    num_layers_per_virtual_pipeline_stage: int | None = None
+
+
+def parse_megatron_flags(text: str) -> MegatronFlags:
+    """Flags as they stand in a launch script; the others, which are many, are passed over.
+
+    Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
+    argparse.
+    """
+    known = {field.name: str(field.type) for field in fields(MegatronFlags)}
+    try:
+        words = shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
+    found: dict[str, int | str | bool] = {}
+    problems: list[str] = []
+    for at, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, joined, value = word[2:].replace("-", "_").partition("=")
+        value = word.partition("=")[2] if joined else value
+        kind = known.get(name)
+        if kind is None:
+            continue
+        if kind == "bool":
+            found[name] = True
+            continue
+        if not joined:
+            value = words[at + 1] if at + 1 < len(words) else ""
+        if kind.startswith("str"):
+            found[name] = value
+        elif re.fullmatch(r"-?\d{1,9}", value):
+            found[name] = int(value)
+        else:
+            problems.append(f"--{name.replace('_', '-')} {value!r} is no whole number: give one, or leave the flag out")
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"):
+        if isinstance(number := found.get(name, 1), int) and number < 1:
+            problems.append(f"--{name.replace('_', '-')} {number} was given, and it counts something: give 1 or more")
+    if problems:
+        raise PlanError(join_problems(problems))
+    return MegatronFlags(**found)  # type: ignore[arg-type]
+
+
+def check_megatron(
+    model: ModelSpec, flags: MegatronFlags, *, launcher: Launcher = "megatron", vision_cleared: bool = False
+) -> list[Finding]:
+    """Everything wrong with these flags for this model, what keeps it from starting first.
+
+    `vision_cleared`: the launcher is known to clear the language model's split in the vision tower's configuration.
+    """
+    counts = [*split_problems(model, flags)]
+    stages = next((found for found in counts if isinstance(found, tuple)), None)
+    findings = [Finding(fails=True, message=found) for found in counts if isinstance(found, str)]
+    findings += _head_findings(model, flags.tensor_model_parallel_size)
+    if stages is not None:
+        findings += _deepstack_findings(model, stages)
+        findings += _tied_findings(model, stages)
+    if not vision_cleared:
+        findings += _truncation_findings(model, flags, launcher)
+    return sorted(findings, key=lambda finding: not finding.fails)
+
+
+# -- the split ------------------------------------------------------------------------------------------------------
+
+
+def split_problems(model: ModelSpec, flags: MegatronFlags) -> Iterator[str | tuple[int, ...]]:
+    """Problems of the split as sentences; if there is none, the decoder blocks of each stage instead."""
+    declared = len(model.indices("language", "block"))
+    num_layers = flags.num_layers or declared
+    if num_layers != declared:
+        yield (f"--num-layers {num_layers} was given, and {model.name} has {declared} language blocks: give {declared}")
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
+    counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
+    if flags.pipeline_model_parallel_layout is not None:
+        others = [
+            name
+            for name, given in (
+                ("--decoder-first-pipeline-num-layers", first is not None),
+                ("--decoder-last-pipeline-num-layers", last is not None),
+                ("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", counted),
+            )
+            if given
+        ]
+        if others:
+            yield (
+                f"--pipeline-model-parallel-layout was given with {', '.join(others)}, and it says the whole split: "
+                "leave the others out"
+            )
+        else:
+            yield from _read_layout(
+                flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers
+            )
+    elif first is not None or last is not None:
+        if counted:
+            yield (
+                "a first or last count was given with --account-for-embedding-in-pipeline-split or "
+                "--account-for-loss-in-pipeline-split, and Megatron-Core takes one or the other: leave one out"
+            )
+        else:
+            yield from _count_uneven(flags, num_layers)
+    else:
+        yield from _count_even(flags, num_layers)
+
+
+def _read_layout(layout: str, pp: int, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+    stages = expand_layout(layout)
+    if stages is None:
+        yield (
+            f"layout {layout!r} holds something else than the letters E, t, m, L, repeats such as t*4 or (t|)*4 and |: "
+            "there is no letter for vision layers and no blank"
+        )
+        return
+    problems = []
+    if len(stages) % pp:
+        problems.append(f"layout {layout!r} has {len(stages)} stages, no multiple of pp {pp}: add or take away a |")
+    if not stages[0].startswith("E") or "".join(stages).count("E") != 1:
+        problems.append(f"layout {layout!r} must have one E, at its start: the embedding is on the first stage")
+    if not stages[-1].endswith("L") or "".join(stages).count("L") != 1:
+        problems.append(f"layout {layout!r} must have one L, at its end: the loss is on the last stage")
+    counts = tuple(stage.count("t") for stage in stages)
+    if sum(counts) != num_layers:
+        problems.append(f"layout {layout!r} has {sum(counts)} t, and the model {num_layers} blocks: make them equal")
+    yield from problems
+    if not problems:
+        yield counts
+
+
+def expand_layout(layout: str) -> list[str] | None:
+    """The letters of each stage, repeats written out; None where Megatron-Core's parser would refuse a character."""
+    text = layout.replace(",", "")
+    for pattern in (r"\(([^()]*)\)\*(\d{1,6})", r"([EtmL|])\*(\d{1,6})"):
+        while (match := re.search(pattern, text)) is not None:
+            if len(text) + len(match[1]) * int(match[2]) > _MOST:
+                return None
+            text = text[: match.start()] + match[1] * int(match[2]) + text[match.end() :]
+    return text.split("|") if re.fullmatch(r"[EtmL|]+", text) else None
+
+
+def _count_uneven(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+    pp, first, last = flags.pipeline_model_parallel_size, *_first_last(flags)
+    if pp == 1:
+        yield (
+            f"a first or last count of {first if last is None else last} was given with pp 1, where Megatron-LM trains "
+            f"that many of the {num_layers} layers without a word (NVIDIA/Megatron-LM#1778): leave it out"
+        )
+        return
+    problems = [
+        f"--decoder-{where}-pipeline-num-layers {count} was given, and Megatron-Core wants more than 0: give 1 or "
+        f"more, or the layout {example!r}"
+        for where, count, example in (("first", first, f"E|t*{num_layers}L"), ("last", last, f"Et*{num_layers}|L"))
+        if count is not None and count < 1
+    ]
+    ends = (first or 0) + (last or 0)
+    middles = pp - (first is not None) - (last is not None)
+    left = num_layers - ends
+    if problems:
+        pass
+    elif left < 0 or (middles == 0 and left):
+        problems.append(f"first and last stage hold {ends} of {num_layers} layers at pp {pp}: make the stages hold all")
+    elif middles and (left % middles or left == 0):
+        problems.append(
+            f"{left} layers are left for {middles} stages, and Megatron-Core gives each as many: "
+            f"{_nearest_counts(num_layers, pp, first, last)}, or pass a layout"
+        )
+    if problems:
+        yield from problems
+        return
+    each = left // middles if middles else 0
+    ranks = [each] * pp
+    ranks[0] = first if first is not None else ranks[0]
+    ranks[-1] = last if last is not None else ranks[-1]
+    yield from _in_chunks(flags, ranks)
+
+
+def _first_last(flags: MegatronFlags) -> tuple[int | None, int | None]:
+    return flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
+
+
+def _nearest_counts(num_layers: int, pp: int, first: int | None, last: int | None) -> str:
+    """Counts of the first stage (or, if that is not given, the last) near the given one that leave even middles."""
+    other, given = (last, first) if first is not None else (None, last)
+    middles = pp - 1 - (other is not None)
+    possible = [n for n in range(1, num_layers) if (rest := num_layers - n - (other or 0)) > 0 and rest % middles == 0]
+    near = sorted(sorted(possible, key=lambda n: abs(n - (given or 0)))[:2])
+    where = "first" if first is not None else "last"
+    return f"give a {where} count of {' or '.join(map(str, near))}" if near else "give other counts"
+
+
+def _count_even(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+    pp = flags.pipeline_model_parallel_size
+    embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    total = num_layers + embedding + loss
+    if total % pp:
+        what = f"{num_layers} layers" + (f" and {total - num_layers} that count as one" if total > num_layers else "")
+        first = [n for n in range(1, num_layers) if pp > 1 and (num_layers - n) % (pp - 1) == 0]
+        near = min(first, key=lambda n: abs(n - num_layers / pp), default=None)
+        hint = "" if near is None else f"give --decoder-first-pipeline-num-layers {near}, or "
+        yield f"{what} do not divide by pp {pp}: {hint}pass a layout"
+        return
+    for found in _in_chunks(flags, [total // pp] * pp):
+        if isinstance(found, tuple):
+            counts = list(found)
+            counts[0] -= embedding
+            counts[-1] -= loss
+            found = tuple(counts)
+        yield found
+
+
+def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> Iterator[str | tuple[int, ...]]:
+    """Layers of each rank cut into its virtual stages, in the order in which a micro-batch passes them."""
+    chunks = flags.num_virtual_stages_per_pipeline_rank or flags.virtual_pipeline_model_parallel_size or 1
+    if flags.num_layers_per_virtual_pipeline_stage and len(ranks) > 1:
+        chunks = max(1, ranks[0] // flags.num_layers_per_virtual_pipeline_stage)
+    wrong = sorted({count for count in ranks if count % chunks})
+    if wrong:
+        yield (
+            f"ranks of {' and '.join(map(str, wrong))} layers do not divide into {chunks} virtual stages: change their "
+            "number, or pass a layout"
+        )
+        return
+    yield tuple(count // chunks for _ in range(chunks) for count in ranks)
+
+
+# -- what else does not fit -----------------------------------------------------------------------------------------
+
+
+def _head_findings(model: ModelSpec, tp: int) -> Iterator[Finding]:
+    for tower in ("language", "vision"):
+        attentions = {
+            (x.attention.num_heads, x.attention.num_kv_heads)
+            for x in model.layers
+            if x.tower == tower and x.attention is not None
+        }
+        for heads, groups in sorted(attentions):
+            if heads % tp and tower == "language":
+                yield Finding(
+                    fails=True,
+                    message=f"tp {tp} does not divide the language model's {heads} attention heads: choose a tp that "
+                    "does",
+                )
+            elif heads % tp:
+                yield Finding(
+                    fails=False,
+                    message=f"tp {tp} does not divide the vision tower's {heads} attention heads: Megatron-Core "
+                    f"refuses them unless the launcher pads them to {-(-heads // tp) * tp} or runs the tower with tp 1",
+                )
+            elif tower == "language" and groups % tp and tp % groups:
+                yield Finding(
+                    fails=True,
+                    message=f"tp {tp} neither divides the language model's {groups} key-value heads nor is a multiple "
+                    "of them: choose a tp that does",
+                )
+
+
+def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]:
+    """Cuts that the model forbids: its vision features enter language blocks behind the first."""
+    block = model.indices("language", "block")[0]
+    cuts = {block + passed for passed in accumulate(counts[:-1])} & model.forbidden_cuts
+    if cuts:
+        free = next(c for c in range(max(cuts), len(model.layers) + 1) if c not in model.forbidden_cuts)
+        reason = model.forbidden_cut_reason or "the model forbids this cut"
+        yield Finding(
+            fails=True,
+            message=f"the first stage ends behind {min(cuts) - block} language blocks, and {reason}: give it "
+            f"{free - block} or more",
+        )
+
+
+def _tied_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]:
+    params = {layer.name: layer.num_params for layer in model.layers}
+    for owner, borrower in model.tied if len(counts) > 1 else ():
+        yield Finding(
+            fails=False,
+            message=f"{borrower} shares the weight of {owner}, and they are on different stages: Megatron-Core keeps "
+            f"{format_count(params.get(owner, 0))} parameters on both and sums their gradients every step",
+        )
+
+
+def built_vision_layers(declared: int, flags: MegatronFlags) -> int:
+    """Layers that Megatron-Core builds of a vision tower whose configuration is a copy of the language model's with
+    its pipeline size set to 1 and nothing else of the split cleared.
+
+    With a layout: the t of its first stage. With counts: one stage is first and last at once, and the last one wins.
+    """
+    if flags.pipeline_model_parallel_layout is not None:
+        stages = expand_layout(flags.pipeline_model_parallel_layout)
+        return declared if stages is None else stages[0].count("t")
+    first, last = _first_last(flags)
+    if last is not None:
+        return last
+    return declared if first is None else first
+
+
+def _truncation_findings(model: ModelSpec, flags: MegatronFlags, launcher: Launcher) -> Iterator[Finding]:
+    declared = len(model.indices("vision", "block"))
+    built = built_vision_layers(declared, flags)
+    if built == declared or declared == 0 or launcher in ("ms-swift", "megatron-bridge"):
+        return  # these two build the tower from Hugging Face's class, or clear the split
+    what = (
+        f"{built} of {declared} vision layers are built, without a word, where the split stays in the vision tower's "
+        "copy of the configuration"
+    )
+    remedy = (
+        "clear num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage and "
+        "pipeline_model_parallel_layout there (`trimtab export megatron` prints the lines), then pass --vision-cleared"
+    )
+    if launcher == "megatron":
+        yield Finding(
+            fails=True,
+            message=f"{what}: Megatron-LM's examples/multimodal and pretrain_vlm.py clear it under names of an older "
+            f"Megatron-Core, so {remedy}",
+        )
+        return
+    only_first = flags.pipeline_model_parallel_layout is None and flags.decoder_last_pipeline_num_layers is None
+    if model.family == "qwen2_vl" or not only_first:
+        yield Finding(
+            fails=True,
+            message=f"{what}: Pai-Megatron-Patch's examples/qwen2_vl clears nothing that today's Megatron-Core reads, "
+            f"its other examples the first stage's count alone, so {remedy}",
+        )

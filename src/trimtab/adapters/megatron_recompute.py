@@ -1,0 +1,224 @@
+"""What Megatron-Core makes of a plan's recompute, and of the vision tower beside it.
+
+Its full recompute by the "block" method covers the first n blocks of every stage, its selective recompute all blocks;
+one setting holds for all stages of the language model, another for the vision tower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage, Tower
+from trimtab.units import format_count
+
+Setting = int | str | bool | tuple[str, ...]
+
+
+def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
+    return model.layers[index].tower == tower and model.layers[index].kind == "block"
+
+
+def attentions(model: ModelSpec, tower: Tower) -> list[AttentionSpec]:
+    return [x.attention for x in model.layers if x.tower == tower and x.attention is not None]
+
+
+def norm_cuts(model: ModelSpec) -> list[int]:
+    """The cut between final norm and head: Megatron-Core keeps both where the loss is."""
+    return [i for i in model.indices("language", "head") if i > 0 and model.layers[i - 1].kind == "norm"]
+
+
+def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
+    """Every full recompute that Megatron-Core can do on these stages with one setting: of the vision tower none or all,
+    and on each rung the first n blocks of every stage."""
+    stages = _norm_beside_head(model, stages)
+    tower = tuple(i for i in model.indices("vision", "block") if i < stages[0].stop)
+    most = max(len(_blocks_of(model, stage)) for stage in stages)
+    for vision in ((), tower) if tower else ((),):
+        yield [
+            tuple(
+                _recomputed(stage, "full", (vision if s == 0 else ()) + _blocks_of(model, stage)[:number])
+                for s, stage in enumerate(stages)
+            )
+            for number in range(most + 1)
+        ]
+
+
+def _chosen(stage: Stage, model: ModelSpec, tower: Tower) -> dict[int, str]:
+    """Blocks of the tower that the stage recomputes, with their tier."""
+    return {i: choice.tier for choice in stage.recompute for i in choice.layers if is_block(model, i, tower)}
+
+
+def language_recompute(
+    model: ModelSpec, stages: Sequence[Stage], counts: Sequence[int], warnings: list[str]
+) -> dict[str, Setting]:
+    """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
+
+    Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
+    recompute all blocks; it cannot mix them.
+    """
+    chosen = [_chosen(stage, model, "language") for stage in stages]
+    tiers = Counter(tier for choice in chosen for tier in choice.values())
+    if not tiers:
+        return {}
+    settings: dict[str, Setting]
+    if tiers["full"]:
+        most = max(len(choice) for choice in chosen)
+        covered = [min(most, count) for count in counts]
+        settings = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
+        how = f"Megatron-Core recomputes the first {most} blocks of every stage"
+        if tiers["selective"]:
+            warnings.append(
+                f"{tiers['selective']} language blocks are planned with selective recompute and {tiers['full']} with "
+                "full, and Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
+            )
+    else:
+        covered = list(counts)
+        moe = any(is_block(model, i) and _num_experts(model, i) for choice in chosen for i in choice)
+        modules = ("layernorm", "moe_act") if moe else ("layernorm", "mlp")
+        settings = {"recompute_granularity": "selective", "recompute_modules": modules}
+        how = "Megatron-Core's selective recompute covers all blocks of every stage"
+        warnings.append(
+            "the plan's selective recompute keeps the results of matrix products, and Megatron-Core has no such mode: "
+            + (
+                "layernorm and moe_act come nearest, and need --moe-grouped-gemm"
+                if moe
+                else "it recomputes norms and the whole MLP instead, which holds less and takes longer"
+            )
+        )
+    extra = [
+        (s, cover, len(choice))
+        for s, (cover, choice) in enumerate(zip(covered, chosen, strict=True))
+        if cover > len(choice)
+    ]
+    if extra:
+        listing = ", ".join(f"{cover} instead of {planned} on stage {s}" for s, cover, planned in extra)
+        total = sum(cover - planned for _, cover, planned in extra)
+        warnings.append(f"{how}, {total} more than planned ({listing}): the step takes longer than the plan says")
+    for s, (stage, choice, cover) in enumerate(zip(stages, chosen, covered, strict=True)):
+        blocks = [i for i in range(stage.start, stage.stop) if is_block(model, i)]
+        wanted = Counter(model.layers[i].alike for i in choice)
+        if wanted - Counter(model.layers[i].alike for i in blocks[:cover]):
+            warnings.append(
+                f"stage {s} recomputes other kinds of blocks than its first {cover}, which Megatron-Core takes: check "
+                "the memory of that stage"
+            )
+    return settings
+
+
+def as_run(model: ModelSpec, stages: Sequence[Stage], recompute: dict[str, Setting]) -> tuple[Stage, ...]:
+    """The stages with the recompute that `recompute` sets; selective modules count as the plan's selective tier."""
+    result: list[Stage] = []
+    tower = tuple(_chosen(stages[0], model, "vision"))
+    for s, stage in enumerate(_norm_beside_head(model, stages)):
+        blocks = _blocks_of(model, stage)
+        if recompute.get("recompute_granularity") == "full":
+            number = recompute["recompute_num_layers"]
+            assert isinstance(number, int)
+            chosen = _recomputed(stage, "full", (tower if s == 0 else ()) + blocks[:number])
+        else:
+            chosen = _recomputed(stage, "full", tower if s == 0 else ())
+            if recompute and blocks:
+                chosen = replace(
+                    chosen, recompute=(*chosen.recompute, RecomputeChoice(tier="selective", layers=blocks))
+                )
+        result.append(chosen)
+    return tuple(result)
+
+
+def _norm_beside_head(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    norms = norm_cuts(model)
+    moved = {cut: cut - 1 for cut in norms}
+    return tuple(
+        Stage(index=x.index, start=moved.get(x.start, x.start), stop=moved.get(x.stop, x.stop), recompute=x.recompute)
+        for x in stages
+    )
+
+
+def _recomputed(stage: Stage, tier: Literal["selective", "full"], layers: tuple[int, ...]) -> Stage:
+    return replace(stage, recompute=(RecomputeChoice(tier=tier, layers=layers),) if layers else ())
+
+
+def _blocks_of(model: ModelSpec, stage: Stage) -> tuple[int, ...]:
+    return tuple(i for i in range(stage.start, stage.stop) if is_block(model, i))
+
+
+def _num_experts(model: ModelSpec, index: int) -> int:
+    mlp = model.layers[index].mlp
+    return 0 if mlp is None else mlp.num_experts or 0
+
+
+def vision_fields(
+    model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]
+) -> tuple[tuple[str, int | str | bool | None], ...]:
+    """Fields that launchers copy from the language model into the vision tower, and their right values there."""
+    num_layers = len(model.indices("vision", "block"))
+    if num_layers == 0:
+        return ()
+    chosen = _chosen(first, model, "vision")
+    fields: dict[str, int | str | bool | None] = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "recompute_granularity": "full" if chosen else None,
+        "recompute_method": "block" if chosen else None,
+        "recompute_num_layers": len(chosen) or None,
+    }
+    if dims.pp > 1:
+        warnings.append(
+            "launchers that deep-copy the language model's config for the vision tower, and leave its split in the "
+            f"copy, build fewer than {num_layers} vision layers without a word: set the vision fields of this export, "
+            "and compare the number of parameters that Megatron prints for the first rank"
+        )
+    if "selective" in chosen.values():
+        warnings.append(
+            f"{list(chosen.values()).count('selective')} vision layers are planned with selective recompute, and the "
+            "vision fields recompute them in full, which holds less and takes longer"
+        )
+    heads = sorted({a.num_heads for a in attentions(model, "vision") if a.num_heads % dims.tp})
+    for count in heads:
+        padded = -(-count // dims.tp) * dims.tp
+        fields |= {"num_attention_heads": padded, "num_query_groups": padded}
+        warnings.append(
+            f"the vision tower's {count} attention heads do not divide by tp {dims.tp}: pad them to {padded} with zero "
+            "weights, as Megatron-LM's InternViT does, or run the tower with tp 1"
+        )
+    return tuple(fields.items())
+
+
+def warn_of_tied(model: ModelSpec, tp: int, warnings: list[str]) -> None:
+    params = {layer.name: layer.num_params for layer in model.layers}
+    for owner, borrower in model.tied:
+        warnings.append(
+            f"{borrower} shares the weight of {owner}, and Megatron-Core keeps a copy on the last stage and sums both "
+            f"gradients: {format_count(params.get(owner, 0) / tp)} parameters more there than the plan counts"
+        )
+
+
+def warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> None:
+    names = [
+        model.layers[i].name
+        for stage in stages
+        for choice in stage.recompute
+        for i in choice.layers
+        if model.layers[i].kind != "block"
+    ]
+    if names:
+        warnings.append(
+            f"recompute of {', '.join(names)} is planned, and Megatron-Core recomputes blocks alone: these layers keep "
+            "their activations, so check the memory of their stages"
+        )
+    for cut in sorted({stage.start for stage in stages}.intersection(norm_cuts(model))):
+        norm = model.layers[cut - 1]
+        warnings.append(
+            f"Megatron-Core runs {norm.name} ({format_count(norm.num_params)} parameters) beside the head, one stage "
+            "later than planned"
+        )

@@ -1,0 +1,152 @@
+"""A plan's decisions as environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts.
+
+The scripts know one uneven split, a count for the first stage (`MP_PP0_LAYERS`) with even stages behind it, and one
+switch for recompute. Read from examples/qwen2_vl, qwen2_5_vl and qwen3_vl/run_mcore_qwen.sh, whose 24 positional
+arguments are the same; not run against them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.adapters.megatron import MegatronExport, megatron_flags
+from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_OWN = {  # arguments that a plan does not decide, by position
+    1: "$ENV", 2: "$MODEL_SIZE", 5: "$LR", 6: "$MIN_LR", 7: "$SEQ_LEN", 8: "$PAD_LEN", 9: "bf16", 15: "true",
+    17: "false", 18: "$SAVE_INTERVAL", 19: "$DATASET_PATH", 20: "$VALID_DATASET_PATH",
+    21: "$PRETRAIN_CHECKPOINT_PATH", 22: "$TRAIN_ITERS", 23: "$LR_WARMUP_ITERS", 24: "$OUTPUT_BASEPATH",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaiExport:
+    """What to pass to `run_mcore_qwen.sh`."""
+
+    environment: tuple[tuple[str, str], ...]
+    arguments: tuple[str, ...]  # 24, in order; those with a $ are the user's own
+    runs: tuple[Stage, ...]
+    warnings: tuple[str, ...]
+
+    def shell(self) -> str:
+        """The command, quoted; the user's own variables are to be set before it."""
+        words = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in self.arguments]
+        lines = [*(f"{name}={value}" for name, value in self.environment), "sh run_mcore_qwen.sh", " ".join(words)]
+        return " \\\n    ".join(lines)
+
+
+def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+    """The cuts of every split that the scripts can say: a first stage of one or more blocks, then even ones."""
+    blocks = model.indices("language", "block")
+    if pp == 1:
+        return ((),)
+    splits = []
+    for first in range(1, len(blocks)):
+        each, rest = divmod(len(blocks) - first, pp - 1)
+        if rest == 0 and each > 0:
+            splits.append(tuple(blocks[0] + first + each * s for s in range(pp - 1)))
+    return tuple(splits)
+
+
+def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """Recompute nowhere, or of every block of both towers."""
+    return [
+        tuple(replace(stage, recompute=()) for stage in stages),
+        tuple(_recompute_all(model, stage) for stage in stages),
+    ]
+
+
+def pai_export(
+    *,
+    model: ModelSpec,
+    stages: Sequence[Stage],
+    dims: ParallelDims,
+    schedule: str,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    zero_stage: int = 1,
+    price: float | None = None,
+) -> PaiExport:
+    """The command that makes the scripts run these stages, or `UnsupportedPlanError` with what they cannot express.
+
+    `price` is the step time of the best plan they can run, relative to this plan's; it is quoted in a refusal.
+    """
+    problems: list[str] = []
+    if model.family not in FAMILIES:
+        problems.append(
+            f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
+            f"for {', '.join(FAMILIES)}: export to megatron instead"
+        )
+    if num_chunks > 1:
+        problems.append(
+            f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
+            "the language model alone: plan with 1F1B"
+        )
+    export: MegatronExport | None = None
+    try:
+        export = megatron_flags(
+            model=model,
+            stages=stages,
+            dims=dims,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            zero_stage=zero_stage,
+            price=price,
+        )
+    except UnsupportedPlanError as error:
+        problems.append(str(error))
+    blocks = model.indices("language", "block")
+    counts = [sum(stage.start <= i < stage.stop for i in blocks) for stage in stages]
+    even = len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0)
+    if export is not None and not even:
+        cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
+        problems.append(
+            f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
+            f"the first stage and even ones behind it: export with --fit FOLDER{cost}"
+        )
+    if problems:
+        raise UnsupportedPlanError(join_problems(problems))
+    assert export is not None
+
+    recompute = any(stage.recompute for stage in stages)
+    runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in export.runs)
+    # the other examples clear a first stage's count in the vision tower's copy of the configuration
+    cleared = model.family != "qwen2_vl"
+    warnings = [w for w in export.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
+    if recompute:
+        chosen = sum(len(choice.layers) for stage in stages for choice in stage.recompute)
+        total = sum(stage.num_recomputed() for stage in runs)
+        if chosen < total:
+            warnings.append(
+                f"recompute of {chosen} layers is planned, and the scripts recompute every block of both towers or "
+                f"none: all {total} are, which holds less and takes longer"
+            )
+    arguments = _OWN | {
+        3: "1",
+        4: str(dims.dp * num_microbatches),
+        10: str(dims.tp),
+        11: str(dims.pp),
+        12: str(dims.cp),
+        13: "false",
+        14: "true" if zero_stage == 1 else "false",
+        16: "full" if recompute else "none",
+    }
+    environment = {"MP_PP0_LAYERS": str(counts[0])} if len(set(counts)) > 1 else {}
+    if recompute:
+        environment["MP_AC_LAYERS"] = "1"
+    return PaiExport(
+        environment=tuple(environment.items()),
+        arguments=tuple(arguments[position] for position in range(1, 25)),
+        runs=runs,
+        warnings=tuple(warnings),
+    )
+
+
+def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
+    blocks = tuple(i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block")
+    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=blocks),) if blocks else ())

@@ -1,0 +1,205 @@
+"""A plan's decisions as torchtitan's `ParallelismConfig` and activation checkpointing, or a refusal with its price.
+
+torchtitan splits a model by the names of its children: whole modules, and single entries of a list or dict of layers.
+A vision encoder is one module beside the embedding, so no cut goes through it or behind it. Checked against torchtitan
+0.3.0 by tests/integration/test_torchtitan.py; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchtitanExport:
+    """Fields of `ParallelismConfig` and `TrainingConfig`, and the class of the recompute policy."""
+
+    parallelism: tuple[tuple[str, int | str | list[list[str]]], ...]
+    local_batch_size: int
+    recompute: str | None  # a class of torchtitan.distributed.activation_checkpoint
+    runs: tuple[Stage, ...]
+    warnings: tuple[str, ...]
+
+    def python(self) -> str:
+        """Lines for a config function, behind `cfg = ...`."""
+        lines = []
+        for name, setting in self.parallelism:
+            if isinstance(setting, list):
+                parts = "\n".join(f"    {part!r}," for part in setting)
+                lines.append(f"cfg.parallelism.{name} = [\n{parts}\n]")
+            else:
+                lines.append(f"cfg.parallelism.{name} = {setting!r}")
+        lines.append(f"cfg.training.local_batch_size = {self.local_batch_size}")
+        if self.recompute is None:
+            lines.append("cfg.activation_checkpoint = None")
+        else:
+            lines.append(f"from torchtitan.distributed.activation_checkpoint import {self.recompute}")
+            lines.append(f"cfg.activation_checkpoint = {self.recompute}.Config()")
+        return "\n".join(lines)
+
+
+def titan_unsupported_cuts(model: ModelSpec) -> frozenset[int]:
+    """All cuts before the end of the token embedding: the encoder runs where the embedding is."""
+    return frozenset(range(1, model.indices("language", "embed")[0] + 1))
+
+
+def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """Recompute of no block, or of every language block in full."""
+    return [
+        tuple(replace(stage, recompute=()) for stage in stages),
+        tuple(_recompute_blocks(model, stage) for stage in stages),
+    ]
+
+
+def titan_export(
+    *,
+    model: ModelSpec,
+    stages: Sequence[Stage],
+    dims: ParallelDims,
+    schedule: str,
+    num_microbatches: int,
+    zero_stage: int = 1,
+    price: float | None = None,
+    vision_modules: Sequence[str] = ("vision_encoder",),
+) -> TorchtitanExport:
+    """The configuration that makes torchtitan run these stages, or `UnsupportedPlanError` with everything it cannot.
+
+    `vision_modules` are the children of torchtitan's model that hold tower and projector; other names are its
+    decoder's: tok_embeddings, layers.0, ..., norm, lm_head. `price` is the step time of the best plan it can run,
+    relative to this plan's.
+    """
+    problems = _problems(model, stages, dims, schedule, price)
+    if problems:
+        raise UnsupportedPlanError(join_problems(problems))
+    names = titan_names(model, vision_modules)
+    parts = [[name for i in range(stage.start, stage.stop) for name in names[i]] for stage in stages]
+    warnings: list[str] = []
+    recompute, runs = _recompute(model, stages, warnings)
+    parallelism: dict[str, int | str | list[list[str]]] = {
+        "pipeline_parallel_degree": dims.pp,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_microbatch_size": 1,
+        "tensor_parallel_degree": dims.tp,
+        "context_parallel_degree": dims.cp,
+    }
+    if dims.pp > 1:
+        parallelism["module_fqns_per_model_part"] = parts
+    # replicas hold everything (ZeRO 0), or parameters, gradients and optimizer state are sharded together (ZeRO 3)
+    parallelism["data_parallel_replicate_degree"] = dims.dp if zero_stage == 0 else 1
+    parallelism["data_parallel_shard_degree"] = 1 if zero_stage == 0 else dims.dp
+    if zero_stage in (1, 2) and dims.dp > 1:
+        warnings.append(
+            f"ZeRO stage {zero_stage} was planned, and torchtitan shards parameters and gradients too: the run holds "
+            "less than planned and sends more"
+        )
+    if vision_modules and model.indices("vision"):
+        warnings.append(
+            "torchtitan's own model definition must hold tower and projector in "
+            f"{', '.join(vision_modules)}: give the names of yours if they differ"
+        )
+    warnings.append(
+        "torchtitan's schedules take micro-batches of one shape: pad packs to the limits of the plan, or all steps to "
+        "their longest"
+    )
+    return TorchtitanExport(
+        parallelism=tuple(parallelism.items()),
+        local_batch_size=num_microbatches,
+        recompute=recompute,
+        runs=runs,
+        warnings=tuple(warnings),
+    )
+
+
+def titan_names(model: ModelSpec, vision_modules: Sequence[str]) -> list[tuple[str, ...]]:
+    """torchtitan's names of what each layer is, by layer number; the whole tower is named once, at its first layer."""
+    names: list[tuple[str, ...]] = [() for _ in model.layers]
+    tower = [i for i, layer in enumerate(model.layers) if layer.tower != "language"]
+    if tower:
+        names[tower[0]] = tuple(vision_modules)
+    for i in model.indices("language", "embed")[:1]:
+        names[i] = ("tok_embeddings",)
+    for number, i in enumerate(model.indices("language", "block")):
+        names[i] = (f"layers.{number}",)
+    for i in model.indices("language", "norm"):
+        names[i] = ("norm",)
+    for i in model.indices("language", "head"):
+        names[i] = ("lm_head",)
+    return names
+
+
+def _problems(
+    model: ModelSpec, stages: Sequence[Stage], dims: ParallelDims, schedule: str, price: float | None
+) -> list[str]:
+    problems: list[str] = []
+    starts = {stage.start for stage in stages}
+    cuts = sorted(titan_unsupported_cuts(model) & starts)
+    if cuts:
+        cost = ""
+        if price is not None and math.isinf(price):
+            cost = " (without such cuts nothing fits these degrees of parallelism)"
+        elif price is not None:
+            cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
+        problems.append(
+            f"the plan cuts stages before {', '.join(model.layers[cut].name for cut in cuts)}, and torchtitan keeps "
+            f"the vision encoder whole beside the embedding: export with --fit FOLDER{cost}"
+        )
+    forbidden = sorted((model.forbidden_cuts - titan_unsupported_cuts(model)) & starts)
+    if forbidden and model.forbidden_cut_reason:
+        problems.append(f"the plan makes a cut that the model forbids ({model.forbidden_cut_reason}): move it")
+    if schedule not in _SCHEDULES:
+        problems.append(
+            f"schedule {schedule} was planned, and torchtitan's pipeline_parallel_schedule knows of ours "
+            f"{', '.join(_SCHEDULES)}: plan with one of them"
+        )
+    if model.tied and dims.pp > 1:
+        owner, borrower = model.tied[0]
+        problems.append(
+            f"{borrower} shares the weight of {owner}, and torchtitan refuses tied weights with pipeline parallelism: "
+            "plan with pp 1, or untie them"
+        )
+    heads = {x.attention.num_heads for x in model.layers if x.tower == "language" and x.attention is not None}
+    for count in sorted(heads):
+        if count % dims.tp:
+            problems.append(f"tp {dims.tp} does not divide the language model's {count} heads: choose a tp that does")
+    return problems
+
+
+def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> tuple[str | None, tuple[Stage, ...]]:
+    """One policy for every block of every stage; what it adds to the plan, or leaves out of it, is a warning."""
+    blocks = set(model.indices("language", "block"))
+    chosen = {i: choice.tier for stage in stages for choice in stage.recompute for i in choice.layers}
+    inside = {i: tier for i, tier in chosen.items() if i in blocks}
+    outside = len(chosen) - len(inside)
+    if outside:
+        warnings.append(
+            f"recompute of {outside} layers outside the decoder is planned, and torchtitan's policies wrap its decoder "
+            "blocks alone: check the memory of the first rank"
+        )
+    if not inside:
+        return None, tuple(replace(stage, recompute=()) for stage in stages)
+    if "full" not in inside.values():
+        warnings.append(
+            "the plan's selective recompute keeps the results of matrix products, and torchtitan's SelectiveAC those "
+            "of every second one: it holds less and takes longer"
+        )
+    if len(inside) < len(blocks):
+        warnings.append(
+            f"recompute of {len(inside)} of {len(blocks)} blocks is planned, and a torchtitan policy wraps all: it "
+            "holds less and takes longer"
+        )
+    full = "full" in inside.values()
+    runs = tuple(_recompute_blocks(model, stage, selective=not full) for stage in stages)
+    return "FullAC" if full else "SelectiveAC", runs
+
+
+def _recompute_blocks(model: ModelSpec, stage: Stage, *, selective: bool = False) -> Stage:
+    blocks = tuple(i for i in model.indices("language", "block") if stage.start <= i < stage.stop)
+    choice = RecomputeChoice(tier="selective" if selective else "full", layers=blocks)
+    return replace(stage, recompute=(choice,) if blocks else ())

@@ -1,0 +1,70 @@
+"""`trimtab export FRAMEWORK`: a plan's stages and recompute in a training framework's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.check import PlanArgument
+from trimtab.cli.output import JsonOption, log, print_json
+
+OutOption = Annotated[Path | None, typer.Option(help="File to write, instead of printing.")]
+FitOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the best plan that the framework can run, with the same packs; it is exported."),
+]
+_HELP = {
+    "megatron": "Print Megatron-Core flags for PLAN, or say why Megatron-Core cannot express it and what that costs.",
+    "megatron-bridge": "Print assignments to a Megatron-Bridge configuration for PLAN.",
+    "ms-swift": "Print arguments of ms-swift's `megatron sft` for PLAN.",
+    "pai-megatron": "Print environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts for PLAN.",
+    "torchtitan": "Print torchtitan's parallelism and recompute settings for PLAN.",
+    "deepspeed": "Write a Python module with a PipelineModule that is cut as PLAN says.",
+    "torch-pipelining": "Write modules, rank and recompute of each stage as JSON for torch.distributed.pipelining.",
+}
+
+
+def add_frameworks(app: typer.Typer) -> None:
+    """One command a framework."""
+    for name, text in _HELP.items():
+        app.command(name, help=text)(_command(name))
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(plan: PlanArgument, out: OutOption = None, fit: FitOption = None, as_json: JsonOption = False) -> None:
+        _export(name, plan, out, fit, as_json)
+
+    return command
+
+
+def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: bool) -> None:
+    from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
+    from trimtab.files import write_atomically
+    from trimtab.plan.build import write_plan
+    from trimtab.plan.expressible import relative_time
+    from trimtab.plan.reload import reload_plan
+
+    target, found = TARGETS[name], reload_plan(plan)
+    notes: list[str] = []
+    if fit is not None:
+        write_plan(fit_plan(found, target), fit)
+        fitted = reload_plan(fit)
+        ratio = relative_time(found.case, fitted.stages, found.stages)
+        notes.append(f"the best plan found for {target.title} is in {fit}: a step takes {ratio:.3f} x that of {plan}")
+        found = fitted
+    exported = export_plan(found, target)
+    warnings = [*exported.warnings, *cost_of_running(found, exported)]
+    if out is not None:
+        write_atomically(out, exported.text + "\n")
+    if as_json:
+        written = {} if out is None else {"file": str(out)}
+        print_json({**exported.fields, **written, "warnings": warnings, "notes": notes})
+        return
+    for note in (*notes, *(f"warning: {sentence}" for sentence in warnings)):
+        log(note)
+    if exported.beside is not None:
+        log(exported.beside)
+    print(exported.text if out is None else out)

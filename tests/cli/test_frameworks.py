@@ -1,0 +1,119 @@
+"""`trimtab export FRAMEWORK` and `trimtab check --for FRAMEWORK`, on plans and on bare Megatron flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from trimtab.adapters.targets import TARGETS
+from trimtab.cli.check import Framework
+from trimtab.cli.frameworks import _HELP
+
+Run = Any
+FLAGS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+
+
+def test_export_and_check_know_the_same_frameworks() -> None:
+    assert set(TARGETS) == set(_HELP) == set(get_args(Framework))
+
+
+@pytest.fixture(scope="module")
+def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan over four ranks: it cuts inside the vision tower."""
+    from trimtab.cli.main import app
+
+    out = tmp_path_factory.mktemp("split") / "plan"
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
+    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--num-microbatches", "8", "--out", out]
+    app([str(word) for word in words], standalone_mode=False)
+    return out
+
+
+@pytest.mark.parametrize("name", ["megatron", "ms-swift", "pai-megatron"])
+def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
+    run: Run, split: Path, tmp_path: Path, name: str
+) -> None:
+    refused = run("export", name, split, "--json")
+    assert refused.code == 2
+    assert "x as long a step" in refused.json["error"]
+    failing = run("check", split, "--for", name, "--json")
+    assert failing.code == 1
+    assert "no letter for vision layers" in failing.json["problems"][0]
+
+    fitted = run("export", name, split, "--fit", tmp_path / "fit", "--out", tmp_path / "out.txt", "--json")
+    assert fitted.code == 0, fitted.err
+    assert fitted.json["file"] == str(tmp_path / "out.txt")
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").endswith("\n")
+    assert "the best plan found for" in fitted.json["notes"][0]
+    assert run("check", tmp_path / "fit", "--for", name, "--vision-cleared").code == 0
+    again = run("export", name, tmp_path / "fit", "--json").json
+    assert again == {key: value for key, value in {**fitted.json, "notes": []}.items() if key != "file"}
+
+
+def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
+    run: Run, split: Path, tmp_path: Path
+) -> None:
+    assert run("export", "megatron", split, "--fit", tmp_path / "fit").code == 0
+    caught = run("check", tmp_path / "fit", "--for", "megatron")
+    assert caught.code == 1
+    assert "of 32 vision layers are built, without a word" in caught.out
+    cleared = run("check", tmp_path / "fit", "--for", "megatron", "--vision-cleared")
+    assert cleared.code == 0
+    assert "megatron can run it" in cleared.out
+    assert run("check", tmp_path / "fit", "--for", "ms-swift").code == 0
+
+
+def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Path) -> None:
+    spec = json.loads(run("export", "torch-pipelining", split).out)
+    assert spec["num_stages"] == 4
+    assert spec["stages"][-1]["modules"][-1] == "lm_head"
+    module = tmp_path / "planned.py"
+    assert run("export", "deepspeed", split, "--out", module).out.strip() == str(module)
+    compile(module.read_text(encoding="utf-8"), module, "exec")
+    assert run("check", split, "--for", "torch-pipelining", "--json").json["ok"]
+    titan = run("check", split, "--for", "torchtitan")
+    assert titan.code == 1
+    assert "keeps the vision encoder whole" in titan.out
+
+
+def test_bare_flags_are_checked_against_a_model(run: Run) -> None:
+    def check(flags: str, *more: str) -> Any:
+        return run("check", "--for", "megatron", "--flags", flags, "--config", "Qwen2.5-VL-7B", *more)
+
+    good = check(FLAGS)
+    assert good.code == 0
+    assert good.out == "megatron: these flags build every layer of the model once\n"
+    bad = check(f"{FLAGS} --decoder-first-pipeline-num-layers 5", "--json")
+    assert bad.code == 1
+    assert not bad.json["ok"]
+    assert any("23 layers are left for 3 stages" in problem for problem in bad.json["problems"])
+    assert any("5 of 32 vision layers are built" in problem for problem in bad.json["problems"])
+    even = check(f"{FLAGS} --decoder-first-pipeline-num-layers 4", "--vision-cleared")
+    assert even.code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check"], "takes either a plan or --flags: give one of them"),
+        (["check", "plan", "--for", "megatron", "--flags", FLAGS], "either a plan or --flags"),
+        (["check", "--flags", FLAGS, "--config", "Qwen2.5-VL-7B"], "give --for one of megatron, megatron-bridge"),
+        (["check", "--for", "deepspeed", "--flags", FLAGS, "--config", "Qwen2.5-VL-7B"], "they are Megatron-LM's"),
+        (["check", "--for", "megatron", "--flags", FLAGS], "without the model they are for: give --config"),
+        (["check", "--for", "megatron", "--flags", "--num-layers x", "--config", "Qwen2.5-VL-7B"], "no whole number"),
+        (["check", "--for", "megatron", "--flags", FLAGS, "--config", "no-such-model"], "config.json"),
+        (["export", "ms-swift", "missing"], "give a plan.yaml"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Run, words: list[str], message: str) -> None:
+    result = run(*words, "--json")
+    assert result.code == 2, result
+    assert message in result.json["error"]
+    assert "Traceback" not in result.err
+
+
+def test_an_unknown_framework_is_exit_code_two(run: Run) -> None:
+    assert run("check", "plan", "--for", "abacus").code == 2

@@ -1,0 +1,158 @@
+"""Our Megatron-Bridge and ms-swift settings against the sources of both; neither imports without a GPU stack.
+
+    pip install --no-deps megatron-core==0.16.1 megatron-bridge==0.3.1 ms-swift==4.6.0
+
+Bridge: every name is a field of the classes that its configuration is made of, and Megatron-Core's own configuration
+takes the model's part. ms-swift: the fields are cut out of its dataclasses, and Transformers' parser, which ms-swift
+uses, reads our command with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+import shlex
+import typing
+import warnings
+
+import pytest
+
+from trimtab.adapters.megatron import MegatronExport, megatron_flags
+from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python
+from trimtab.adapters.ms_swift import swift_arguments, swift_shell
+from trimtab.models.describe import describe
+from trimtab.plan.expressible import as_stages
+from trimtab.specs import ParallelDims, RecomputeChoice
+
+pytestmark = pytest.mark.integration
+
+MODEL = describe("Qwen2.5-VL-7B")
+BLOCK = MODEL.indices("language", "block")[0]
+VISION = tuple(MODEL.indices("vision", "block"))
+
+
+def exported(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> MegatronExport:
+    cuts = (
+        [BLOCK + 4 + 3 * s for s in range(4 * num_chunks - 1)]
+        if num_chunks == 1
+        else [BLOCK + 3 * s for s in range(1, 8)]
+    )
+    stages = as_stages(cuts, len(MODEL.layers))
+    if tier is not None:
+        first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(*VISION, BLOCK)),))
+        stages = (first, *stages[1:])
+    return megatron_flags(
+        model=MODEL,
+        stages=stages,
+        dims=ParallelDims(dp=2, pp=4, tp=2, cp=2),
+        schedule="1F1B" if num_chunks == 1 else "Interleaved1F1B",
+        num_microbatches=8,
+        num_chunks=num_chunks,
+        zero_stage=zero_stage,
+        sequence_parallel=True,
+    )
+
+
+CASES = [
+    exported(None),
+    exported(None, zero_stage=0),
+    exported("full"),
+    exported("selective"),
+    exported(None, num_chunks=2),
+]
+
+
+def source(distribution: str, path: str) -> ast.Module:
+    """A file of an installed distribution, parsed."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs {distribution}: pip install --no-deps, see above")
+    (file,) = [file for file in files if str(file) == path]
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def fields_of(tree: ast.Module, *classes: str) -> dict[str, ast.AnnAssign]:
+    """Annotated fields of these classes; of all of the file's if none is named."""
+    return {
+        item.target.id: item
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and (not classes or node.name in classes)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+@pytest.mark.parametrize("export", CASES)
+def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(export):
+    container = fields_of(source("megatron-bridge", "megatron/bridge/training/config.py"))
+    provider = fields_of(source("megatron-bridge", "megatron/bridge/models/gpt_provider.py"), "GPTModelProvider")
+    pytest.importorskip("torch", reason="megatron-core needs torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("megatron.core.transformer", reason="needs megatron-core 0.16.1", exc_type=ImportError)
+        import torch
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.transformer import TransformerConfig
+    core = {field.name for field in dataclasses.fields(TransformerConfig)}
+    known = {
+        "cfg.model": core | set(provider),
+        "cfg.train": set(container),
+        "cfg.ddp": {field.name for field in dataclasses.fields(DistributedDataParallelConfig)},
+    }
+    for line in ast.parse(bridge_python(export)).body:
+        assert isinstance(line, ast.Assign)
+        (target,) = line.targets
+        owner, _, name = ast.unparse(target).rpartition(".")
+        assert owner.removeprefix("cfg.") in container, owner
+        assert name in known[owner], (owner, name)
+    model = {
+        name.removeprefix("cfg.model."): list(value) if isinstance(value, tuple) else value
+        for name, value in bridge_fields(export)
+        if name.startswith("cfg.model.")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = TransformerConfig(
+            num_layers=28,
+            hidden_size=3584,
+            num_attention_heads=28,
+            num_query_groups=4,
+            pipeline_dtype=torch.bfloat16,
+            **model,
+        )
+    assert config.pipeline_model_parallel_layout is not None
+
+
+@pytest.mark.parametrize("export", CASES)
+def test_swift_reads_our_command_as_we_mean_it(export):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    known = fields_of(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
+    names = {**vars(typing), "torch": torch, "field": dataclasses.field}
+    given = dict(swift_arguments(export))
+    fields = []
+    for name in given:
+        assert name in known, name
+        default = known[name].value
+        assert default is not None
+        annotation = eval(ast.unparse(known[name].annotation), names)
+        value = eval(ast.unparse(default), names)
+        fields.append(
+            (name, annotation, value if isinstance(value, dataclasses.Field) else dataclasses.field(default=value))
+        )
+    words = shlex.split(swift_shell(export).replace("\\\n", " "))
+    assert words[:2] == ["megatron", "sft"]
+    parser = transformers.HfArgumentParser(dataclasses.make_dataclass("Arguments", fields))
+    (read,) = parser.parse_args_into_dataclasses(words[2:])
+    for name, value in given.items():
+        assert getattr(read, name) == (list(value) if isinstance(value, tuple) else value), name
+
+
+def test_what_we_switch_off_is_on_in_swift_by_default():
+    known = fields_of(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
+    assert ast.unparse(known["recompute_granularity"].value) == "'selective'"
+    assert ast.unparse(known["use_distributed_optimizer"].value) == "True"
+    tree = ast.unparse(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
+    assert "self.vit_gradient_checkpointing = not self.freeze_vit" in tree

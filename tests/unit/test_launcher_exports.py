@@ -1,0 +1,184 @@
+"""Megatron-Bridge, ms-swift and Pai-Megatron-Patch: what each of these launchers is told, and what none can be."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from export_cases import by_counts, cut, first_block, make_model
+
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.megatron_bridge import bridge_python, bridge_runs, bridge_warnings
+from trimtab.adapters.megatron_recompute import megatron_ladders
+from trimtab.adapters.ms_swift import swift_arguments, swift_runs, swift_shell, swift_warnings
+from trimtab.adapters.pai_megatron import pai_export, pai_ladder, pai_splits
+from trimtab.errors import UnsupportedPlanError
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+
+
+def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> MegatronExport:
+    options = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
+    return megatron_flags(model=model, stages=stages, **options)
+
+
+def pai(model: ModelSpec, stages: tuple[Stage, ...], **options):
+    options = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
+    return pai_export(model=model, stages=stages, **options)
+
+
+def full(*layers: int) -> list[RecomputeChoice]:
+    return [RecomputeChoice(tier="full", layers=layers)]
+
+
+MODEL = make_model()
+BLOCK = first_block(MODEL)
+VISION = MODEL.indices("vision", "block")
+
+
+# -- what Megatron-Core makes of a plan -----------------------------------------------------------------------------
+
+
+def test_megatron_runs_the_largest_recompute_on_every_stage():
+    export = megatron(MODEL, by_counts(MODEL, 4, 8, recompute={1: full(BLOCK + 6, BLOCK + 7)}))
+    assert [[c.layers for c in stage.recompute] for stage in export.runs] == [
+        [(BLOCK, BLOCK + 1)],
+        [(BLOCK + 4, BLOCK + 5)],
+    ]
+    norm_cut = len(MODEL.layers) - 1
+    assert megatron(MODEL, cut(MODEL, norm_cut)).runs[1].start == norm_cut - 1
+    selective = {0: [RecomputeChoice(tier="selective", layers=(BLOCK,))]}
+    export = megatron(MODEL, by_counts(MODEL, 4, 8, recompute=selective))
+    assert [len(stage.recompute[0].layers) for stage in export.runs] == [4, 8]
+
+
+def test_every_way_of_megatron_is_exported_as_it_is():
+    for stages in (by_counts(MODEL, 0, 12), by_counts(MODEL, 3, 4, 5)):
+        ways = [way for ladder in megatron_ladders(MODEL, stages) for way in ladder]
+        most = max(stage.stop - stage.start for stage in stages[1:]) - 2
+        assert len(ways) == len(set(ways)) == 2 * (most + 1)
+        for way in ways:
+            export = megatron(MODEL, way)
+            assert export.runs == way
+            assert not [w for w in export.warnings if "deep-copy" not in w]
+
+
+def test_a_tied_weight_is_warned_of_and_a_forbidden_cut_refused():
+    tied = make_model(num_vision=0, tied=True)
+    assert any("5.00 k parameters more there" in w for w in megatron(tied, by_counts(tied, 6, 6)).warnings)
+    assert megatron(tied, by_counts(tied, 12)).warnings == ()
+    model = make_model(forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
+    with pytest.raises(
+        UnsupportedPlanError, match=r"cuts stages before layers.1, which the model forbids \(DeepStack\)"
+    ):
+        megatron(model, by_counts(model, 1, 11))
+
+
+# -- Megatron-Bridge ------------------------------------------------------------------------------------------------
+
+
+def test_bridge_lines_set_the_configuration():
+    export = megatron(MODEL, by_counts(MODEL, 2, 4, 6, recompute={0: full(*VISION, BLOCK)}))
+    cfg = SimpleNamespace(model=SimpleNamespace(), train=SimpleNamespace(), ddp=SimpleNamespace())
+    exec(bridge_python(export), {"cfg": cfg})
+    assert cfg.model.pipeline_model_parallel_layout == "Et*2|t*4|t*6L"
+    assert cfg.model.num_layers_in_first_pipeline_stage is None
+    assert (cfg.model.recompute_granularity, cfg.model.recompute_num_layers) == ("full", 1)
+    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size) == (1, 16)
+    assert cfg.ddp.use_distributed_optimizer is True
+    assert any("recompute of 4 vision layers is planned" in w for w in bridge_warnings(export))
+    assert [c.layers for c in bridge_runs(MODEL, export.runs)[0].recompute] == [(BLOCK,)]
+    selective = {0: [RecomputeChoice(tier="selective", layers=(BLOCK,))]}
+    exec(bridge_python(megatron(MODEL, by_counts(MODEL, 6, 6, recompute=selective))), {"cfg": cfg})
+    assert cfg.model.recompute_modules == ["layernorm", "mlp"]
+
+
+def test_bridge_does_not_warn_of_other_launchers():
+    assert not [w for w in bridge_warnings(megatron(MODEL, by_counts(MODEL, 6, 6))) if "deep-copy" in w]
+
+
+# -- ms-swift -------------------------------------------------------------------------------------------------------
+
+
+def test_swift_is_told_to_leave_out_what_it_does_by_default():
+    given = dict(swift_arguments(megatron(MODEL, by_counts(MODEL, 6, 6), zero_stage=0)))
+    assert given["recompute_granularity"] == "none"
+    assert given["vit_gradient_checkpointing"] is False
+    assert given["use_distributed_optimizer"] is False
+    text = swift_shell(megatron(MODEL, by_counts(MODEL, 0, 12)))
+    words = shlex.split(text.replace("\\\n", " "))
+    assert words[:2] == ["megatron", "sft"]
+    assert words[words.index("--pipeline_model_parallel_layout") + 1] == "E|t*12L"
+    assert words[words.index("--vit_gradient_checkpointing") + 1] == "false"
+
+
+def test_swift_recomputes_the_whole_tower_or_nothing():
+    export = megatron(MODEL, by_counts(MODEL, 6, 6, recompute={0: full(VISION[0])}))
+    assert dict(swift_arguments(export))["vit_gradient_checkpointing"] is True
+    assert swift_runs(MODEL, export.runs)[0].recompute == tuple(full(*VISION))
+    assert any("recompute of 1 of 4 vision layers" in w for w in swift_warnings(export, 4))
+    assert not [w for w in swift_warnings(export, 1) if "vision layers" in w]
+
+
+# -- Pai-Megatron-Patch ---------------------------------------------------------------------------------------------
+
+
+def test_the_scripts_of_pai_get_24_arguments(tmp_path: Path):
+    export = pai(MODEL, by_counts(MODEL, 3, 3, 3, 3), dims=ParallelDims(dp=2, pp=4, tp=2))
+    assert export.environment == ()
+    export = pai(MODEL, by_counts(MODEL, 6, 3, 3), dims=ParallelDims(dp=2, pp=3, tp=2))
+    assert dict(export.environment) == {"MP_PP0_LAYERS": "6"}
+    assert len(export.arguments) == 24
+    script = 'echo "$3 $4 ${10} ${11} ${12} ${13} ${14} ${16} ${24} $MP_PP0_LAYERS $#"\n'
+    (tmp_path / "run_mcore_qwen.sh").write_text(script, encoding="utf-8")
+    command = f"OUTPUT_BASEPATH='a b'; {export.shell()}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "1 16 2 3 1 false true none a b 6 24"
+
+
+def test_pai_recomputes_everything_or_nothing():
+    export = pai(MODEL, by_counts(MODEL, 6, 6, recompute={1: full(BLOCK + 7)}))
+    assert dict(export.environment) == {"MP_AC_LAYERS": "1"}
+    assert export.arguments[15] == "full"
+    assert any("recompute of 1 layers is planned" in w and "all 16 are" in w for w in export.warnings)
+    assert [stage.num_recomputed() for stage in export.runs] == [10, 6]
+    nowhere, everywhere = pai_ladder(MODEL, by_counts(MODEL, 6, 6))
+    assert pai(MODEL, nowhere).runs == nowhere
+    assert pai(MODEL, everywhere).runs == everywhere
+    assert pai(MODEL, everywhere).warnings == ()
+
+
+def test_pai_refuses_other_splits_families_and_chunks_at_once():
+    other = make_model(family="internvl")
+    with pytest.raises(UnsupportedPlanError) as caught:
+        pai(other, by_counts(other, 3, 5, 4), price=1.25)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("tiny is of the family internvl, and Pai-Megatron-Patch has scripts")
+    assert second == (
+        "stages of 3, 5, 4 blocks were planned, and the scripts know a count above 0 for the first stage and even ones "
+        "behind it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
+    )
+    with pytest.raises(UnsupportedPlanError, match="stages of 0, 12 blocks were planned"):
+        pai(MODEL, by_counts(MODEL, 0, 12))
+    with pytest.raises(UnsupportedPlanError, match="no letter for vision layers"):
+        pai(MODEL, cut(MODEL, 3))
+    stages = by_counts(MODEL, 3, 3, 3, 3)
+    with pytest.raises(UnsupportedPlanError, match=r"2 chunks a rank were planned, .* plan with 1F1B"):
+        pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
+
+
+def test_only_the_oldest_script_of_pai_is_warned_of():
+    old = make_model(family="qwen2_vl")
+    assert any("deep-copy" in w for w in pai(old, by_counts(old, 4, 8)).warnings)
+    assert pai(MODEL, by_counts(MODEL, 4, 8)).warnings == ()
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 5])
+def test_pai_knows_every_split_with_a_first_count_and_even_rest(pp):
+    splits = pai_splits(MODEL, pp)
+    assert len(splits) == {1: 1, 2: 11, 3: 5, 4: 3, 5: 2}[pp]
+    for cuts in splits:
+        assert unsupported_cuts(MODEL).isdisjoint(cuts)
+        assert pai(MODEL, cut(MODEL, *cuts)).runs == cut(MODEL, *cuts)

@@ -1,0 +1,218 @@
+"""Megatron-LM flags checked against a model: what fails, what costs, and that both say what to try."""
+
+from __future__ import annotations
+
+import pytest
+from export_cases import first_block, make_model
+
+from trimtab.adapters.megatron_check import (
+    MegatronFlags,
+    built_vision_layers,
+    check_megatron,
+    expand_layout,
+    parse_megatron_flags,
+)
+from trimtab.errors import PlanError
+from trimtab.specs import ModelSpec
+
+
+def failures(model: ModelSpec, text: str, **options) -> list[str]:
+    return [f.message for f in check_megatron(model, parse_megatron_flags(text), **options) if f.fails]
+
+
+def costs(model: ModelSpec, text: str, **options) -> list[str]:
+    return [f.message for f in check_megatron(model, parse_megatron_flags(text), **options) if not f.fails]
+
+
+TEXT = make_model(num_vision=0)
+
+
+def test_flags_are_read_as_a_shell_and_argparse_would():
+    flags = parse_megatron_flags(
+        "torchrun pretrain_vlm.py --lr 1e-4 --tensor-model-parallel-size 2 \\\n --pipeline_model_parallel_size=4 "
+        "--num-layers 10 --num-layers 12 --account-for-loss-in-pipeline-split "
+        "--pipeline-model-parallel-layout 'Et*3|t*3|t*3|t*3L'"
+    )
+    assert flags == MegatronFlags(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        num_layers=12,
+        account_for_loss_in_pipeline_split=True,
+        pipeline_model_parallel_layout="Et*3|t*3|t*3|t*3L",
+    )
+
+
+def test_all_unreadable_flags_are_named_at_once():
+    with pytest.raises(PlanError) as caught:
+        parse_megatron_flags("--num-layers ten --pipeline-model-parallel-size 0 --decoder-first-pipeline-num-layers")
+    assert str(caught.value).splitlines() == [
+        "--num-layers 'ten' is no whole number: give one, or leave the flag out",
+        "--decoder-first-pipeline-num-layers '' is no whole number: give one, or leave the flag out",
+        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
+    ]
+    with pytest.raises(PlanError, match=r"the flags cannot be read \(No closing quotation\): close every quote"):
+        parse_megatron_flags("--pipeline-model-parallel-layout 'Et")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "--pipeline-model-parallel-size 5",
+            "12 layers do not divide by pp 5: give --decoder-first-pipeline-num-layers 4",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
+            "12 layers and 1 that count as one do not divide by pp 4",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 0",
+            r"pipeline-num-layers 0 was given, and Megatron-Core wants more than 0: give 1 or more, or the layout "
+            r"'E\|t\*12L'",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 4",
+            "8 layers are left for 3 stages, .* gives each as many: give a first count of 3 or 6, or pass a layout",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 5",
+            "7 layers are left for 3 stages, .*: give a last count of 3 or 6",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--decoder-last-pipeline-num-layers 3",
+            "first and last stage hold 6 of 12 layers at pp 2: make the stages hold all",
+        ),
+        ("--decoder-first-pipeline-num-layers 3", "count of 3 was given with pp 1, .* of the 12 layers without a word"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4",
+            "ranks of 6 layers do not divide into 4 virtual stages",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5 "
+            "--account-for-loss-in-pipeline-split",
+            "takes one or the other: leave one out",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5 "
+            "--pipeline-model-parallel-layout Et*5|t*7L",
+            "layout was given with --decoder-first-pipeline-num-layers, and it says the whole split",
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout VEt*5|t*7L", "no letter for vision layers"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*6L", "has 11 t, and the model 12"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*6|tL",
+            "3 stages, no multiple of pp 2",
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t*5|t*7", "must have one E, at its start"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|Lt*7", "must have one L, at its end"),
+        ("--num-layers 10", "--num-layers 10 was given, and tiny has 12 language blocks: give 12"),
+        ("--tensor-model-parallel-size 3", "tp 3 does not divide the language model's 8 attention heads"),
+    ],
+)
+def test_what_cannot_start_or_trains_something_else_fails(text, message):
+    import re
+
+    found = failures(TEXT, text)
+    assert any(re.search(message, sentence) for sentence in found), found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t*4|t*4|t*4L",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E(t|)*3t*9L",
+    ],
+)
+def test_what_runs_is_not_complained_of(text):
+    assert check_megatron(TEXT, parse_megatron_flags(text)) == []
+
+
+def test_key_value_heads_and_vision_heads():
+    odd = make_model(heads=12, kv=3, vision_heads=25)
+    assert any(
+        "neither divides the language model's 3 key-value heads" in m
+        for m in failures(odd, "--tensor-model-parallel-size 2")
+    )
+    assert any(
+        "25 attention heads: Megatron-Core refuses them unless the launcher pads them to 26" in m
+        for m in costs(odd, "--tensor-model-parallel-size 2")
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "built"),
+    [
+        ("--decoder-first-pipeline-num-layers 3", 3),
+        ("--decoder-last-pipeline-num-layers 3", 3),
+        ("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1", 1),
+        ("--pipeline-model-parallel-layout Et*2|t*4|t*4|t*2L", 2),
+        ("--pipeline-model-parallel-layout E|t*4|t*4|t*4L", 0),
+        ("", 24),
+    ],
+)
+def test_a_truncated_vision_tower_is_counted(split, built):
+    model = make_model(num_vision=24)
+    text = f"--pipeline-model-parallel-size 4 {split}"
+    assert built_vision_layers(24, parse_megatron_flags(text)) == built
+    found = [m for m in failures(model, text) if "vision layers are built" in m]
+    if built == 24:
+        assert not found
+        return
+    assert f"{built} of 24 vision layers are built, without a word" in found[0]
+    assert "pass --vision-cleared" in found[0]
+    assert not [m for m in failures(model, text, vision_cleared=True) if "vision layers" in m]
+    for launcher in ("ms-swift", "megatron-bridge"):
+        assert not [m for m in failures(model, text, launcher=launcher) if "vision layers" in m]
+
+
+def test_which_of_the_scripts_of_pai_truncate():
+    first = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3"
+    both = f"{first} --decoder-last-pipeline-num-layers 3"
+    old, new = make_model(num_vision=24, family="qwen2_vl"), make_model(num_vision=24)
+    assert any("examples/qwen2_vl" in m for m in failures(old, first, launcher="pai-megatron"))
+    assert not failures(new, first, launcher="pai-megatron")
+    assert any("3 of 24" in m for m in failures(new, both, launcher="pai-megatron"))
+
+
+def test_deepstack_cuts_name_the_count_that_is_enough():
+    block = first_block(make_model())
+    model = make_model(forbidden=frozenset(range(block, block + 3)), reason="DeepStack: features enter layers 0 to 2")
+    split = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    found = failures(model, f"{split} Et*2|t*10L", vision_cleared=True)
+    assert found == [
+        "the first stage ends behind 2 language blocks, and DeepStack: features enter layers 0 to 2: give it 3 or more"
+    ]
+    assert any("ends behind 0 language blocks" in m for m in failures(model, f"{split} E|t*12L"))
+    assert failures(model, f"{split} Et*3|t*9L", vision_cleared=True) == []
+
+
+def test_tied_weights_on_two_stages_cost_memory():
+    model = make_model(num_vision=0, tied=True)
+    (message,) = costs(model, "--pipeline-model-parallel-size 2")
+    assert "lm_head shares the weight of embed_tokens" in message
+    assert "5.00 k parameters on both" in message
+    assert costs(model, "--pipeline-model-parallel-size 1") == []
+
+
+def test_layouts_are_written_out_and_bounded():
+    assert expand_layout("Et*3|(tt|)*2,m|L") == ["Ettt", "tt", "tt", "m", "L"]
+    assert expand_layout("Et*0|tL") == ["E", "tL"]
+    assert expand_layout("E t|tL") is None
+    assert expand_layout("Et*999999|L") is None  # no million letters from outside
+
+
+def test_what_fails_comes_first():
+    model = make_model(num_vision=4, vision_heads=25)
+    found = check_megatron(
+        model, parse_megatron_flags("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 5")
+    )
+    assert [f.fails for f in found] == sorted((f.fails for f in found), reverse=True)
+    assert {f.fails for f in found} == {True, False}
