@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -135,7 +136,8 @@ def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, c
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
     else:
         # Transformers 5.23 saves this family under older names, which its Trainer does not find again when it resumes:
-        # it warns and goes on with the weights the model has; from_pretrained knows them
+        # it warns and goes on with the weights the model has; from_pretrained knows them, so the warning is no matter
+        transformers.logging.set_verbosity_error()
         model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
     arguments = TrainingArguments(
         output_dir=str(folder / ("run" if checkpoint is None else "resumed")),
@@ -160,6 +162,8 @@ def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, c
 
 
 def main(folder: Path) -> None:
+    print(f"data, plan and checkpoints: {folder}; takes half a minute, most of it imports and compiling")
+    transformers.logging.disable_progress_bar()
     data = draw_dataset(folder / "data", num_samples=20)
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
@@ -173,13 +177,14 @@ def main(folder: Path) -> None:
 
     losses = []
     for checkpoint in (None, folder / "run" / "checkpoint-2"):
+        print("\nfour steps from the beginning" if checkpoint is None else f"\nonce more, from {checkpoint.name}")
         trainer = make_trainer(folder, config, dataset, checkpoint=checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         losses.append({log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log})
-    print(f"{len(dataset)} samples in packs; losses by step: {losses[0]}")
-    print(f"resumed behind step 2: {losses[1]}")
     assert losses[0] == losses[1]
-    print(f"{dataset.num_fillers} samples were replaced by fillers")
+    print(f"\n{len(dataset)} samples, {dataset.num_fillers} of them replaced by fillers; loss of each step:")
+    print(", ".join(f"{step}: {loss:.4f}" for step, loss in losses[0].items()))
+    print("steps 3 and 4 resumed from the checkpoint have the same losses")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.balance.columns import pack_columns
+    from trimtab.balance.dispatch import redispatch
+    from trimtab.balance.mixture import mix_samples
     from trimtab.balance.packing import pack_samples, report_packing
+    from trimtab.balance.streaming import StreamPacker
     from trimtab.costs.devices import find_device, parse_cluster
     from trimtab.costs.profile import profile_model
     from trimtab.models.describe import describe
@@ -42,6 +46,10 @@ _HOMES = {
     "size_samples": "trimtab.samples.size",
     "pack_samples": "trimtab.balance.packing",
     "report_packing": "trimtab.balance.packing",
+    "pack_columns": "trimtab.balance.columns",
+    "mix_samples": "trimtab.balance.mixture",
+    "redispatch": "trimtab.balance.dispatch",
+    "StreamPacker": "trimtab.balance.streaming",
     "find_device": "trimtab.costs.devices",
     "parse_cluster": "trimtab.costs.devices",
     "profile_model": "trimtab.costs.profile",
@@ -79,15 +87,19 @@ __all__ = [
     "SampleTable",
     "Schedule",
     "Stage",
+    "StreamPacker",
     "Timeline",
     "check_plan",
     "describe",
     "find_device",
     "load_plan",
     "make_plan",
+    "mix_samples",
+    "pack_columns",
     "pack_samples",
     "parse_cluster",
     "profile_model",
+    "redispatch",
     "report_packing",
     "simulate",
     "size_samples",

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _MIB = 2**20
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write under a temporary name beside `path` and rename it: a reader never sees half a file."""
+@contextmanager
+def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` at the end of the block, or never: a reader never sees half of it.
+
+    That holds when the process dies; with `sync` also when the machine does, at the cost of waiting for the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        with temporary.open("wb", buffering=_MIB) as file:
+            yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> None:
+    """`open_atomically` for content that is there as a whole."""
+    with open_atomically(path, sync=sync) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def blake2b(content: bytes) -> str:

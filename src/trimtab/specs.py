@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +124,15 @@ class ImageRule(Protocol):
 
     def count(self, width: int, height: int) -> ImageCounts:
         """Patches and tokens of an image of `width` x `height` pixels; `ImageError` where the processor raises."""
+        ...
+
+
+@runtime_checkable
+class ImageRuleBySample(ImageRule, Protocol):
+    """A rule under which a lone image is treated otherwise than one of several."""
+
+    def in_sample(self, num_images: int) -> ImageRule:
+        """The rule for each image of a sample that holds `num_images`."""
         ...
 
 
@@ -294,7 +303,7 @@ class Packing:
     """Samples grouped into packs (micro-batches): pack p holds `indices[offsets[p]:offsets[p + 1]]`."""
 
     offsets: IntArray  # (num_packs + 1,)
-    indices: IntArray  # rows of the SampleTable, each at most once
+    indices: IntArray  # rows of the SampleTable, each at most once; in a mixture as often as it is drawn
     limits: tuple[int, ...]  # (max_patches, max_tokens)
     oversize: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # rows left out by the user's own choice
     method: str = "balanced"

@@ -34,7 +34,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import trimtab
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
-from trimtab.models.images import rule_in_sample
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.runtime.collate import PackedCollator
@@ -136,7 +135,6 @@ def write_planned(tmp_path, family, **limits):
     sized = trimtab.size_samples(
         data,
         image_rule=spec.image_rule,
-        rule_in_sample=rule_in_sample,
         image_markup=MARKUPS[family],
         tokenizer=tmp_path / "model",
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -96,48 +99,138 @@ def test_a_cache_would_join_the_samples():
     assert error(logits_packed(packs, {**batch, "use_cache": True}), logits_alone(packs)) > LARGE
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "internvl qwen2", "llava_onevision tied, sliding, head"])
-@torch.no_grad()
-def test_flash_attention_gets_the_lengths_of_the_samples(case, monkeypatch):
-    """The kernel itself is replaced by plain torch: what is tested is what reaches it."""
-    packs = make_tiny_packs(case)
-    expected = logits_alone(packs)
+@pytest.fixture
+def flash_calls(monkeypatch):
+    """A `flash_attn` package in plain torch, with the signatures of its version 2, strict about what it is given.
+
+    Everything of Transformers before the kernel is its own code. Lists the number of sequences of each causal call.
+    """
     calls: list[int] = []
 
-    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, scale, window, **_):
-        calls.append(len(cu_seqlens_q) - 1)
-        parts = itertools.pairwise(cu_seqlens_q.tolist())
-        return torch.cat([attend(q[a:b], k[a:b], v[a:b], causal, scale, window) for a, b in parts])
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        for offsets, longest, rows in ((cu_seqlens_q, max_seqlen_q, len(q)), (cu_seqlens_k, max_seqlen_k, len(k))):
+            assert offsets.dtype == torch.int32
+            assert offsets.is_contiguous()
+            assert offsets.device == q.device
+            assert (int(offsets[0]), int(offsets[-1])) == (0, rows)
+            assert int(longest) == int(offsets.diff().max())
+            if causal:  # the kernel's C++ takes an int; a tensor would wait for the device in every layer
+                assert type(longest) is int
+        if causal:
+            calls.append(len(cu_seqlens_q) - 1)
+        queries, keys = (itertools.pairwise(o.tolist()) for o in (cu_seqlens_q, cu_seqlens_k))
+        parts = [
+            attend(q[a:b], k[c:d], v[c:d], causal, softmax_scale, window_size)
+            for (a, b), (c, d) in zip(queries, keys, strict=True)
+        ]
+        return torch.cat(parts)
 
-    def whole(q, k, v, *, causal, scale, window, **_):
-        return torch.stack([attend(*row, causal, scale, window) for row in zip(q, k, v, strict=True)])
+    def flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        assert not causal, "a pack came to the kernel without its lengths"
+        return torch.stack([attend(*row, causal, softmax_scale, window_size) for row in zip(q, k, v, strict=True)])
 
-    def settings(*, is_causal, softmax_scale, sliding_window, **more):
-        return {"causal": is_causal, "scale": softmax_scale, "window": sliding_window}
-
-    monkeypatch.setattr(
-        "transformers.modeling_flash_attention_utils.lazy_import_flash_attention",
-        lambda *_: ((whole, varlen, None, None, None), (settings, None)),
-    )
-    for config in (packs.model.config, packs.model.config.text_config, packs.model.config.vision_config):
-        config._attn_implementation = "flash_attention_2"
-    batch = PackedCollator(packs.model.config, attention="flash_attention_2")(packs.samples)
-    assert "attention_mask" not in batch
-    assert error(logits_packed(packs, batch), expected) <= EXACT
-    assert calls[-1] == len(packs.samples)  # of the last text layer
-
-    shifted = batch["cu_seq_lens_q"].clone()
-    shifted[1] += 1
-    wrong = {**batch, "cu_seq_lens_q": shifted, "cu_seq_lens_k": shifted}
-    assert error(logits_packed(packs, wrong), expected) > LARGE  # they are what counts
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package.flash_attn_with_kvcache = padding.pad_input = padding.unpad_input = None
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    flash = transformers.modeling_flash_attention_utils
+    for version in (2, 3, 4):
+        monkeypatch.setattr(flash, f"is_flash_attn_{version}_available", lambda version=version: version == 2)
+    for name in ("_loaded_implementation", *(n for n in vars(flash) if n.startswith("_flash_") and n.endswith("_fn"))):
+        monkeypatch.setattr(flash, name, None)
+    return calls
 
 
 def attend(q, k, v, causal, scale, window):
-    """(rows, heads, dim) attention of one sequence."""
+    """(rows, heads, dim) attention of one sequence; query i sees keys i - left to i + right, -1: no end."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    index = torch.arange(len(q))
-    hidden = (index[None, :] > index[:, None]) & causal
-    if window is not None:
-        hidden |= index[None, :] <= index[:, None] - window
+    ahead = torch.arange(len(k))[None, :] - torch.arange(len(q))[:, None]
+    left, right = window
+    hidden = (ahead > 0) & causal
+    hidden |= (ahead < -left) & (left >= 0)
+    hidden |= (ahead > right) & (right >= 0)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+FLASH_CASES = [case for case in CASES if case != "gemma3"]
+
+
+def use_flash(packs):
+    """As a model loaded with flash attention is; loading one looks for a GPU."""
+    config = packs.model.config
+    for part in (config, config.text_config, config.vision_config):
+        part._attn_implementation = "flash_attention_2"
+
+
+@pytest.mark.parametrize("case", FLASH_CASES)
+@torch.no_grad()
+def test_flash_attention_gets_the_lengths_of_the_samples(case, flash_calls):
+    """Varlen attention computed from the collator's keys gives the logits of the samples alone."""
+    packs = make_tiny_packs(case)
+    expected = logits_alone(packs)
+    use_flash(packs)
+    batch = PackedCollator(packs.model.config, attention="flash_attention_2")(packs.samples)
+    assert "attention_mask" not in batch
+    assert error(logits_packed(packs, batch), expected) <= EXACT
+    num_layers = packs.model.config.text_config.num_hidden_layers
+    assert flash_calls == [len(packs.samples)] * num_layers  # each text layer, and by the samples
+
+    shifted = batch["cu_seq_lens_q"].clone()
+    shifted[2] -= 1
+    lengths = shifted.diff()
+    longest = int(lengths.max())
+    more = {"max_length_q": longest, "max_length_k": longest}
+    wrong = {**batch, "cu_seq_lens_q": shifted, "cu_seq_lens_k": shifted, **more}
+    assert error(logits_packed(packs, wrong), expected) > LARGE  # they are what counts
+
+
+def test_transformers_takes_the_keys_that_the_collator_gives():
+    """Each is a parameter of `_flash_attention_forward`; other names would be swallowed by its **kwargs."""
+    packs = make_tiny_packs("internvl qwen2")
+    use_flash(packs)
+    batch = PackedCollator(packs.model.config, attention="flash_attention_2")(packs.samples)
+    flash = transformers.modeling_flash_attention_utils
+    taken = inspect.signature(flash._flash_attention_forward).parameters
+    names = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert names == {name for name in batch if name.startswith(("cu_", "max_"))}
+    assert names | {"position_ids"} <= set(taken)
+
+
+@torch.no_grad()
+def test_an_empty_pack_goes_through_flash_attention(flash_calls):
+    packs = make_tiny_packs("qwen2_5_vl")
+    use_flash(packs)
+    batch = PackedCollator(packs.model.config, attention="flash_attention_2")([])
+    assert torch.isfinite(logits_packed(packs, batch)[0]).all()
+    assert set(flash_calls) == {1}

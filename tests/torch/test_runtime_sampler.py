@@ -174,24 +174,42 @@ def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = Tru
     return Planned(arguments, data, plan=folder / "plan", reshuffle=reshuffle)
 
 
-def test_a_checkpoint_of_another_accumulation_or_order_is_refused(folder: Path, tmp_path: Path) -> None:
-    sampler = PlanBatchSampler(folder / "plan", dp=2, rank=0)
-    (tmp_path / "trimtab_plan.json").write_text(json.dumps(sampler.state_dict(num_batches=2)))
-    same = host_of(folder, plan_runs.Rows(), accumulation=2)
+def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
+    sampler = PlanBatchSampler(folder / "plan", dp=4, rank=0)
+    (tmp_path / "trimtab_plan.json").write_text(json.dumps(sampler.state_dict(num_batches=1)))
+    same = host_of(folder, plan_runs.Rows(), accumulation=2)  # 2 ranks x 2 as well as 4 x 1: steps of four packs
     assert same.train(resume_from_checkpoint=str(tmp_path)) == f"trained from {tmp_path}"
     assert same.train() == "trained from None"
     other = host_of(folder, plan_runs.Rows(), accumulation=1)
     with pytest.raises(
-        PlanError, match="was taken on 2 ranks x 2 micro-batches, this run has 2 x 1: the Trainer would"
+        PlanError,
+        match=r"taken in steps of 4 packs \(4 ranks x 1 micro-batches\), this run's have 2 \(2 x 1\), and the Trainer "
+        "counts steps: set gradient_accumulation_steps to 2, or load",
     ):
         other.train(resume_from_checkpoint=str(tmp_path))
+    three = PlanBatchSampler(folder / "plan", dp=3, rank=0, num_microbatches=1)
+    (tmp_path / "trimtab_plan.json").write_text(json.dumps(three.state_dict(num_batches=1)))
+    with pytest.raises(PlanError, match="counts steps: resume on a number of ranks that divides 3, or load"):
+        same.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(PlanError, match="their order would differ"):
         host_of(folder, plan_runs.Rows(), accumulation=2, reshuffle=False).train(resume_from_checkpoint=tmp_path)
 
 
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole(folder: Path, tmp_path: Path) -> None:
+    state = json.dumps(PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2))
+    host = host_of(folder, plan_runs.Rows(), accumulation=2)
+    host.args.output_dir = str(tmp_path)
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-old"):
+        (tmp_path / name).mkdir()
+    assert host.train(resume_from_checkpoint=True) == "trained from True"  # of another Trainer: its own choice
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old"):
+        (tmp_path / name / "trimtab_plan.json").write_text(state)
+    assert host.train(resume_from_checkpoint=True) == f"trained from {tmp_path / 'checkpoint-10'}"
+
+
 def test_a_data_set_smaller_than_the_plan_is_refused(folder: Path) -> None:
     with pytest.raises(
-        PlanError, match="the plan packs 43 samples, train_dataset has 42: give the data set that was s"
+        PlanError, match="the plan packs row 42, train_dataset has 42 samples: give the data set that was s"
     ):
         host_of(folder, range(42), accumulation=2)._get_train_sampler()
 

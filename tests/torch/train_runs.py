@@ -13,7 +13,6 @@ from test_conversations import write_data, write_model
 
 import trimtab
 from trimtab.models.describe import describe
-from trimtab.models.images import rule_in_sample
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -32,7 +31,6 @@ def write_run(folder: Path, family: str) -> None:
     sized = trimtab.size_samples(
         data,
         image_rule=spec.image_rule,
-        rule_in_sample=rule_in_sample,
         image_markup=MARKUPS[family],
         tokenizer=folder / "model",
     )

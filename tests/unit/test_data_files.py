@@ -322,7 +322,9 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     swapped = write_lines(tmp_path / "swapped.jsonl", records_of(12)[::-1])
     with pytest.raises(SampleError, match=r"12 of the plan's 12 samples, such as r0, .* or plan again"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[swapped])
-    with pytest.raises(SampleError, match=r"come from 1 files, and 2 were named .*: name the files that were planned"):
+    with pytest.raises(
+        SampleError, match=r"sized from 1 files, and 2 were named .*: name the files that were sized, in"
+    ):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other, swapped])
     data.unlink()
     with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.files import fingerprint_file, write_atomically
+from trimtab.files import fingerprint_file, open_atomically, write_atomically
 
 
 def test_a_file_appears_whole_with_the_folders_it_needs(tmp_path: Path) -> None:
@@ -28,6 +28,20 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         write_atomically(target, "new")
     assert target.read_text(encoding="utf-8") == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_file_written_in_pieces_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "data.jsonl"
+    with open_atomically(target) as file:
+        file.write(b"one ")
+        file.flush()
+        assert not target.exists()
+        file.write(b"two")
+    assert target.read_bytes() == b"one two"
+    with pytest.raises(TypeError, match="bytes-like"), open_atomically(target) as file:
+        file.writelines([b"half", "text"])  # type: ignore[list-item]
+    assert target.read_bytes() == b"one two"
+    assert [p.name for p in target.parent.iterdir()] == ["data.jsonl"]
 
 
 def test_a_fingerprint_sees_size_head_and_tail(tmp_path: Path) -> None:

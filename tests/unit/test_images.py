@@ -235,6 +235,23 @@ def test_llava_onevision_tiles_only_lone_images():
     assert rule_in_sample(next_rule, 2) is next_rule
 
 
+def test_sizing_asks_the_rule_about_the_sample_by_itself(tmp_path):
+    from trimtab.samples.read import read_lengths
+    from trimtab.samples.size import size_samples
+
+    path = tmp_path / "lengths.jsonl"
+    first, second = '{"length": 9, "image_wh": [[1920, 1080]]}', '{"length": 9, "image_wh": [[1920, 1080], [640, 480]]}'
+    path.write_text(f"{first}\n{second}\n")
+    for kind, patches in ((ONEVISION, [image_rule(ONEVISION).count(1920, 1080).patches, 2 * 729]), (NEXT, None)):
+        rule = image_rule(kind)
+        table = size_samples(path, image_rule=rule, tokenizer=None).table
+        expected = patches or [rule.count(1920, 1080).patches, sum(rule.count(*s).patches for s in SIZES)]
+        assert table.num_patches.tolist() == read_lengths(path, image_rule=rule).num_patches.tolist() == expected
+
+
+SIZES = ((1920, 1080), (640, 480))
+
+
 def test_pan_and_scan_crops_only_long_and_large_images():
     rule = image_rule(GEMMA3, GEMMA3_CROPS)
     tiles = {

@@ -44,8 +44,8 @@ def test_report_equals_the_hand_computed_figures():
     assert report.dist_ratio_cost == pytest.approx((0.25 + 0) / 2)
     assert report.utilisation == pytest.approx(12 / (2 * (4 + 3)))
     assert report.utilisation_accumulated == report.utilisation
-    assert report.fill_vit == pytest.approx(9 / 12)
-    assert report.fill_llm == pytest.approx(1200 / 1600)
+    assert report.fill_patches == pytest.approx(9 / 12)
+    assert report.fill_tokens == pytest.approx(1200 / 1600)
     assert report.lower_bound_packs == 3
     assert report.packs_over_bound == pytest.approx(4 / 3)
     assert report.samples_per_pack == 1.5

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.balanced import LOOSE_FILLS, TIGHT_FILL
+from trimtab.balance.aim import LOOSE_FILLS, TIGHT_FILL
 from trimtab.balance.columns import ColumnCost, open_packed, pack_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError

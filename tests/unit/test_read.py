@@ -317,6 +317,31 @@ def test_damaged_tables_are_refused(tmp_path):
     path.write_bytes(buffer.getvalue())
     with pytest.raises(SampleError, match="not a readable sample table"):
         load_table(path)
+    refuse_inflated(path, good)
     other = write_parquet(tmp_path / "plain.parquet", a=[1])
     with pytest.raises(SampleError, match="lacks the metadata"):
         load_table(other)
+
+
+def refuse_inflated(path, good):
+    """Zeros that a zip makes small, and an array whose header says more than follows it: neither takes memory."""
+    import io
+    import tracemalloc
+    import zipfile
+
+    packed, lying = io.BytesIO(), io.BytesIO()
+    np.savez_compressed(packed, **good, meta=np.zeros(50_000_000, np.uint8))
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (10**12,)})
+    with zipfile.ZipFile(lying, "w") as archive:
+        archive.writestr("num_tokens.npy", header.getvalue())
+    for content, said in (
+        (packed.getvalue(), "hold compressed arrays of 5000"),
+        (lying.getvalue(), "declare an array of 8000000000000,"),
+    ):
+        path.write_bytes(content)
+        tracemalloc.start()
+        with pytest.raises(SampleError, match=rf"its {len(content)} bytes {said}.* and a table is not compressed"):
+            load_table(path)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+        tracemalloc.stop()

@@ -43,7 +43,7 @@ def test_left_out_and_blank_lines_shift_nothing(tmp_path: Path) -> None:
 
 def test_a_last_line_without_an_end_and_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.samples.records.CHUNK_BYTES", 200)
-    monkeypatch.setattr("trimtab.runtime.records._SCAN_BYTES", 64)
+    monkeypatch.setattr("trimtab.samples.record_lines._SCAN_BYTES", 64)
     wanted = [f"n{i}" * (1 + i % 7) for i in range(60)]
     rows: list[object] = [record(name) if i % 9 else b"[" for i, name in enumerate(wanted)]
     file = write_jsonl(tmp_path / "data.jsonl", rows)
@@ -107,7 +107,7 @@ def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, m
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     assert len(list(tmp_path.glob("line-starts-*.npy"))) == 1
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.runtime.records._starts_of", lambda file: pytest.fail("the file was read again"))
+        patched.setattr("trimtab.runtime.records.line_starts", lambda file: pytest.fail("the file was read again"))
         assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     write_jsonl(file, [record("longer"), b"[", record("b")])
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]
@@ -118,7 +118,8 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     short = write_jsonl(tmp_path / "short.jsonl", [record("a")])
     table = size(file).table
     with pytest.raises(
-        SampleError, match="2 data files were given, the samples were sized from 1: give the files that"
+        SampleError,
+        match=r"the samples were sized from 1 files, and 2 were named .*: name the files that were sized, in the",
     ):
         PlannedRecords(table, [file, file])
     with pytest.raises(

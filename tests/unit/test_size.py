@@ -135,12 +135,13 @@ def test_a_rule_for_samples_of_several_images_is_asked(folder):
         folder / "data.jsonl",
         [{"conversations": talk("<image>"), "image": "a.png"}, {"conversations": TALK, "image": ["a.png", "b.png"]}],
     )
-    result = size(folder, "data.jsonl", rule_in_sample=coarse_when_many)
+    result = size(folder, "data.jsonl", image_rule=CoarseWhenMany())
     assert result.table.num_patches.tolist() == [32, 8]
 
 
-def coarse_when_many(rule, num_images):
-    return rule if num_images == 1 else PixelRule(cell=1000)
+class CoarseWhenMany(PixelRule):
+    def in_sample(self, num_images):
+        return self if num_images == 1 else PixelRule(cell=1000)
 
 
 # -- bad samples ------------------------------------------------------------------------------------------------------
@@ -378,6 +379,26 @@ def test_broken_shards_keep_what_came_before(folder):
         size(folder, "p.parquet")
 
 
+def test_members_of_one_name_are_a_bad_sample_and_lose_nothing_silently(folder):
+    good, image = json.dumps(GOOD).encode(), {"conversations": talk("<image>"), "image": "x"}
+    members = [
+        ("1.json", good),
+        ("2.json", good), ("2.json", good),
+        ("3.json", json.dumps(image).encode()), ("3.jpg", png(9, 9)), ("3.JPG", png(40, 20)), ("3.jpg", png(8, 8)),
+        ("4.json", good),
+        ("1.json", good),
+    ]  # fmt: skip
+    (folder / "a.tar").write_bytes(tar_bytes(members))
+    result = size(folder, "a.tar", on_bad="skip")
+    assert result.table.ids == ("1", "4")
+    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "2", "id"), (3, "3", "id"), (5, "1", "id")]
+    first = "the shard holds 2.json more than once in a row, and a loader would keep one: give each its own name"
+    assert result.bad[0].reason == first
+    assert "the shard holds 3.JPG, 3.jpg more than once" in result.bad[1].reason
+    with pytest.raises(SampleError, match=r"3 of 5 samples cannot be planned \(3 id\)"):
+        size(folder, "a.tar")
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 20))
 def test_damaged_files_never_raise_anything_else(tmp_path_factory, seed, flips):
@@ -447,7 +468,7 @@ def large(folder):
 
 
 def saved(folder, name, **options):
-    options = {"on_bad": "skip", "max_tokens": 60, "rule_in_sample": coarse_when_many, **options}
+    options = {"on_bad": "skip", "max_tokens": 60, "image_rule": CoarseWhenMany(), **options}
     result = size(folder, "data.jsonl", "list.json", "rows.parquet", **options)
     save_sizing(result, folder / name)
     return (folder / name).read_bytes()
@@ -531,7 +552,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_size import PixelRule, coarse_when_many
+from test_size import CoarseWhenMany
 from trimtab.samples import records
 from trimtab.samples.size import size_samples
 
@@ -543,8 +564,8 @@ def slow(done, total):
 
 if __name__ == "__main__":
     folder = Path({folder!r})
-    size_samples([folder / name for name in ("data.jsonl", "list.json", "rows.parquet")], image_rule=PixelRule(),
-                 rule_in_sample=coarse_when_many, tokenizer=folder / "model", on_bad="skip", workers=2,
+    size_samples([folder / name for name in ("data.jsonl", "list.json", "rows.parquet")], image_rule=CoarseWhenMany(),
+                 tokenizer=folder / "model", on_bad="skip", workers=2,
                  resume_dir=folder / "kept", progress=slow)
 """
 

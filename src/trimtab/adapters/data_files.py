@@ -8,19 +8,17 @@ with one line a batch and xtuner's preset sampler do, then gives every rank its 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
-from trimtab.files import fingerprint_file, write_atomically
+from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.file import array_bytes, load_plan, read_table
 from trimtab.plan.packs import load_packs, pack_contents
 from trimtab.plan.plan import Plan, TableFile
@@ -64,7 +62,7 @@ def read_planned(path: Path) -> PlannedPacks:
     table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
     packs = load_packs(folder, plan.decisions.packing, num_samples=len(samples))
-    if len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
+    if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
         raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")
     return PlannedPacks(
         plan=plan,
@@ -155,7 +153,7 @@ def _write_records(
     path: Path, planned: PlannedPacks, records: Records, packs: IntArray, fields: Sequence[Field]
 ) -> None:
     number = _pack_numbers(planned)
-    with _replace(path) as file:
+    with open_atomically(path) as file:
         for pack in packs.tolist():
             for row in _rows(planned.packing, pack):
                 file.write(_with_fields(records.read(row), _values(planned, row, number[pack], fields)) + b"\n")
@@ -173,7 +171,7 @@ def write_nested_packs(
     number = _pack_numbers(planned)
     with (
         open_records(data_of(planned.plan, data), planned.samples, folder=out.parent) as records,
-        _replace(out) as file,
+        open_atomically(out) as file,
     ):
         for pack in planned.order.tolist():
             lines = [
@@ -227,25 +225,15 @@ def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -
             f"the last row has {short} packs for {dp} ranks: a sampler that fills it up repeats packs, one with "
             "drop_last leaves them out"
         )
-    missing = len(planned.samples) - len(packing.indices)
+    repeated = len(packing.indices) - len(np.unique(packing.indices))
+    if repeated:
+        notes.append(
+            f"{repeated} of the records are repeats, drawn by the plan's weights: a host must take an id several times"
+        )
+    missing = planned.plan.decisions.packing.num_oversize
     if missing:
         notes.append(f"{missing} samples are larger than a pack and were left out of the plan by choice")
     return Exported(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
-
-
-@contextmanager
-def _replace(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name once it is whole; `write_atomically` for what does not fit the memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb", buffering=1 << 20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ samples, and no record is held.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,15 +20,8 @@ import numpy as np
 
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.records import (
-    MAX_LINE_BYTES,
-    detect_format,
-    list_chunks,
-    open_parquet,
-    parse_json,
-    read_chunk,
-    read_json_list,
-)
+from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
+from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
 from trimtab.samples.rows import record_id
 from trimtab.specs import IntArray, SampleTable
 
@@ -52,16 +44,14 @@ class Records:
     """The record of each row of a sample table, as JSON."""
 
     _file: IntArray
-    _start: IntArray
-    _stop: IntArray
-    _views: tuple[mmap.mmap | None, ...]  # of the JSON Lines, whole files; None: no record in it
+    _start: IntArray  # byte at which the record's line begins
+    _lines: tuple[Lines | None, ...]  # None: no record in the file
 
     def read(self, row: int) -> bytes:
         """The record as JSON on one line, without the line's end."""
-        view = self._views[self._file[row]]
-        assert view is not None, "the row's file is empty"
-        content: bytes = view[self._start[row] : self._stop[row]]
-        return content
+        lines = self._lines[int(self._file[row])]
+        assert lines is not None, "the row's file is empty"
+        return lines.read(int(self._start[row]))
 
 
 @dataclass(slots=True)
@@ -69,10 +59,8 @@ class _Scan:
     """What one file holds, an entry per record that could be in a table."""
 
     own: list[str | None] = field(default_factory=list)  # the record's own id
-    line: array[int] = field(default_factory=lambda: array("q"))
+    line: array[int] = field(default_factory=lambda: array("q"))  # from 0
     record: array[int] = field(default_factory=lambda: array("q"))
-    start: array[int] = field(default_factory=lambda: array("q"))  # bytes, where the content was asked for
-    stop: array[int] = field(default_factory=lambda: array("q"))
     num_broken: int = 0  # records that cannot be in a table
 
 
@@ -82,7 +70,7 @@ def find_records(files: Sequence[Path], samples: SampleTable) -> Places:
     Rows are found by file and line, and their ids compared. Exact or refused: raises `SampleError` where a record is
     missing or has another id than the sample.
     """
-    scans = [_scan_places(path) for path in files]
+    scans = [_scan_file(path) for path in files]
     chosen = _match(files, scans, samples)
     return Places(
         file=_file_of(scans)[chosen], record=_column(scans, "record")[chosen], line=_column(scans, "line")[chosen]
@@ -93,40 +81,25 @@ def find_records(files: Sequence[Path], samples: SampleTable) -> Places:
 def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -> Iterator[Records]:
     """The samples' records as JSON; found and refused as by `find_records`. `folder` takes the passing JSON Lines."""
     with ExitStack() as stack:
-        scans, sources = [], []
+        scans, starts, opened = list[_Scan](), list[IntArray](), list[Lines | None]()
         for number, path in enumerate(files):
-            scan = _Scan()
-            kind = detect_format(path)
+            kind, source = detect_format(path), path
             if kind == "tar":
                 raise SampleError(
                     f"{path} is a tar shard, whose images lie beside the record and go into no JSON: export npy, or "
                     "pack while reading with the Energon adapter"
                 )
-            if kind == "jsonl":
-                source = path
-                _scan_lines(path, scan)
-            else:
-                source = folder / f".records-{number}.{os.getpid()}.tmp"
+            if kind != "jsonl":
+                source = folder / f".records-{number}.{os.getpid()}.tmp.jsonl"
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.callback(source.unlink, missing_ok=True)
                 with source.open("wb") as spill:
-                    _spill(path, kind, spill, scan)
-            scans.append(scan)
-            sources.append(source)
+                    _spill(path, kind, spill)
+            scans.append(_scan_file(source))
+            starts.append(line_starts(source)[np.array(scans[-1].line, np.int64)])
+            opened.append(None if source.stat().st_size == 0 else stack.enter_context(closing(Lines(source))))
         chosen = _match(files, scans, samples)
-        views: list[mmap.mmap | None] = []
-        for source in sources:
-            if source.stat().st_size == 0:
-                views.append(None)
-                continue
-            with source.open("rb") as file:
-                views.append(stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
-        yield Records(
-            _file=_file_of(scans)[chosen],
-            _start=_column(scans, "start")[chosen],
-            _stop=_column(scans, "stop")[chosen],
-            _views=tuple(views),
-        )
+        yield Records(_file=_file_of(scans)[chosen], _start=np.concatenate(starts)[chosen], _lines=tuple(opened))
 
 
 def _file_of(scans: Sequence[_Scan]) -> IntArray:
@@ -140,7 +113,7 @@ def _column(scans: Sequence[_Scan], name: str) -> IntArray:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _scan_places(path: Path) -> _Scan:
+def _scan_file(path: Path) -> _Scan:
     scan, offset, number = _Scan(), 0, 0
     for chunk in list_chunks(path):
         last = 0
@@ -151,6 +124,8 @@ def _scan_places(path: Path) -> _Scan:
             try:
                 if record.problem is not None:
                     raise record.problem
+                if not isinstance(record.value, dict):
+                    raise BadRecordError("type", "the record is no object")
                 scan.own.append(record_id(record.value) or record.key)
                 scan.line.append(offset + record.line - 1)
                 scan.record.append(number)
@@ -162,31 +137,8 @@ def _scan_places(path: Path) -> _Scan:
     return scan
 
 
-def _scan_lines(path: Path, scan: _Scan) -> None:
-    position, number, record = 0, 0, 0
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            begin, size = position, len(line)
-            position += size
-            if size > MAX_LINE_BYTES:
-                while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
-                    position += len(line)
-                line = b"too long"
-            if begin == 0 and line.startswith(b"\xef\xbb\xbf"):
-                line, begin = line[3:], 3
-            text = line.strip()
-            if text:
-                start = begin + len(line) - len(line.lstrip())
-                try:
-                    _add(scan, parse_json(text), number, record, start, start + len(text))
-                except BadRecordError:
-                    scan.num_broken += 1
-                record += 1
-            number += 1
-
-
-def _spill(path: Path, kind: str, spill: BinaryIO, scan: _Scan) -> None:
-    position = 0
+def _spill(path: Path, kind: str, spill: BinaryIO) -> None:
+    """Every record of the file as one line."""
     for number, value in enumerate(read_json_list(path) if kind == "json" else _parquet_rows(path)):
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -197,11 +149,6 @@ def _spill(path: Path, kind: str, spill: BinaryIO, scan: _Scan) -> None:
                 "keep images as files and name their paths, or export npy and read the records in your own loader"
             ) from None
         spill.write(text + b"\n")
-        try:
-            _add(scan, value, number, number, position, position + len(text))
-        except BadRecordError:
-            scan.num_broken += 1
-        position += len(text) + 1
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:
@@ -223,16 +170,6 @@ def _odd_field(record: object) -> str:
     return ""
 
 
-def _add(scan: _Scan, value: object, line: int, record: int, start: int, stop: int) -> None:
-    if not isinstance(value, dict):
-        raise BadRecordError("type", "the record is no object")
-    scan.own.append(record_id(value))
-    scan.line.append(line)
-    scan.record.append(record)
-    scan.start.append(start)
-    scan.stop.append(stop)
-
-
 # -- matching ---------------------------------------------------------------------------------------------------------
 
 
@@ -241,24 +178,19 @@ def _match(files: Sequence[Path], scans: Sequence[_Scan], samples: SampleTable) 
     named = ", ".join(map(str, files))
     num_broken = sum(scan.num_broken for scan in scans)
     total = sum(len(scan.own) for scan in scans)
-    if len(files) != samples.num_files:
-        raise SampleError(
-            f"the plan's samples come from {samples.num_files} files, and {len(files)} were named ({named}): name the "
-            "files that were planned, in their order"
-        )
+    refuse_other_files(samples, files)
+    places = places_of(samples)
     if samples.ids is None and (total != len(samples) or num_broken):
         raise SampleError(
             f"the plan holds {len(samples)} samples without ids, hence all of its data, and {named} "
             f"{'hold' if len(files) > 1 else 'holds'} {total + num_broken} records"
             f"{f', {num_broken} of them broken' if num_broken else ''}: name the files that were planned, in order"
         )
-    n = len(samples)
-    file = np.zeros(n, np.int64) if samples.file_index is None else samples.file_index
-    line = np.arange(n) if samples.line is None else samples.line - 1
+    n, line = len(samples), places.line - 1
     rows = np.full(n, -1, np.int64)
     first = 0
     for number, scan in enumerate(scans):
-        here = np.flatnonzero(file == number)
+        here = np.flatnonzero(places.file == number)
         known = np.array(scan.line, np.int64)
         at = np.searchsorted(known, line[here])
         found = at < len(known)

@@ -139,12 +139,12 @@ def pack_columns(
         order=order,
         seed=seed,
         epoch=epoch,
-        fill=fill,
+        aim=fill,
         num_rounds=num_rounds,
         tolerance=tolerance,
         indices=np.asarray(indices),
         starts=starts,
-    ).with_fill()
+    ).with_aim()
     with ThreadPoolExecutor(num_threads) as pool:
         counts = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
     offsets = _make(files, "offsets.npy", sum(map(len, counts)) + 1, np.dtype(np.int64))

@@ -15,6 +15,9 @@ ORDERS: tuple[Order, ...] = ("random", "tolerance", "sorted")
 BLOCK_STEPS = 512
 """Steps within which `tolerance` and `sorted` may move a pack: the reach of their disorder."""
 
+STEP_EMPHASIS = 4.0
+"""Within a step there are few packs to choose from: evenness of the cost, which decides its time, counts this much."""
+
 TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
@@ -110,7 +113,7 @@ def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: 
     state = make_stream(*keys, 0x7264)
     for start in range(0, len(sequence), per_step):
         packs = sequence[start : start + per_step]
-        group_alike(columns, packs, dp)
+        group_alike(columns, packs, dp, STEP_EMPHASIS)
         num_rows = len(packs) // dp
         which = np.arange(num_rows, dtype=np.int64)
         shuffle(which, state)

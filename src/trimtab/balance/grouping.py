@@ -9,11 +9,11 @@ from trimtab.specs import FloatArray, IntArray
 
 
 @njit(cache=True, nogil=True)
-def group_alike(columns: FloatArray, packs: IntArray, group: int) -> None:
+def group_alike(columns: FloatArray, packs: IntArray, group: int, emphasis: float = 1.0) -> None:
     """Reorder `packs` in place so that each `group` in a row are alike in all columns; heuristic, no bound.
 
     Halves the packs (at a multiple of `group`) along the column in which they spread most, relative to its mean, and
-    each half again. O(n log^2 n).
+    each half again. The spread of the last column, the cost, counts `emphasis` times. O(n log^2 n).
     """
     n, D = len(packs), columns.shape[1]
     mean = np.zeros(D)
@@ -35,6 +35,8 @@ def group_alike(columns: FloatArray, packs: IntArray, group: int) -> None:
                 smallest = min(smallest, columns[packs[i], d])
                 largest = max(largest, columns[packs[i], d])
             relative = (largest - smallest) / mean[d] if mean[d] > 0 else 0.0
+            if d == D - 1:
+                relative *= emphasis
             if relative > spread:
                 widest, spread = d, relative
         key = np.empty(high - low)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimtab.specs import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from trimtab.balance.rng import UIntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,30 @@ def complete_rows(
         shuffled = large[permutation(num_alone, *keys_of_shard, 4)]
         groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
     return groups
+
+
+def shuffle_rows(groups: Groups, dp: int, state: UIntArray) -> Groups:
+    """The same rows of dp packs in random order, an incomplete last one still last.
+
+    Packs made together share out the same samples: steps of one window are more alike than chance would make them, and
+    differ from those of the next. Shuffled, they follow each other as random batches do.
+    """
+    from trimtab.balance.rng import shuffle
+
+    num_packs = groups.num_packs
+    rows = np.arange(num_packs // dp, dtype=np.int64)
+    shuffle(rows, state)
+    sequence = np.arange(num_packs, dtype=np.int64)
+    sequence[: len(rows) * dp] = (rows[:, None] * dp + np.arange(dp)).reshape(-1)
+    return reorder(groups, sequence)
+
+
+def reorder(groups: Groups, sequence: IntArray) -> Groups:
+    """The same packs in another order."""
+    from trimtab.balance.window import copy_packs
+
+    offsets = _offsets_of(np.diff(groups.offsets)[sequence])
+    return Groups(copy_packs(groups.members, groups.offsets, sequence), offsets)
 
 
 def _offsets_of(counts: IntArray | list[int]) -> IntArray:

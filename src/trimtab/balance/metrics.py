@@ -36,8 +36,8 @@ class BalanceReport:
     dist_ratio_cost: float
     utilisation: float  # share of the ranks' time that is useful, if every row waits for its slowest rank
     utilisation_accumulated: float  # the same if only steps wait: num_microbatches packs a rank between two waits
-    fill_vit: float  # share of the packs' patch limit that is used
-    fill_llm: float
+    fill_patches: float  # share of the packs' patch limit that is used
+    fill_tokens: float
     shuffle_chi2: float | None  # of sources per step, per degree of freedom: 1.0 is random; None: one source only
     shuffle_acf1: float | None  # serial correlation of the steps' mean sample length: 0.0 is random
 
@@ -177,8 +177,8 @@ def report_balance(
         utilisation_accumulated=utilisation(
             _work(c, schedule.table).sum(axis=2), _work(computed_c, schedule.table).sum(axis=2)
         ),
-        fill_vit=float(v.sum()) / (room * limits[0]),
-        fill_llm=float(t.sum()) / (room * limits[1]),
+        fill_patches=float(v.sum()) / (room * limits[0]),
+        fill_tokens=float(t.sum()) / (room * limits[1]),
         shuffle_chi2=shuffle_chi2(histograms),
         shuffle_acf1=serial_correlation(tokens[used] / per_step[used]),
     )

@@ -82,7 +82,7 @@ def pack_samples(
             dp=dp,
             seed=seed,
             epoch=epoch,
-            fill=fill,
+            aim=fill,
             num_rounds=num_rounds,
             num_others=num_alone,
         )

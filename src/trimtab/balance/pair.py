@@ -37,6 +37,8 @@ class Goal(NamedTuple):
     limits: FloatArray  # (D,)
     weights: FloatArray  # (D,) of squared half differences
     penalties: FloatArray  # (D,) of each unit above a limit; 0 where there is none
+    means: FloatArray  # (D,)
+    slopes: FloatArray  # (D,) of each unit above the mean; 0: only limits count
 
 
 class Scratch(NamedTuple):
@@ -78,9 +80,10 @@ def split_pair(
 ) -> bool:
     """Share the samples of packs a and b anew if that is better; True if it was.
 
-    Minimises, with e the half difference of the two packs' sums, sum_d weights[d] e_d^2 + penalties[d] overflow_d,
-    where overflow is what the larger of the two has above its limit. Of n <= max_free + 1 samples all ways are looked
-    at: one sample stays, as swapping the packs changes nothing. Of more, max_free random ones may change side.
+    Minimises, with e the half difference of the two packs' sums, sum_d weights[d] e_d^2 + penalties[d] overflow_d +
+    slopes[d] above_d: what the larger of the two has above its limit, and above the mean. Of n <= max_free + 1 samples
+    all ways are looked at: one sample stays, as swapping the packs changes nothing. Of more, max_free random ones may
+    change side.
 
     All ways are scored in float32, row by row, which the compiler turns into vector code: the best is exact but for
     ties within 1e-5. It is accepted only if it is better in float64, where sums of integers below 2^53 are exact. No
@@ -88,6 +91,7 @@ def split_pair(
     """
     head, after, count, sums = packs.head, packs.after, packs.num_held, packs.sums
     limits, weights, penalties = goal.limits, goal.weights, goal.penalties
+    means, slopes = goal.means, goal.slopes
     members, high, low, score, lanes = scratch.members, scratch.high, scratch.low, scratch.score, scratch.lanes
     D = sizes.shape[1]
     if count[a] == 0:
@@ -157,6 +161,11 @@ def split_pair(
                 for k in range(width):
                     e = high[h] + low[k]
                     score[h, k] += w * e * e
+        if slopes[d] > 0.0:
+            slope, room = np.float32(slopes[d]), np.float32(means[d] - half)
+            for h in range(num_rows):
+                for k in range(width):
+                    score[h, k] += slope * max(np.float32(0.0), abs(high[h] + low[k]) - room)
 
     old = score[current >> LOW_BITS, current & (WIDTH - 1)]
     best_score = old - np.float32(1e-5) * abs(old)
@@ -191,6 +200,9 @@ def split_pair(
         room = limits[d] - half
         old_score += weights[d] * old_e * old_e + penalties[d] * max(0.0, old_e - room)
         new_score += weights[d] * new_e * new_e + penalties[d] * max(0.0, new_e - room)
+        room = means[d] - half
+        old_score += slopes[d] * max(0.0, old_e - room)
+        new_score += slopes[d] * max(0.0, new_e - room)
     if not new_score < old_score - 1e-9 * abs(old_score):
         return False
 

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from trimtab.balance.balanced import choose_fill, pack_balanced
+from trimtab.balance.aim import Aim
+from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.columns import CHUNK, Column, ColumnCost
 from trimtab.balance.dispatch import Order, order_packs
-from trimtab.balance.groups import complete_rows
+from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
 from trimtab.specs import FloatArray, IntArray
 
@@ -30,15 +31,15 @@ class Job:
     order: Order
     seed: int
     epoch: int
-    fill: float | None
+    aim: Aim | float | None  # a number: the fill
     num_rounds: int
     tolerance: float
     indices: Column
     starts: IntArray
 
-    def with_fill(self) -> Job:
-        """The same with the fill chosen on the first shard, so that all are alike."""
-        if self.fill is not None or len(self.starts) < 3:
+    def with_aim(self) -> Job:
+        """The same with the aim chosen on the first shard, so that all are alike."""
+        if isinstance(self.aim, Aim) or len(self.starts) < 3:
             return self
         shard = _read_shard(self, 0)
         small = np.flatnonzero(~shard.above)
@@ -46,13 +47,14 @@ class Job:
             return self
         return replace(
             self,
-            fill=choose_fill(
+            aim=aim_for(
                 shard.sizes[small],
                 shard.cost[small],
                 limits=self.limits,
                 dp=self.dp,
                 seed=self.seed,
                 epoch=self.epoch,
+                fill=self.aim,
                 num_rounds=self.num_rounds,
             ),
         )
@@ -152,14 +154,13 @@ def pack_shard(job: Job, number: int) -> IntArray:
         seed=job.seed,
         epoch=job.epoch,
         shard=number,
-        fill=job.fill,
+        aim=job.aim,
         num_rounds=job.num_rounds,
         num_others=len(large),
     )
     groups = complete_rows(groups, small, large, sizes, job.limits, dp=job.dp, keys=(job.seed, job.epoch), shard=number)
-    members, counts = groups.members, np.diff(groups.offsets)
     if job.order != "random":
-        starts = groups.offsets[:-1]
+        members, starts = groups.members, groups.offsets[:-1]
         sums = np.column_stack([
             np.add.reduceat(shard.sizes[members], starts).astype(np.float64),
             np.add.reduceat(shard.cost[members], starts),
@@ -173,18 +174,6 @@ def pack_shard(job: Job, number: int) -> IntArray:
             tolerance=job.tolerance,
             first_block=number << 32,
         )
-        members, counts = _reorder(members, groups.offsets, sequence), counts[sequence]
-    job.indices[job.starts[number] : job.starts[number + 1]] = shard.rows[members]
-    return counts
-
-
-@njit(cache=True, nogil=True)
-def _reorder(members: IntArray, offsets: IntArray, sequence: IntArray) -> IntArray:
-    """Members pack by pack, the packs in another order."""
-    out = np.empty_like(members)
-    position = 0
-    for p in sequence:
-        for i in range(offsets[p], offsets[p + 1]):
-            out[position] = members[i]
-            position += 1
-    return out
+        groups = reorder(groups, sequence)
+    job.indices[job.starts[number] : job.starts[number + 1]] = shard.rows[groups.members]
+    return np.diff(groups.offsets)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.balance.aim import Pull
 from trimtab.balance.pair import Goal, make_packs, make_scratch
 from trimtab.balance.rng import UIntArray
 from trimtab.balance.window import Effort, deal, evict, improve, polish, repair, sum_columns, unload
@@ -44,7 +45,7 @@ class Streamed:
 def pack_stream(
     columns: FloatArray,
     bounds: FloatArray,
-    weights: FloatArray,
+    pull: Pull,
     *,
     dp: int,
     num_others: int,
@@ -95,7 +96,7 @@ def pack_stream(
         window = columns[chosen]
         total = sum_columns(window)
         packed = pack_window(
-            window, total, min(P, taken), bounds, weights, age, dp=dp, hold_all=last, effort=effort, state=state
+            window, total, min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
         )
         out = packed.left
         members.append(chosen[packed.members])
@@ -135,7 +136,7 @@ def pack_window(
     total: FloatArray,
     num_packs: int,
     bounds: FloatArray,
-    weights: FloatArray,
+    pull: Pull,
     age: IntArray,
     *,
     dp: int,
@@ -156,7 +157,9 @@ def pack_window(
     tried, growth, num_grown = False, dp, 0
     while True:
         mean = np.where(total > 0, total, 1.0) / P
-        goal = Goal(bounds, np.where(total > 0, weights / mean**2, 0.0), PENALTY / bounds)
+        weights = np.where(total > 0, pull.weights / mean**2, 0.0)
+        goal = Goal(bounds, weights, PENALTY / bounds, mean, np.zeros(D))
+        last_goal = goal._replace(slopes=np.where(total > 0, pull.slopes / mean, 0.0))
         # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
         share = np.append(1.0 / bounds[:k], min(1.0, packs_for(total[:k], bounds) / P) / mean[k])
         packs = make_packs(P, n, D)
@@ -164,7 +167,7 @@ def pack_window(
         improve(window, packs, goal, effort, state, scratch)
         repair(window, packs, goal, state, scratch)
         improve(window, packs, goal, effort.shortened(), state, scratch)
-        polish(window, packs, goal, effort, state, scratch)
+        polish(window, packs, last_goal, effort, state, scratch)
         out = evicted[: evict(window, packs, bounds, age, evicted)]
         if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
             break

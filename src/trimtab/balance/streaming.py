@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.balance.balanced import NUM_ROUNDS, TIGHT_FILL, choose_effort, fill_for, weigh
+from trimtab.balance.aim import TIGHT_FILL, Aim, Style, choose_aim
+from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.columns import ColumnCost
 from trimtab.balance.dispatch import ORDERS, TOLERANCE, Order, order_packs
 from trimtab.errors import PackingError, join_problems
@@ -68,6 +69,7 @@ class StreamPacker:
         self.buffer_rows, self.max_samples = buffer_rows, max_samples
         self.num_rounds, self.tolerance = num_rounds, tolerance
         self._highest = self._fill = fill
+        self._style: Style | None = None
         self._num_windows = 0
         self._sizes: list[list[int]] = []
         self._ids: list[Any] = []
@@ -119,6 +121,7 @@ class StreamPacker:
             "seed": self.seed,
             "fill": self._fill,
             "highest": self._highest,
+            "style": self._style,
             "num_windows": self._num_windows,
             "sizes": [list(row) for row in self._sizes],
             "ids": list(self._ids),
@@ -132,6 +135,7 @@ class StreamPacker:
             if state[name] != own:
                 raise PackingError(f"the state is of a packer with {name} {state[name]}, this one has {own}: use that")
         self._fill, self._highest, self._num_windows = state["fill"], state["highest"], state["num_windows"]
+        self._style = state["style"]
         self._clear()
         for row, sample_id, age in zip(state["sizes"], state["ids"], state["ages"], strict=True):
             self._add(list(row), sample_id, age)
@@ -162,11 +166,13 @@ class StreamPacker:
         mean_cost = float(sum_columns(columns)[k]) / n
         columns[:, k] *= 1.0 / mean_cost if mean_cost > 0 else 0.0
         bounds = np.array([*self.limits, np.inf])
-        if self._fill is None or self._highest is None:
-            self._fill = self._highest = fill_for(columns, bounds, self.dp, self.num_rounds)
+        if self._fill is None or self._highest is None or self._style is None:
+            chosen = choose_aim(columns, bounds, self.dp, self.num_rounds, self._fill)
+            self._fill, self._highest, self._style = chosen.fill, chosen.fill, chosen.style
+        aim = Aim(self._fill, self._style)
         total = sum_columns(columns)
         needed = packs_for(total[:k], bounds)
-        num_packs = round_up(needed / self._fill, self.dp)
+        num_packs = round_up(needed / aim.fill, self.dp)
         if not last:  # whole rows, a little fuller rather than one row more
             num_packs -= self.dp if needed <= num_packs - self.dp else 0
             num_packs = min(max(num_packs, self.dp), n // self.dp * self.dp)
@@ -175,11 +181,11 @@ class StreamPacker:
             total,
             min(n, num_packs),
             bounds,
-            weigh(columns, bounds, self._fill),
+            aim.pull(columns, bounds),
             np.array(self._ages, np.int64),
             dp=self.dp,
             hold_all=last,
-            effort=choose_effort(self.num_rounds, self._fill),
+            effort=aim.effort(self.num_rounds),
             state=make_stream(self.seed, self._num_windows, 0x73747265),
         )
         own = np.sort(packed.members)
@@ -208,9 +214,9 @@ class StreamPacker:
             self._ready.append(tuple(packs[first : first + self.dp]))
 
         if packs_for(sum_columns(columns[packed.left])[:k], bounds) > MAX_CARRY * packed.num_wanted:
-            self._fill = max(min(self._fill, LEAST_FULL), self._fill - LESS_FULL)
+            self._fill = max(min(aim.fill, LEAST_FULL), aim.fill - LESS_FULL)
         elif len(packed.left) == 0:
-            self._fill = min(self._highest, self._fill + FULLER)
+            self._fill = min(self._highest, aim.fill + FULLER)
         waiting = [(self._sizes[i], ids[i], self._ages[i] + 1) for i in sorted(stay)]
         self._clear()
         for row, sample_id, age in waiting:

@@ -38,7 +38,7 @@ class Effort(NamedTuple):
 
     def shortened(self) -> Effort:
         """What is enough after a repair has moved a few packs."""
-        return self._replace(num_rounds=self.num_rounds // 4, num_full_rounds=0)
+        return self._replace(num_rounds=max(1, self.num_rounds // 4), num_full_rounds=0)
 
 
 @njit(cache=True, nogil=True)
@@ -186,10 +186,6 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
     are full of the same column); most packs are near the mean and can take a little each.
     """
     P, D = packs.sums.shape
-    mean = np.zeros(D)
-    for p in range(P):
-        for d in range(D):
-            mean[d] += packs.sums[p, d] / P
     score = np.empty(P)
     everyone = np.arange(P)
     order = np.empty(P, np.int64)
@@ -201,7 +197,8 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
         for p in range(P):
             score[p] = 0.0
             for d in range(D):
-                score[p] += goal.weights[d] * (packs.sums[p, d] - mean[d]) ** 2
+                above = packs.sums[p, d] - goal.means[d]
+                score[p] += goal.weights[d] * above**2 + goal.slopes[d] * max(0.0, above)
             score[p] = math.sqrt(score[p])
         _sort_by_buckets(score, everyone, P, order, start)
         num_better = 0
@@ -246,7 +243,7 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
     """
     P = packs.sums.shape[0]
     limits = goal.limits
-    shaken = Goal(limits, -goal.weights, goal.penalties)
+    shaken = Goal(limits, -goal.weights, goal.penalties, goal.means, goal.slopes)
     for attempt in range(REPAIR_PASSES):
         num_left = 0
         for p in range(P):
@@ -360,3 +357,15 @@ def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
         counts[num_packs] = packs.num_held[p]
         num_packs += 1
     return members, counts[:num_packs].copy()
+
+
+@njit(cache=True, nogil=True)
+def copy_packs(members: IntArray, offsets: IntArray, sequence: IntArray) -> IntArray:
+    """Members pack by pack, the packs in another order."""
+    out = np.empty_like(members)
+    position = 0
+    for p in sequence:
+        for i in range(offsets[p], offsets[p + 1]):
+            out[position] = members[i]
+            position += 1
+    return out

@@ -70,7 +70,6 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
     import os
 
     from trimtab.cli.output import log, progress
-    from trimtab.models.images import rule_in_sample
     from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table
     from trimtab.samples.tokens import MARKUPS
@@ -93,7 +92,6 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            rule_in_sample=rule_in_sample,
             tokenizer=reading.tokenizer,
             chat_template=reading.chat_template,
             image_markup=MARKUPS.get(model.family),

@@ -1,14 +1,19 @@
-"""`trimtab demo`: draw a data set, size it, plan it, and say where everything is."""
+"""`trimtab demo`: draw a data set, then everything `size`, `plan` and `report` do on it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.data import WorkersOption
-from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.data import Reading, WorkersOption, size_data
+from trimtab.cli.output import JsonOption, console, log, print_json, progress
+
+if TYPE_CHECKING:
+    from trimtab.demo.draw import DemoData
+
+_MAX_TILES = 4  # and a thumbnail, as the OmniBal paper trains this model; its own limit of 12 suits inference
 
 
 def demo(
@@ -24,16 +29,45 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch."""
-    from trimtab.cli.show import plan_json
-    from trimtab.demo.flow import run_demo
+    from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.models.describe import describe
+    from trimtab.models.images import DynamicTiling
+    from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.report.text import print_plan
+    from trimtab.samples.table import save_sizing
 
-    result = run_demo(
-        out, model=model, cluster=cluster, num_samples=num_samples, max_tiles=max_tiles, seed=seed, workers=workers
+    spec, devices = describe(model, max_tiles=max_tiles), parse_cluster(cluster)
+    if max_tiles is None and isinstance(spec.image_rule, DynamicTiling):
+        max_tiles = _MAX_TILES
+        spec = describe(model, max_tiles=max_tiles)
+    data = _draw(out / "data", num_samples, seed)
+    sized = size_data(spec, [data.data], Reading(tokenizer=data.tokenizer, source_key="source", workers=workers))
+    save_sizing(sized, out / "sizes.npz")
+    num_patches, num_tokens = int(sized.table.num_patches.sum()), int(sized.table.num_tokens.sum())
+    log(f"sized them for {spec.name}: {num_patches:,} ViT patches, {num_tokens:,} tokens")
+    tiles = "" if max_tiles is None else f" --max-tiles {max_tiles}"
+    origin = PlanOrigin(
+        command=f"trimtab demo --model {model} --cluster {cluster} --num-samples {num_samples}{tiles} --seed {seed}",
+        data_files=data_files([data.data]),
+        assumptions=sized.assumptions,
     )
+    details = plan_with_progress(spec, sized.table, devices, PlanOptions(seed=seed), origin)
+    files = {"data": data.data, "sizes": out / "sizes.npz", **write_all(details, out / "plan")}
     if as_json:
-        print_json({**plan_json(result.details, result.files), "data": str(result.data.data)})
+        print_json({**plan_json(details, files), "data": str(data.data)})
         return
     log("")
-    print_plan(result.details, console())
-    print("\n".join(f"{name:>9}: {path}" for name, path in result.files.items()))
+    print_plan(details, console())
+    print("\n".join(f"{name:>9}: {path}" for name, path in files.items()))
+
+
+def _draw(folder: Path, num_samples: int, seed: int) -> DemoData:
+    from trimtab.demo.draw import draw_dataset
+
+    with progress("drawing") as advance:
+        data = draw_dataset(
+            folder, num_samples=num_samples, seed=seed, progress=lambda _what, done, total: advance(done, total)
+        )
+    log(f"drew {data.num_samples:,} samples with {data.num_pictures} images and a tokenizer")
+    return data

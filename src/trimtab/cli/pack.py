@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
+from trimtab.errors import PlanError
 
 MethodOption = Annotated[
     Literal["balanced", "isf", "random", "length_group", "device_group"], typer.Option(help="How packs are made.")
@@ -31,23 +33,33 @@ def pack(
     method: MethodOption = "balanced",
     order: OrderOption = "random",
     oversize: OversizeOption = "error",
+    weights: WeightsOption = None,
+    num_drawn: NumDrawnOption = None,
     seed: Annotated[int, typer.Option(help="Same seed, same packs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for offsets.npy, indices.npy and schedule.npy.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality."""
     import time
+    from dataclasses import asdict
 
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
     from trimtab.files import write_atomically
+    from trimtab.plan.mixture import describe_draw, draw_sources, packed_rows
     from trimtab.plan.packs import pack_contents
+    from trimtab.plan.work import select_rows
     from trimtab.samples.read import read_lengths
 
     samples = read_lengths(sizes)
+    draw = None
+    if weights:
+        draw = draw_sources(samples, parse_weights(weights), num_drawn=num_drawn, seed=seed)
+    elif num_drawn is not None:
+        raise PlanError(f"num_drawn {num_drawn} was asked for without weights: give every source a weight")
     warm_up()  # compiled once per machine: not part of the seconds below
     started = time.perf_counter()
     packed = pack_samples(
-        samples,
+        samples if draw is None else select_rows(samples, draw.rows),
         limits=(max_patches, max_tokens),
         dp=dp,
         num_microbatches=num_microbatches,
@@ -56,6 +68,8 @@ def pack(
         oversize=oversize,
         seed=seed,
     )
+    if draw is not None:
+        packed = packed_rows(packed, draw.rows)
     seconds = time.perf_counter() - started
     balance = report_packing(samples, packed)
     if out is not None:
@@ -75,14 +89,17 @@ def pack(
                 "dist_ratio_llm": balance.dist_ratio_llm,
                 "dist_ratio_cost": balance.dist_ratio_cost,
                 "utilisation": balance.utilisation,
-                "fill_patches": balance.fill_vit,
-                "fill_tokens": balance.fill_llm,
+                "fill_patches": balance.fill_patches,
+                "fill_tokens": balance.fill_tokens,
                 "shuffle_chi2": balance.shuffle_chi2,
                 "seconds": seconds,
                 "unit": samples.patch_unit,
+                **({} if draw is None else {"mixture": [asdict(source) for source in draw.sources]}),
             }
         )
         return
     from trimtab.report.tables import print_balance
 
+    for sentence in () if draw is None else describe_draw(draw.sources):
+        print(sentence)
     print_balance(samples, balance, seconds, console())

@@ -28,6 +28,7 @@ from trimtab.cli.data import (
 from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.cli.pack import OrderOption, OversizeOption
+from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
 
@@ -68,6 +69,8 @@ def plan(
     method: Annotated[Literal["balanced", "isf"], typer.Option(help="How packs are made.")] = "balanced",
     order: OrderOption = "random",
     oversize: OversizeOption = "error",
+    weights: WeightsOption = None,
+    num_drawn: NumDrawnOption = None,
     recompute: Annotated[
         Literal["auto", "none", "full"], typer.Option(help="Which layers recompute: as memory demands, none, all.")
     ] = "auto",
@@ -120,6 +123,8 @@ def plan(
         method=method,
         order=order,
         oversize=oversize,
+        weights=parse_weights(weights or []),
+        num_drawn=num_drawn,
         seed=seed,
         recompute=recompute,
         memory_bytes=None if memory is None else parse_bytes(memory),
@@ -161,8 +166,11 @@ def plan(
     if as_json:
         print_json(plan_json(details, paths))
         return
+    from trimtab.plan.mixture import describe_draw
     from trimtab.report.text import print_plan
 
+    for sentence in describe_draw(details.plan.inputs.data.mixture):
+        print(sentence)
     print_plan(details, console())
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 

@@ -74,5 +74,6 @@ def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]
         "estimates": asdict(plan.estimates),
         "num_samples": plan.inputs.data.num_samples,
         "num_skipped": plan.inputs.data.num_skipped,
+        **({"mixture": [asdict(source) for source in plan.inputs.data.mixture]} if plan.inputs.data.mixture else {}),
         "assumptions": plan.assumptions,
     }

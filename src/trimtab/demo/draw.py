@@ -14,6 +14,7 @@ from trimtab.demo.recipe import make_pictures
 from trimtab.demo.samples import SOURCES, make_sample
 from trimtab.demo.tokenizer import tokenizer_config, train_tokenizer
 from trimtab.errors import TrimtabError
+from trimtab.files import write_atomically
 
 Progress = Callable[[str, int, int], None]  # what is being made, how many are done, how many there are
 
@@ -48,7 +49,6 @@ def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progre
     pictures = make_pictures(rng, min(320, max(40, num_samples // 6)))
     samples = [make_sample(rng, number, pictures) for number in range(num_samples)]
     images = folder / "images"
-    images.mkdir(parents=True, exist_ok=True)
     num_bytes = 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         for done, (picture, content) in enumerate(zip(pictures, threads.map(encode, pictures), strict=True), 1):
@@ -80,8 +80,6 @@ def _say_nothing(what: str, done: int, total: int) -> None:
 
 
 def _write(path: Path, content: bytes) -> int:
-    """Bytes written; the file is whole or absent, whenever the process dies."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    """Bytes written; a demo can be drawn again, and hundreds of images need not wait for the disk."""
+    write_atomically(path, content, sync=False)
     return len(content)

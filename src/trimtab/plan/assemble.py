@@ -20,6 +20,7 @@ from trimtab.plan.plan import (
     Decisions,
     Estimates,
     Inputs,
+    MixedSource,
     ModelInput,
     PackingDecision,
     ParallelDecision,
@@ -46,7 +47,14 @@ def device_fingerprint(device: DeviceSpec) -> str:
     return blake2b(repr(device).encode())
 
 
-def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile, profile: TableFile | None = None) -> Inputs:
+def describe_inputs(
+    case: Case,
+    origin: PlanOrigin,
+    *,
+    table: TableFile,
+    profile: TableFile | None = None,
+    mixture: tuple[MixedSource, ...] = (),
+) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = model.origin
     return Inputs(
@@ -69,6 +77,7 @@ def describe_inputs(case: Case, origin: PlanOrigin, *, table: TableFile, profile
             tokens_exact=samples.tokens_exact,
             table=table.file,
             table_blake2b=table.blake2b,
+            mixture=mixture,
         ),
         cluster=ClusterInput(
             device=cluster.device.name,
@@ -163,8 +172,8 @@ def describe_estimates(
             dist_ratio_llm=round(balance.dist_ratio_llm, 4),
             dist_ratio_cost=round(balance.dist_ratio_cost, 4),
             utilisation=round(balance.utilisation, 4),
-            fill_patches=round(balance.fill_vit, 4),
-            fill_tokens=round(balance.fill_llm, 4),
+            fill_patches=round(balance.fill_patches, 4),
+            fill_tokens=round(balance.fill_tokens, 4),
             shuffle_chi2=None if balance.shuffle_chi2 is None else round(balance.shuffle_chi2, 3),
             lower_bound_packs=balance.lower_bound_packs,
         ),
@@ -212,7 +221,8 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
         f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
         for earlier, later in zip(estimates.variants, estimates.variants[1:], strict=False)
     ]
-    per_step = inputs.data.num_samples / decisions.packing.num_steps
+    num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
+    per_step = num_drawn / decisions.packing.num_steps
     recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
     misfit = "" if baseline.fits else "; does not fit the memory"
     return (

@@ -18,6 +18,7 @@ from trimtab.plan.case import Case
 from trimtab.plan.compare import compare_variants
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.file import name_table, plan_to_yaml
+from trimtab.plan.mixture import describe_draw, draw_sources, packed_rows
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.packs import even_steps, pack_contents
 from trimtab.plan.setting import choose_setting, default_global_batch
@@ -51,33 +52,42 @@ def make_plan(
     options, origin = options or PlanOptions(), origin or PlanOrigin()
     if len(samples) == 0:
         raise PlanError("there is no sample to plan: give a data set that holds some")
-    if options.global_batch is not None and options.global_batch > len(samples):
+    draw = (
+        draw_sources(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+        if options.weights
+        else None
+    )
+    rows = np.arange(len(samples)) if draw is None else draw.rows  # of one epoch
+    if options.global_batch is not None and options.global_batch > len(rows):
         raise PlanError(
-            f"global_batch {options.global_batch} was asked for, and the data holds {len(samples)} samples: "
+            f"global_batch {options.global_batch} was asked for, and the data holds {len(rows)} samples: "
             "ask for that or fewer"
         )
     tiles = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
     samples = in_patches(samples, model)
+    epoch = samples if draw is None else select_rows(samples, rows)
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
-    refuse_oversize(samples, options)
+    refuse_oversize(samples if draw is None else select_rows(samples, np.flatnonzero(draw.times)), options)
 
     chosen = choose_setting(
-        model, samples, samples_work, cluster, options, budget, progress=_step(progress, "settings")
+        model, epoch, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
     setting, options = chosen.setting, chosen.options
     cost = price_samples(setting.profile, samples_work)
     packed = pack_samples(
-        samples,
+        epoch,
         limits=(setting.max_patches, setting.max_tokens),
         dp=setting.dims.dp,
         num_microbatches=setting.num_microbatches,
         method=options.method,
         order=options.order,
-        cost=cost,
+        cost=cost[rows],
         seed=options.seed,
         oversize=options.oversize,
     )
+    if draw is not None:
+        packed = packed_rows(packed, rows)
     if packed.packing.num_packs == 0:
         raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
     if options.leaves_steps_open:
@@ -104,13 +114,20 @@ def make_plan(
         tables[PROFILE_FILE] = profile_bytes(options.profile)
     files = {name: name_table(name, content) for name, content in tables.items()}
     plan = assemble_plan(
-        inputs=describe_inputs(case, origin, table=files[SAMPLES_FILE], profile=files.get(PROFILE_FILE)),
+        inputs=describe_inputs(
+            case,
+            origin,
+            table=files[SAMPLES_FILE],
+            profile=files.get(PROFILE_FILE),
+            mixture=() if draw is None else draw.sources,
+        ),
         decisions=describe_decisions(case, split.stages, files=files),
         estimates=describe_estimates(setting, report_packing(samples, packed, cost=cost), split, variants),
         origin=origin,
         assumptions=(
             *tiles,
-            *batch_assumption(cluster, options, len(samples)),
+            *batch_assumption(cluster, options, len(rows)),
+            *(() if draw is None else describe_draw(draw.sources)),
             *chosen.sentences(),
             *found.sentences(),
             *model.notes,

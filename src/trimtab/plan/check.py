@@ -11,6 +11,7 @@ from trimtab.errors import TrimtabError
 from trimtab.files import fingerprint_file
 from trimtab.plan.assemble import model_fingerprint
 from trimtab.plan.file import load_plan
+from trimtab.plan.mixture import draw_sources
 from trimtab.plan.plan import Plan
 from trimtab.plan.reload import ReloadedPlan, reload_plan
 from trimtab.specs import ClusterSpec, ModelSpec
@@ -84,13 +85,20 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
-    """Every sample in one pack or left out as oversize, every pack in one slot."""
+    """Every sample in one pack, or in as many as it is drawn, or left out as oversize; every pack in one slot."""
     packing, table = found.case.packing, found.case.schedule.table
     decision, num_samples = found.plan.decisions, len(found.case.samples)
-    times = np.bincount(packing.indices, minlength=num_samples)
-    if (times > 1).any():
-        yield f"{int((times > 1).sum())} samples are packed more than once: run `trimtab plan` again"
-    missing = int((times == 0).sum())
+    options, mixture = found.case.options, found.plan.inputs.data.mixture
+    drawn, often = np.ones(num_samples, np.int64), "more than once"
+    if mixture:
+        draw = draw_sources(found.case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+        drawn, often = draw.times, "more often than the weights draw them"
+        if draw.sources != mixture:
+            yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
+    missing_times = drawn - np.bincount(packing.indices, minlength=num_samples)
+    if (missing_times < 0).any():
+        yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
+    missing = int(missing_times[missing_times > 0].sum())
     if missing != decision.packing.num_oversize:
         yield (
             f"{missing} samples are in no pack, and the plan says that {decision.packing.num_oversize} were left out: "

@@ -104,8 +104,8 @@ class _Run:
 def _baseline(case: Case, problem: SplitProblem, even: Sequence[Stage]) -> _Run:
     """The fastest batch size that fits, of 1, 2, 4, ... samples up to a pack's mean; single samples if none fits."""
     samples, samples_work = case.samples, case.samples_work
-    if len(case.packing.oversize):
-        rows = np.sort(case.packing.indices)
+    rows = np.sort(case.packing.indices)
+    if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
     per_pack = max(1.0, len(samples) / case.packing.num_packs)
     sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]

@@ -123,13 +123,15 @@ class _Prose(str):
 
 
 def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
-    """Dataclasses as mappings in field order; a list's entries and short mappings take one line each."""
+    """Dataclasses as mappings in field order; a list's entries and short mappings take one line each.
+
+    A field that has a default and holds it is left out: it came after the first plans.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = {
-            f.name: _plain(found, name=f.name)
+            f.name: _plain(getattr(value, f.name), name=f.name)
             for f in dataclasses.fields(value)
-            if (found := getattr(value, f.name)) is not None
-            or f.default is not None  # later keys, where they say no more
+            if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
         }
         flat = not any(isinstance(v, dict | list) for v in entries.values())
         return _Row(entries) if in_list or (flat and len(entries) <= _MAX_INLINE_KEYS) else entries

@@ -11,6 +11,7 @@ from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, Attention
 from trimtab.errors import PlanError, join_problems
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
+from trimtab.plan.mixture import weight_problems
 from trimtab.plan.plan import DataFile, PlanMethod
 from trimtab.specs import Profile, Tower
 
@@ -46,6 +47,8 @@ class PlanOptions:
     method: PlanMethod = "balanced"
     order: Order = "random"
     oversize: Oversize = "error"
+    weights: tuple[tuple[str, float], ...] = ()  # of every source, by name; none: every sample once
+    num_drawn: int | None = None  # samples of an epoch by these weights; None: as many as there are
     seed: int = 0
     recompute: RecomputeMode = "auto"
     memory_bytes: int | None = None  # of one device; None: all of it
@@ -60,7 +63,17 @@ class PlanOptions:
     profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
-        counts = ("dp", "pp", "tp", "num_microbatches", "global_batch", "max_patches", "max_tokens", "num_chunks")
+        counts = (
+            "dp",
+            "pp",
+            "tp",
+            "num_microbatches",
+            "global_batch",
+            "max_patches",
+            "max_tokens",
+            "num_chunks",
+            "num_drawn",
+        )
         problems = [
             f"{name} {value} was asked for, and it counts something: give 1 or more, or leave it out"
             for name in counts
@@ -76,6 +89,9 @@ class PlanOptions:
                 f"num_microbatches {self.num_microbatches} and global_batch {self.global_batch} were both given, and "
                 "each follows from the other: give one of them"
             )
+        problems += weight_problems(self.weights)
+        if self.num_drawn is not None and not self.weights:
+            problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         if not 0 <= self.reserve < 1:
             problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
         if self.num_chunks > 1 and self.schedule not in ("Interleaved1F1B", "ZBVZeroBubble", "auto"):

@@ -12,7 +12,7 @@ from trimtab.balance.dispatch import redispatch
 from trimtab.errors import PlanError
 from trimtab.plan.file import array_bytes, load_array
 from trimtab.plan.plan import PackingDecision
-from trimtab.specs import Packing, Schedule
+from trimtab.specs import IntArray, Packing, Schedule
 
 
 def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
@@ -41,8 +41,13 @@ class LoadedPacks:
     schedule: Schedule
 
 
-def load_packs(folder: Path, decision: PackingDecision, *, num_samples: int) -> LoadedPacks:
-    """The tables a plan names; their hashes and shapes are checked before anything indexes with them."""
+def load_packs(
+    folder: Path, decision: PackingDecision, *, num_samples: int, times: IntArray | None = None
+) -> LoadedPacks:
+    """The tables a plan names; their hashes and shapes are checked before anything indexes with them.
+
+    `times` is how often each sample is drawn, for a plan with a mixture; None: once.
+    """
     offsets, indices, table = (load_array(folder, t) for t in (decision.offsets, decision.indices, decision.schedule))
     whole = all(a.dtype == np.int64 for a in (offsets, indices, table))
     if not whole or offsets.ndim != 1 or indices.ndim != 1 or table.ndim != 3 or len(offsets) == 0:
@@ -53,7 +58,10 @@ def load_packs(folder: Path, decision: PackingDecision, *, num_samples: int) -> 
     )
     if not (ascending and in_range):
         raise PlanError(f"the packs in {folder} point outside the sample table: run `trimtab plan` again")
-    oversize = np.setdiff1d(np.arange(num_samples), indices) if decision.num_oversize else np.empty(0, np.int64)
+    oversize = np.empty(0, np.int64)
+    if decision.num_oversize:
+        missing = (1 if times is None else times) - np.bincount(indices, minlength=num_samples)
+        oversize = np.repeat(np.arange(num_samples), np.maximum(missing, 0))
     packing = Packing(
         offsets=offsets,
         indices=indices,

@@ -53,6 +53,16 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSource:
+    """A source that was drawn by weight: `num_drawn` of its rows in an epoch, equally often or once more."""
+
+    name: str
+    weight: float
+    num_rows: int
+    num_drawn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataInput:
     """The data set that was sized; `table` holds one row of sizes per sample and lies beside the plan."""
 
@@ -62,6 +72,7 @@ class DataInput:
     tokens_exact: bool
     table: str
     table_blake2b: str
+    mixture: tuple[MixedSource, ...] = ()  # none, and no such key: every sample is in an epoch once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +159,8 @@ class TableFile:
 class PackingDecision:
     """Which samples share a micro-batch, and which rank runs it in which step.
 
-    Pack p holds rows `indices[offsets[p]:offsets[p + 1]]` of the sample table; `schedule[step, rank, microbatch]` is a
-    pack number, or -1 for an empty slot of the last step.
+    Pack p holds rows `indices[offsets[p]:offsets[p + 1]]` of the sample table, each row once or, in a mixture, as often
+    as it is drawn; `schedule[step, rank, microbatch]` is a pack number, or -1 for an empty slot of the last step.
     """
 
     method: PlanMethod

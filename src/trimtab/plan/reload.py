@@ -15,6 +15,7 @@ from trimtab.plan.case import Case, Setting
 from trimtab.plan.compare import compare_variants
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.file import load_plan, read_table
+from trimtab.plan.mixture import times_drawn
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.packs import load_packs
@@ -53,8 +54,9 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         )
     table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
-    packs = load_packs(folder, decisions.packing, num_samples=len(samples))
     options = replace(options_of(plan), profile=saved)
+    times = times_drawn(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    packs = load_packs(folder, decisions.packing, num_samples=len(samples), times=times)
     parallel = decisions.parallel
     dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
     samples_work = samples.work(token_window=model.token_window)
@@ -131,6 +133,8 @@ def options_of(plan: Plan) -> PlanOptions:
         method=packing.method,
         order=packing.order,
         oversize=packing.oversize,
+        weights=tuple((source.name, source.weight) for source in inputs.data.mixture),
+        num_drawn=sum(source.num_drawn for source in inputs.data.mixture) or None,
         seed=packing.seed,
         recompute=inputs.training.recompute,
         memory_bytes=inputs.cluster.memory_bytes,

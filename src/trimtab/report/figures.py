@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.partition.assess import DeviceMemory
+from trimtab.partition.schedules import WEIGHT
 from trimtab.plan.details import PlanDetails, Variant
 from trimtab.report import svg
 from trimtab.report.markup import legend, section
@@ -37,8 +38,11 @@ def timelines(details: PlanDetails) -> str:
         (("b0", "b1", "b2"), "backward, recompute included"),
         (("idle",), "idle"),
     ]
+    if any((variant.timeline.kind == WEIGHT).any() for variant in shown.values()):
+        entries[1] = (("b0", "b1", "b2"), "backward for the stage before, recompute included")
+        entries.insert(2, (("w0", "w1", "w2"), "gradients of the weights"))
     if dense:
-        entries.insert(2, (("mixed",), "forward and backward in turn, too thin to draw"))
+        entries.insert(-1, (("mixed",), "forward and backward in turn, too thin to draw"))
     return section(
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "

@@ -200,7 +200,7 @@ def block_looks(timeline: Timeline) -> list[str]:
     usual = float(np.median(spent))
     weight = np.where(spent > usual * (1 + _WEIGHT_STEP), 2, np.where(spent < usual * (1 - _WEIGHT_STEP), 0, 1))
     return [
-        f"{'b' if kind else 'f'}{weight[mb]}"
+        f"{'fbw'[kind]}{weight[mb]}"
         for kind, mb in zip(timeline.kind.tolist(), timeline.microbatch.tolist(), strict=True)
     ]
 
@@ -218,7 +218,7 @@ def _device_rows(timeline: Timeline, looks: Sequence[str], span_s: float) -> lis
 def _block(timeline: Timeline, run: _Run, y: float, height: float) -> str:
     assert run.block is not None
     i, width = run.block, run.end - run.start
-    number, letter = int(timeline.microbatch[i]), "B" if timeline.kind[i] else "F"
+    number, letter = int(timeline.microbatch[i]), "FBW"[timeline.kind[i]]
     start, spent = float(timeline.start_s[i]), float(timeline.end_s[i] - timeline.start_s[i])
     tip = f"{letter}{number} · stage {timeline.stage[i]} · {format_seconds(spent)}, from {format_seconds(start)}"
     box = (

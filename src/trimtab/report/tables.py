@@ -99,8 +99,8 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
         ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
         ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by cost"),
         ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
-        (f"fill {unit}", f"{balance.fill_vit:.4f}", "share of the limit that is used"),
-        ("fill tokens", f"{balance.fill_llm:.4f}", "share of the limit that is used"),
+        (f"fill {unit}", f"{balance.fill_patches:.4f}", "share of the limit that is used"),
+        ("fill tokens", f"{balance.fill_tokens:.4f}", "share of the limit that is used"),
         ("shuffle chi2", chi2, "sources per step; 1 is as random"),
     ):
         table.add_row(*row)

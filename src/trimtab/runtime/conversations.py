@@ -14,7 +14,6 @@ from transformers import AutoImageProcessor
 
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
-from trimtab.models.images import rule_in_sample
 from trimtab.plan.assemble import model_fingerprint
 from trimtab.plan.file import load_plan
 from trimtab.runtime.formats import PACK_FORMATS, PackFormat
@@ -127,7 +126,7 @@ class PlannedConversations:
         if self._opened is None:
             self._opened = _Opened(
                 ConversationEncoder(self._tokenizer),
-                image_counter(self._model.image_rule, rule_in_sample),
+                image_counter(self._model.image_rule),
                 _image_processor(self._preprocessor, self._limits),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from trimtab.errors import PlanError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.file import array_bytes, load_plan, read_table
 from trimtab.plan.plan import TableFile
+from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
 from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
 from trimtab.samples.table import is_saved_table, table_from_bytes
 from trimtab.specs import IntArray, SampleTable
-
-_SCAN_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class PlannedRecords(Sequence[Any]):
         """`files` are those that were sized, in the same order; their line starts are found once, and with `index_dir`
         kept there for later runs (8 bytes a sample).
         """
-        _check(samples, files)
+        refuse_other_files(samples, files)
         self._files = tuple(files)
         self._formats = tuple(detect_format(file) for file in files)
         refused = [str(file) for file, kind in zip(files, self._formats, strict=True) if kind == "tar"]
@@ -117,13 +115,10 @@ class _Lines:
     """A JSON Lines file, read at byte offsets."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._lines = Lines(path)
 
     def read(self, start: int) -> object:
-        end = self._bytes.find(b"\n", start)
-        line = self._bytes[start : end if end >= 0 else len(self._bytes)]
-        return parse_json((line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line).strip())
+        return parse_json(self._lines.read(start))
 
 
 class _List:
@@ -168,14 +163,12 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
         path = index_dir / f"line-starts-{key}.npy"
         if path.is_file():
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    starts = np.zeros(len(samples), np.int64)
-    every = np.zeros(len(samples), np.int32) if samples.file_index is None else samples.file_index
+    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
     for number, file in enumerate(records._files):
         if records._formats[number] != "jsonl":
             continue
-        rows = np.flatnonzero(every == number)
-        lines_of = rows + 1 if samples.line is None else samples.line[rows]
-        of_file = _starts_of(file)
+        rows = np.flatnonzero(places.file == number)
+        lines_of, of_file = places.line[rows], line_starts(file)
         if len(rows) and lines_of.max() > len(of_file):
             raise SampleError(
                 f"{file} has {len(of_file)} lines, and a sample was sized from line {lines_of.max()}: "
@@ -185,22 +178,3 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts
-
-
-def _starts_of(file: Path) -> IntArray:
-    """Byte offset of every line of a file."""
-    starts, position = [np.zeros(1, np.int64)], 0
-    with file.open("rb") as stream:
-        while block := stream.read(_SCAN_BYTES):
-            starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
-            position += len(block)
-    joined = np.concatenate(starts)
-    return joined[joined < position]
-
-
-def _check(samples: SampleTable, files: Sequence[Path]) -> None:
-    if len(files) != samples.num_files:
-        raise SampleError(
-            f"{len(files)} data files were given, the samples were sized from {samples.num_files}: "
-            "give the files that were sized, in the same order"
-        )

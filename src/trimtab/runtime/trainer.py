@@ -12,18 +12,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.runtime.cursor import Cursor, ShortStep, cursor_from_state, cursor_to_state
+from trimtab.runtime.cursor import Cursor, Deal, ShortStep, cursor_from_state, cursor_to_state
 from trimtab.runtime.data import PlanBatchSampler
 from trimtab.runtime.tables import PlanTables
 
 STATE_FILE = "trimtab_plan.json"
-"""In every checkpoint: where the run stands in its plan."""
+"""In every checkpoint: where the run stands in its plan. Written last, so a checkpoint that has it is whole."""
 
 
 class TrainerPlanSampler(PlanBatchSampler, BatchRebalanceSampler):  # type: ignore[misc]
@@ -47,8 +48,9 @@ class PlanTrainerMixin:
 
     Row i of the plan is item i of `train_dataset`. The number of micro-batches of a step is
     `gradient_accumulation_steps`; `per_device_train_batch_size` is not used. The Trainer's own checkpoints resume in
-    the middle of any epoch. The Trainer counts steps, so dp and accumulation must be those of the checkpoint; the
-    checkpoint's `trimtab_plan.json` is a state that `PlanDataLoader` resumes with any other.
+    the middle of any epoch, on any number of ranks whose steps hold as many packs (dp x accumulation) as before: the
+    Trainer counts steps. For another number of packs a step, the checkpoint's `trimtab_plan.json` is a state that
+    `PlanDataLoader` resumes.
     """
 
     def __init__(
@@ -65,26 +67,26 @@ class PlanTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """The Trainer's `train`; refuses a checkpoint of another plan, dp or accumulation."""
-        trainer: Any = super()
-        arguments = self.args  # type: ignore[attr-defined]
-        folder = resume_from_checkpoint
-        if folder is True:
-            folder = get_last_checkpoint(arguments.output_dir)
-        if isinstance(folder, (str, Path)) and (Path(folder) / STATE_FILE).is_file():
-            self._check_state(Path(folder) / STATE_FILE)
-        return trainer.train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        """The Trainer's `train`; refuses a checkpoint of another plan, or of steps of another number of packs.
 
-    def _check_state(self, path: Path) -> None:
-        deal = self._make_sampler().deal
-        state = json.loads(path.read_text(encoding="utf-8"))
-        cursor_from_state(deal, state)
-        if (state["dp"], state["num_microbatches"]) != (deal.dp, deal.num_microbatches):
-            raise PlanError(
-                f"{path.parent} was taken on {state['dp']} ranks x {state['num_microbatches']} micro-batches, "
-                f"this run has {deal.dp} x {deal.num_microbatches}: the Trainer would resume at another sample; "
-                "resume as before, or load the file's state into a PlanDataLoader"
-            )
+        True resumes from the newest checkpoint that was written whole: a kill may have torn the newest.
+        """
+        trainer: Any = super()
+        folder: str | bool | None = resume_from_checkpoint
+        if folder is True:
+            folder = self._last_whole_checkpoint() or True
+        if isinstance(folder, (str, Path)) and (Path(folder) / STATE_FILE).is_file():
+            _check_state(self._make_sampler().deal, Path(folder) / STATE_FILE)
+        return trainer.train(resume_from_checkpoint=folder, **kwargs)
+
+    def _last_whole_checkpoint(self) -> str | None:
+        """Of those in `output_dir`, on every rank the one that the first rank sees."""
+        files = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}")  # type: ignore[attr-defined]
+        steps = {int(number): file for file in files if (number := file.parent.name.rpartition("-")[2]).isdigit()}
+        found = [str(steps[max(steps)].parent) if steps else None]
+        if dist.is_available() and dist.is_initialized():
+            dist.broadcast_object_list(found)
+        return found[0]
 
     def _make_sampler(self) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
@@ -101,15 +103,34 @@ class PlanTrainerMixin:
         trainer: Any = self
         size = len(train_dataset if train_dataset is not None else trainer.train_dataset)
         sampler = self._make_sampler()
-        num_rows = len(sampler.deal.tables.indices)
-        if size < num_rows:
+        last = int(sampler.deal.tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
+        if size <= last:
             raise PlanError(
-                f"the plan packs {num_rows} samples, train_dataset has {size}: give the data set that was sized, "
+                f"the plan packs row {last}, train_dataset has {size} samples: give the data set that was sized, "
                 "row for row (PlanDataset)"
             )
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
         trainer.add_callback(_FollowEpochs(sampler))
         return sampler
+
+
+def _check_state(deal: Deal, path: Path) -> None:
+    """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
+    state = json.loads(path.read_text(encoding="utf-8"))
+    cursor_from_state(deal, state)
+    packs = state["dp"] * state["num_microbatches"]
+    if packs == deal.packs_per_step:
+        return
+    advice = (
+        f"set gradient_accumulation_steps to {packs // deal.dp}"
+        if packs % deal.dp == 0
+        else f"resume on a number of ranks that divides {packs}"
+    )
+    raise PlanError(
+        f"{path.parent} was taken in steps of {packs} packs ({state['dp']} ranks x {state['num_microbatches']} "
+        f"micro-batches), this run's have {deal.packs_per_step} ({deal.dp} x {deal.num_microbatches}), and the Trainer "
+        f"counts steps: {advice}, or load the file's state into a PlanDataLoader"
+    )
 
 
 class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
@@ -133,13 +154,22 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
             self._sampler.num_unread = cursor.packs_done // self._sampler.deal.dp
         self._begins = False
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if control.should_save and state.is_world_process_zero:  # written anew: not whole until it is
+            (_checkpoint_of(args, state) / STATE_FILE).unlink(missing_ok=True)
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()  # every rank has written its part
         if state.is_world_process_zero:
             place = cursor_to_state(self._sampler.deal, self._cursor(state.global_step))
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_atomically(folder / STATE_FILE, json.dumps(place) + "\n")
+            write_atomically(_checkpoint_of(args, state) / STATE_FILE, json.dumps(place) + "\n")
 
     def _cursor(self, global_step: int) -> Cursor:
         deal = self._sampler.deal
         epoch, step = divmod(global_step, max(1, deal.num_steps_left(Cursor())))
         return Cursor(epoch=epoch, packs_done=step * deal.packs_per_step)
+
+
+def _checkpoint_of(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

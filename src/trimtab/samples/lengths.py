@@ -16,11 +16,10 @@ from trimtab.samples.problems import BadKind, BadSample, shorten
 from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table
-from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
+from trimtab.specs import ImageCounts, ImageRule, ImageRuleBySample, IntArray, SampleTable
 
 TOKEN_KEYS = ("token_num", "num_tokens", "length")
 TILE_KEY, FLAG_KEY, SIZES_KEY = "vit_num", "image_flags", "image_wh"
-RuleInSample = Callable[[ImageRule, int], ImageRule]
 CountImage = Callable[[int, int, int], ImageCounts]  # images of the sample, width, height
 
 _MAX_NUMBER = 2**40  # squares of real lengths stay far inside 64 bits
@@ -284,15 +283,12 @@ def _part(
     )
 
 
-def image_counter(rule: ImageRule, rule_in_sample: RuleInSample | None = None) -> CountImage:
-    """Counts of an image among `num_images` of its sample, remembered by size.
-
-    `rule_in_sample` gives the rule for a sample of that many images, for models that treat a lone image otherwise.
-    """
+def image_counter(rule: ImageRule) -> CountImage:
+    """Counts of an image among `num_images` of its sample, remembered by size."""
 
     @lru_cache(maxsize=1 << 16)
     def count(num_images: int, width: int, height: int) -> ImageCounts:
-        own = rule if rule_in_sample is None else rule_in_sample(rule, num_images)
+        own = rule.in_sample(num_images) if isinstance(rule, ImageRuleBySample) else rule
         return own.count(width, height)
 
     return count

@@ -13,7 +13,7 @@ from trimtab.errors import SampleError, join_problems
 BadKind = Literal[
     "json",  # the line or record is not JSON
     "type",  # a field is missing or has another type than the format gives it
-    "id",  # an earlier sample of the same file has this id
+    "id",  # an earlier sample of the same file has this id, or two members of a shard one name
     "path",  # an image reference leads out of the media folder, to the network, or nowhere
     "image",  # the image file is not one, is truncated, has no or too many pixels
     "placeholder",  # as many image placeholders as images are needed

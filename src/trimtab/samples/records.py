@@ -258,9 +258,9 @@ def _read_tar(path: Path) -> Iterator[Record]:
     """Members with one key (name up to the first dot of its last part), in sequence, are one sample.
 
     `.json` holds the record, `.txt` a caption (user: the images, assistant: the caption), images are taken by number
-    and name. Nothing is written to disk.
+    and name. A name that comes twice within one sample makes it a bad one. Nothing is written to disk.
     """
-    line, key, members = 0, None, dict[str, bytes]()
+    line, key, members, twice = 0, None, dict[str, bytes](), list[str]()
     limit = path.stat().st_size
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -272,13 +272,15 @@ def _read_tar(path: Path) -> Iterator[Record]:
                 member_key = f"{folder}/{stem}" if folder else stem
                 if member_key != key and members:
                     line += 1
-                    yield _tar_record(line, key, members)
+                    yield _tar_record(line, key, members, twice)
                 if member_key != key:
-                    key, members = member_key, {}
+                    key, members, twice = member_key, {}, []
                 if member.size > limit or member.issparse():
                     raise tarfile.ReadError(f"member {shorten(member.name)} claims {member.size} bytes")
                 content = archive.extractfile(member)
                 assert content is not None, "a regular member has content"
+                if suffix.lower() in members:
+                    twice.append(member.name)
                 members[suffix.lower()] = content.read()
             # tarfile takes a cut or damaged header for the end; the end is a block of zeros
             file.seek(archive.offset)
@@ -289,10 +291,14 @@ def _read_tar(path: Path) -> Iterator[Record]:
         yield Record(line=line + 1, key=key, problem=problem)
         return
     if members:
-        yield _tar_record(line + 1, key, members)
+        yield _tar_record(line + 1, key, members, twice)
 
 
-def _tar_record(line: int, key: str | None, members: dict[str, bytes]) -> Record:
+def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Sequence[str]) -> Record:
+    if twice:
+        names = ", ".join(shorten(name) for name in dict.fromkeys(twice))
+        reason = f"the shard holds {names} more than once in a row, and a loader would keep one: give each its own name"
+        return Record(line=line, key=key, problem=BadRecordError("id", reason))
     images = tuple(members[suffix] for suffix in sorted(filter(_is_image, members), key=_natural))
     value: object = None
     try:

@@ -16,7 +16,7 @@ import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b
 from trimtab.samples.headers import MAX_PIXELS, Exif
-from trimtab.samples.lengths import RuleInSample, holds_lengths, image_counter, read_length_part
+from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
 from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
@@ -41,7 +41,6 @@ class _Settings:
     """What decides a sample's sizes; goes to every worker."""
 
     image_rule: ImageRule
-    rule_in_sample: RuleInSample | None
     source_key: str | None
     tokenizer: TokenizerFiles | None
     media_root: Path | None
@@ -53,9 +52,8 @@ class _Settings:
         """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
         tokenizer = self.tokenizer and replace(self.tokenizer, tokenizer_json=b"", added=())
         content = blake2b(self.tokenizer.tokenizer_json + repr(self.tokenizer.added).encode()) if self.tokenizer else ""
-        function = getattr(self.rule_in_sample, "__qualname__", "")
-        own = replace(self, tokenizer=tokenizer, rule_in_sample=None)
-        return repr((trimtab.__version__, own, function, type(self.image_rule).__name__, content))
+        own = replace(self, tokenizer=tokenizer)
+        return repr((trimtab.__version__, own, type(self.image_rule).__name__, content))
 
 
 def size_samples(
@@ -63,7 +61,6 @@ def size_samples(
     *,
     image_rule: ImageRule,
     tokenizer: Path | str | None,
-    rule_in_sample: RuleInSample | None = None,
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
     special_tokens: SpecialTokens = "template",
@@ -84,7 +81,6 @@ def size_samples(
 
     Image paths are taken below `media_root` (None: the folder of the data file). Bad samples raise one `SampleError`
     that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all always raises.
-    `rule_in_sample` gives the rule of a sample with several images, for models that treat a lone image otherwise.
     `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names the field that says
     which data set a record comes from (text, at most 80 characters); without it the file is the source. `progress` is
     called with bytes of data files done and in all. With `resume_dir` finished chunks are kept there: a killed pass
@@ -102,12 +98,11 @@ def size_samples(
         raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
     assumptions: list[str] = []
     if all(ready):
-        count_image = image_counter(image_rule, rule_in_sample)
+        count_image = image_counter(image_rule)
         parts = [[read_length_part(file, count_image=count_image)] for file in files]
     else:
         settings = _Settings(
             image_rule=image_rule,
-            rule_in_sample=rule_in_sample,
             source_key=source_key,
             tokenizer=None
             if tokenizer is None
@@ -233,7 +228,7 @@ class _Sizer:
     def __init__(self, settings: _Settings) -> None:
         self._settings = settings
         self._counter = TokenCounter(settings.tokenizer)
-        self._count_image = image_counter(settings.image_rule, settings.rule_in_sample)
+        self._count_image = image_counter(settings.image_rule)
         self._folders: dict[Path, MediaFolder] = {}
 
     def size(self, chunk: Chunk) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -246,7 +247,16 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             num_read=int(meta["num_read"]),
             image_rule=None if meta.get("image_rule") is None else str(meta["image_rule"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        EOFError,
+    ) as error:
         raise SampleError(
             f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
         ) from None
@@ -287,12 +297,33 @@ def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any])
 
 def unpack_arrays(content: bytes) -> tuple[_Arrays, dict[str, Any]]:
     """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
+    _refuse_inflated(content)
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     meta = json.loads(arrays.pop("meta").tobytes())
     if not isinstance(meta, dict):
         raise ValueError("its metadata is no object")
     return arrays, meta
+
+
+def _refuse_inflated(content: bytes) -> None:
+    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
+
+    We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
+    """
+    advice = "and a table is not compressed"
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        packed = [entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise ValueError(f"its {len(content)} bytes hold compressed arrays of {sum(packed)}, {advice}")
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            declared = math.prod(shape) * dtype.itemsize
+            if declared > len(content):
+                raise ValueError(f"its {len(content)} bytes declare an array of {declared}, {advice}")
 
 
 def pack_strings(name: str, strings: Sequence[str]) -> _Arrays:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from trimtab.errors import ConfigError, ImageError, join_problems
 from trimtab.models.images.build import UnsettledRule
 from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
-from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, Slices
+from trimtab.models.images.tiles import DynamicTiling, Slices
 from trimtab.models.quote import quote
-from trimtab.specs import ImageRule, IntArray
+from trimtab.specs import ImageRule, ImageRuleBySample, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,11 +80,9 @@ def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: in
 def rule_in_sample(rule: ImageRule, num_images: int) -> ImageRule:
     """The rule for each image of a sample that holds `num_images`.
 
-    Only LLaVA-OneVision asks: an image that is not alone is one tile, its tokens and one newline.
+    Only LLaVA-OneVision's rule tells samples apart, see `AnyRes.in_sample`.
     """
-    if num_images > 1 and isinstance(rule, AnyRes) and rule.lone_images_only:
-        return FixedImage(rows=rule.rows_per_tile, tokens=rule.grid_size**2 + 1, name=rule.name)
-    return rule
+    return rule.in_sample(num_images) if isinstance(rule, ImageRuleBySample) else rule
 
 
 def _whole_numbers(values: npt.ArrayLike) -> IntArray:

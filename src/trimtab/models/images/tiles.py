@@ -117,6 +117,12 @@ class AnyRes:
         ]
         object.__setattr__(self, "_canvases", tuple(canvases))
 
+    def in_sample(self, num_images: int) -> AnyRes | FixedImage:
+        """LLaVA-OneVision: an image that is not alone is one tile, its tokens and one newline."""
+        if num_images > 1 and self.lone_images_only:
+            return FixedImage(rows=self.rows_per_tile, tokens=self.grid_size**2 + 1, name=self.name)
+        return self
+
     def count(self, width: int, height: int) -> ImageCounts:
         check_size(width, height)
         rows, columns = self._choose_canvas(width, height)

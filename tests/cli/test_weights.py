@@ -1,0 +1,105 @@
+"""`--weights`: sources drawn in proportion, packed, planned, written and read. Needs the [data] extra."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Run = Any
+WORDS = ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "2", "--source-key", "source"]
+WEIGHTS = "chart=0,page=1,photo=1,screenshot=2,multi-image=1,text=5"
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 samples of source web, 10 of docs; record i has 100 + i tokens."""
+    path = tmp_path_factory.mktemp("lengths") / "sizes.jsonl"
+    rows = [{"vit_num": 1, "token_num": 100 + i, "source": "docs" if i % 5 == 0 else "web"} for i in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp_path: Path) -> None:
+    limits = ["--max-patches", "8", "--max-tokens", "1024", "--dp", "2"]
+    words = ["pack", lengths, *limits, "--weights", "web=0.5,docs=2", "--num-drawn", "60"]
+    result = run(*words, "--out", tmp_path / "packs")
+    assert result.code == 0, result.err
+    assert "Source web, weight 0.5: 12 of 60 drawn samples, 28 of its 40 left out." in result.out
+    assert "Source docs, weight 2: 48 of 60 drawn samples, each of its 10 drawn 4 times, 8 of them once more." in (
+        result.out
+    )
+    indices = np.load(tmp_path / "packs" / "indices.npy")
+    times = np.bincount(indices, minlength=50)  # rows of the file, not of what was drawn
+    assert times[::5].sum() == 48
+    assert set(times[::5].tolist()) == {4, 5}
+    assert times.sum() == 60
+    found = run(*words, "--json").json
+    assert found["mixture"] == [
+        {"name": "docs", "weight": 2.0, "num_rows": 10, "num_drawn": 48},
+        {"name": "web", "weight": 0.5, "num_rows": 40, "num_drawn": 12},
+    ]
+    assert found["num_packed"] == 60
+    assert "mixture" not in run("pack", lengths, *limits, "--json").json
+
+
+def test_weights_that_cannot_be_are_refused_all_at_once(run: Run, lengths: Path) -> None:
+    words = ["pack", lengths, "--max-patches", "8", "--max-tokens", "1024"]
+    result = run(*words, "--weights", "web=-1,papers=2")
+    assert result.code == 2
+    assert "source 'web' was to have weight -1, which is no proportion: give 0 or more" in result.err
+    assert "source 'papers' has a weight and no samples: the data's are docs, web" in result.err
+    assert "source 'docs' has 10 samples and no weight: give it one, or 0 to leave it out" in result.err
+    result = run(*words, "--weights", "web,docs=two", "--weights", "=3")
+    assert result.code == 2
+    for word in ("web", "docs=two", "=3"):
+        assert f"'{word}' is no weight of a source: write it as NAME=NUMBER, as in web=0.5,docs=2" in result.err
+    result = run(*words, "--num-drawn", "9")
+    assert result.code == 2
+    assert "num_drawn 9 was asked for without weights: give every source a weight" in result.err
+
+
+def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path, tmp_path: Path) -> None:
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
+    result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan")
+    assert result.code == 0, result.err
+    assert "Source chart, weight 0: 0 of 240 drawn samples," in result.out
+    assert "Source text, weight 5: 120 of 240 drawn samples, each of its " in result.out
+    assert run("check", tmp_path / "plan").code == 0
+    assert run("report", tmp_path / "plan").code == 0
+    assert WEIGHTS in (tmp_path / "plan" / "plan.yaml").read_text(encoding="utf-8")
+    exported = run("export", "jsonl", tmp_path / "plan", "--out", tmp_path / "all.jsonl", "--json").json
+    assert exported["num_records"] == 240
+    assert any("are repeats, drawn by the plan's weights: a host must take an id" in note for note in exported["notes"])
+    assert not any("larger than a pack" in note for note in exported["notes"])
+
+    from trimtab.adapters.data_files import read_planned
+    from trimtab.runtime.records import open_records
+
+    planned, records = read_planned(tmp_path / "plan"), open_records(tmp_path / "plan")
+    expected = Counter(records[row]["id"] for row in planned.packing.indices.tolist())
+    with (tmp_path / "all.jsonl").open(encoding="utf-8") as file:
+        written = [json.loads(line) for line in file]
+    assert Counter(record["id"] for record in written) == expected
+    assert max(expected.values()) > 1
+    assert Counter(record["source"] for record in written)["text"] == 120
+    packs = run("export", "qwen-packs", tmp_path / "plan", "--out", tmp_path / "packs.jsonl", "--json").json
+    assert packs["num_records"] == 240
+    arrays = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--json")
+    assert arrays.code == 0, arrays.err
+    record, indices = np.load(tmp_path / "npy" / "record.npy"), np.load(tmp_path / "npy" / "indices.npy")
+    lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines()
+    assert Counter(json.loads(lines[i])["id"] for i in record[indices].tolist()) == expected
+    preset = run("export", "xtuner", tmp_path / "plan", "--out", tmp_path / "preset", "--allow-images", "--json").json
+    assert preset["num_records"] == 240
+
+
+def test_plan_refuses_wrong_weights_before_it_reads_data(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("{", encoding="utf-8")
+    result = run("plan", "Qwen2.5-VL-7B", tmp_path / "broken.jsonl", "--cluster", "8xA100-80GB", "--weights", "a=-1")
+    assert result.code == 2
+    assert "source 'a' was to have weight -1" in result.err

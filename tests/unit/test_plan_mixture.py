@@ -1,0 +1,198 @@
+"""plan/mixture.py: sources drawn by weight, in a plan and in what is read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PackingError, PlanError
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.check import check_plan
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.file import load_plan, plan_to_yaml
+from trimtab.plan.mixture import describe_draw, draw_sources
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import MixedSource
+from trimtab.plan.reload import load_details, reload_plan
+from trimtab.specs import SampleTable
+
+MODEL = describe("InternVL-Chat-V1-5")
+CLUSTER = parse_cluster("32xA100-80GB")
+OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=4, weights=(("images", 0.5), ("text", 2.0)))
+
+
+@pytest.fixture(scope="module")
+def samples() -> SampleTable:
+    return dataclasses.replace(tile_samples(400), ids=tuple(f"s{i}" for i in range(400)))
+
+
+@pytest.fixture(scope="module")
+def made(samples: SampleTable) -> PlanDetails:
+    return make_plan(MODEL, samples, CLUSTER, OPTIONS)
+
+
+def of_sources(sizes: list[int]) -> SampleTable:
+    """Sources one after the other, named a, b, c, ..."""
+    source = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    numbers = np.arange(1, len(source) + 1)
+    columns: dict[str, Any] = dict.fromkeys(("num_images", "num_patches", "patches_sq", "patches_windowed"), numbers)
+    names = tuple("abcdefgh"[: len(sizes)])
+    return SampleTable(**columns, num_tokens=numbers, source=source, source_names=names)
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=5),
+    num_drawn=st.integers(1, 80),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(
+    parts: list[tuple[int, int]], num_drawn: int, seed: int
+) -> None:
+    if not any(weight for _, weight in parts):
+        parts[0] = (parts[0][0], 1)
+    samples = of_sources([size for size, _ in parts])
+    weights = [(name, float(weight)) for name, (_, weight) in zip("abcdefgh", parts, strict=False)]
+    draw = draw_sources(samples, weights[::-1], num_drawn=num_drawn, seed=seed)
+    assert draw.times.sum() == len(draw.rows) == num_drawn
+    assert np.array_equal(np.bincount(draw.rows, minlength=len(samples)), draw.times)
+    for number, source in enumerate(draw.sources):
+        times = draw.times[samples.source == number]
+        assert (source.name, source.weight) == weights[number]
+        assert (source.num_rows, source.num_drawn) == (len(times), times.sum())
+        assert times.max() - times.min() <= 1
+        share = num_drawn * source.weight / sum(weight for _, weight in weights)
+        assert abs(source.num_drawn - share) < 1
+    again = draw_sources(samples, weights, num_drawn=num_drawn, seed=seed)
+    assert np.array_equal(again.times, draw.times)
+
+
+def test_what_repeats_and_what_is_left_out_is_said() -> None:
+    draw = draw_sources(of_sources([3, 10, 4, 2]), [("a", 2), ("b", 1), ("c", 1), ("d", 0)], num_drawn=16)
+    assert describe_draw(draw.sources) == (
+        "Source a, weight 2: 8 of 16 drawn samples, each of its 3 drawn 2 times, 2 of them once more.",
+        "Source b, weight 1: 4 of 16 drawn samples, 6 of its 10 left out.",
+        "Source c, weight 1: 4 of 16 drawn samples, each of its 4 drawn once.",
+        "Source d, weight 0: 0 of 16 drawn samples, 2 of its 2 left out.",
+    )
+    assert describe_draw([MixedSource(name="e", weight=0, num_rows=0, num_drawn=0)])[0].endswith("it has none.")
+
+
+def test_all_problems_of_the_weights_are_named_at_once() -> None:
+    empty = dataclasses.replace(of_sources([3, 2]), source_names=("a", "b", "gone"))
+    with pytest.raises(PlanError) as error:
+        draw_sources(empty, [("a", -1), ("x", 2), ("x", float("nan")), ("gone", 3)], num_drawn=0)
+    assert str(error.value).splitlines() == [
+        "source 'x' has two weights: give it one",
+        "source 'a' was to have weight -1, which is no proportion: give 0 or more",
+        "source 'x' was to have weight nan, which is no proportion: give 0 or more",
+        "source 'x' has a weight and no samples: the data's are a, b, gone",
+        "source 'b' has 2 samples and no weight: give it one, or 0 to leave it out",
+        "source 'gone' was to have weight 3, and none of its samples is left: give it 0",
+        "0 samples were to be drawn, which is no epoch: draw 1 or more",
+    ]
+    with pytest.raises(PlanError, match="all weights are 0, which draws nothing: give one source a weight above 0"):
+        draw_sources(of_sources([1]), [("a", 0)])
+
+
+def test_weights_that_no_data_could_have_are_refused_before_there_is_data() -> None:
+    with pytest.raises(PlanError, match="source 'a' was to have weight -2, which is no proportion"):
+        PlanOptions(weights=(("a", -2), ("b", 1)))
+    with pytest.raises(PlanError, match="num_drawn 7 was asked for without weights: give every source a weight"):
+        PlanOptions(num_drawn=7)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_packs_hold_rows_of_the_data_as_often_as_they_are_drawn(samples: SampleTable, made: PlanDetails) -> None:
+    draw = draw_sources(samples, OPTIONS.weights, seed=OPTIONS.seed)
+    assert draw.times.max() > 1
+    assert draw.times.min() == 0
+    packing, decision = made.packing, made.plan.decisions.packing
+    assert np.array_equal(np.bincount(packing.indices, minlength=len(samples)), draw.times)
+    assert packing.sums(made.samples.num_patches).max() <= decision.max_patches
+    assert packing.sums(made.samples.num_tokens).max() <= decision.max_tokens
+    assert made.plan.inputs.data.num_samples == len(made.samples) == len(samples)
+    assert made.plan.inputs.data.mixture == draw.sources
+    assert set(describe_draw(draw.sources)) <= set(made.plan.assumptions)
+
+
+def test_a_mixed_plan_checks_and_simulates_to_the_same_figures(made: PlanDetails, tmp_path: Path) -> None:
+    path = write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    loaded = load_details(tmp_path)
+    assert loaded.plan == made.plan
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        assert before.epoch_s == after.epoch_s
+    text = path.read_text(encoding="utf-8")
+    assert "- {name: images, weight: 0.5, num_rows: " in text
+    num_drawn = made.plan.inputs.data.mixture[0].num_drawn
+    path.write_text(text.replace(f"num_drawn: {num_drawn}}}", f"num_drawn: {num_drawn + 1}}}"), encoding="utf-8")
+    problems = check_plan(tmp_path)
+    assert "the mixture has other counts in the plan than its weights give: run `trimtab plan` again" in problems
+
+
+def test_a_pack_too_many_of_a_sample_is_found(made: PlanDetails, tmp_path: Path) -> None:
+    indices = made.packing.indices.copy()
+    left_out = int(np.flatnonzero(np.bincount(indices, minlength=len(made.samples)) == 0)[0])
+    indices[0] = left_out
+    packing = dataclasses.replace(made.packing, indices=indices)
+    from trimtab.plan.file import name_table
+    from trimtab.plan.packs import pack_contents
+
+    table = name_table("indices.npy", pack_contents(packing, made.schedule)["indices.npy"])
+    decision = dataclasses.replace(made.plan.decisions.packing, indices=table)
+    decisions = dataclasses.replace(made.plan.decisions, packing=decision)
+    write_plan(
+        dataclasses.replace(made, packing=packing, plan=dataclasses.replace(made.plan, decisions=decisions)), tmp_path
+    )
+    problems = "\n".join(check_plan(tmp_path))
+    assert "1 samples are packed more often than the weights draw them: run `trimtab plan` again" in problems
+    assert "1 samples are in no pack, and the plan says that 0 were left out" in problems
+
+
+def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(
+    samples: SampleTable, tmp_path: Path
+) -> None:
+    limits = {"max_patches": 3075, "max_tokens": 4096}
+    options = dataclasses.replace(OPTIONS, **limits, oversize="skip", num_drawn=900)
+    made = make_plan(MODEL, samples, CLUSTER, options)
+    draw = draw_sources(samples, options.weights, num_drawn=900, seed=options.seed)
+    over = (samples.num_patches > 3075) | (samples.num_tokens > 4096)
+    expected = np.where(over, draw.times, 0)
+    assert expected.sum() > 0
+    assert made.plan.decisions.packing.num_oversize == expected.sum()
+    assert np.array_equal(np.bincount(made.packing.oversize, minlength=400), expected)
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    assert np.array_equal(np.sort(made.packing.oversize), reload_plan(tmp_path).case.packing.oversize)
+    with pytest.raises(PackingError) as error:
+        make_plan(MODEL, samples, CLUSTER, dataclasses.replace(options, oversize="error"))
+    first = str(error.value).splitlines()[0]
+    assert first.startswith(f"{int((over & (draw.times > 0)).sum())} of ")
+
+
+def test_a_global_batch_above_what_is_drawn_is_refused(samples: SampleTable) -> None:
+    options = dataclasses.replace(OPTIONS, num_microbatches=None, global_batch=300, num_drawn=200)
+    with pytest.raises(PlanError, match="global_batch 300 was asked for, and the data holds 200 samples"):
+        make_plan(MODEL, samples, CLUSTER, options)
+
+
+def test_a_plan_without_weights_has_no_such_key(samples: SampleTable, tmp_path: Path) -> None:
+    made = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(OPTIONS, weights=()))
+    assert "mixture" not in plan_to_yaml(made.plan)
+    write_plan(made, tmp_path)
+    assert load_plan(tmp_path).inputs.data.mixture == ()
