@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import json
-import os
+import random
 import shutil
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,13 +18,26 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 import transformers
-from train_runs import losses_of, run_on_ranks, settings_of, write_run, write_variant
+from train_runs import (
+    Torchrun,
+    load_tensors,
+    read_lines,
+    run_on_ranks,
+    settings_of,
+    values_of,
+    write_run,
+    write_variant,
+)
 
-from trimtab.errors import PlanError, TrimtabError
+from trimtab.errors import PlanError, SampleError, TrimtabError
 from trimtab.plan.file import load_plan
-from trimtab.plan.run_log import read_run_log
+from trimtab.plan.reload import load_details
+from trimtab.plan.run_log import compare_times, read_run_log, read_run_of
+from trimtab.report.html import html_report
+from trimtab.report.run import run_lines
 from trimtab.runtime.checkpoint import list_checkpoints, read_progress
-from trimtab.runtime.train import TrainSettings, fit_layout, rate_factor, train
+from trimtab.runtime.train import fit_layout, train
+from trimtab.runtime.train_settings import TrainSettings, rate_factor
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +56,7 @@ def alone(folder):
     plan = write_variant(folder, "alone", num_stages=1)
     settings = settings_of(folder, plan, "run-alone", save_every=2, export=folder / "exported")
     train(settings)
-    return losses_of(settings)
+    return values_of(settings)
 
 
 def test_twenty_steps_lose_as_one_process_does(tmp_path):
@@ -59,21 +72,166 @@ def test_twenty_steps_lose_as_one_process_does(tmp_path):
     run_on_ranks(tmp_path, threes, 3)
     run_on_ranks(tmp_path, squares, 4)
     for one, three, square in zip(ones, threes, squares, strict=True):
-        expected = losses_of(one)
+        expected = values_of(one)
         assert len(expected) == 20
         assert expected[-1] < 0.9 * expected[0]
-        assert losses_of(three) == pytest.approx(expected, rel=5e-6)
-        assert losses_of(square) == pytest.approx(expected, rel=5e-6)
+        assert values_of(three) == pytest.approx(expected, rel=5e-6)
+        assert values_of(square) == pytest.approx(expected, rel=5e-6)
+
+
+@pytest.fixture(scope="module")
+def pairs(folder, alone):
+    """Runs of four steps on two pipeline ranks, by name, each with the run of one process that it should equal."""
+    frozen = ("vision", "projector")
+    whole = {
+        "frozen": settings_of(
+            folder, write_variant(folder, "whole-frozen", num_stages=1, frozen=frozen), "run-whole-frozen"
+        ),
+        "bfloat16": settings_of(folder, folder / "alone", "run-whole-bf16", dtype="bfloat16"),
+        "momentum": settings_of(folder, folder / "alone", "run-whole-tight", max_grad_norm=0.05, optimizer="SGD"),
+    }
+    for settings in whole.values():
+        train(settings)
+    usual = settings_of(folder, folder / "alone", "run-alone")
+    kinds = {
+        "1F1B": (usual, {}, {}),
+        "GPipe": (usual, {"name": "GPipe"}, {}),
+        "Interleaved1F1B": (usual, {"name": "Interleaved1F1B", "num_chunks": 2}, {}),
+        "ZBVZeroBubble": (usual, {"name": "ZBVZeroBubble", "num_chunks": 2}, {}),
+        "recompute": (usual, {"recompute": True}, {}),
+        "frozen": (whole["frozen"], {"frozen": frozen}, {}),
+        "bfloat16": (whole["bfloat16"], {}, {"dtype": "bfloat16"}),
+        "bfloat16 split": (whole["bfloat16"], {"name": "ZBVZeroBubble", "num_chunks": 2}, {"dtype": "bfloat16"}),
+        "clipped": (whole["momentum"], {}, {"max_grad_norm": 0.05, "optimizer": "SGD"}),
+    }
+    runs = {}
+    for name, (one, change, more) in kinds.items():
+        plan = write_variant(folder, f"two {name}", num_stages=2 * change.get("num_chunks", 1), **change)
+        runs[name] = (one, settings_of(folder, plan, f"run-two {name}", **more))
+    run_on_ranks(folder, [two for _, two in runs.values()], 2)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "recompute", "frozen", "clipped"]
+)
+def test_every_schedule_trains_as_one_process_does(pairs, name):
+    one, two = pairs[name]
+    assert values_of(two) == pytest.approx(values_of(one), rel=5e-6)
+    assert values_of(two, "grad_norm") == pytest.approx(values_of(one, "grad_norm"), rel=1e-4)
+    assert values_of(two, "num_tokens") == values_of(one, "num_tokens")
+    assert len(set(values_of(two))) == 4
+
+
+def test_gradients_are_clipped_over_all_stages_together(pairs):
+    one, two = pairs["clipped"]
+    assert min(values_of(two, "grad_norm")) > 0.05  # every step was clipped
+    assert values_of(one) != values_of(pairs["1F1B"][0])
+
+
+def test_recompute_changes_no_bit(pairs):
+    assert values_of(pairs["recompute"][1]) == values_of(pairs["1F1B"][1])
+    assert values_of(pairs["recompute"][1], "grad_norm") == values_of(pairs["1F1B"][1], "grad_norm")
+
+
+def test_frozen_towers_stay_as_they_are(folder, pairs):
+    one, two = pairs["frozen"]
+    assert values_of(one) != values_of(pairs["1F1B"][0])
+    before, after = (
+        load_tensors(list_checkpoints(run.out)[-1], "model.vision_tower")
+        for run in (settings_of(folder, folder / "alone", "run-alone"), two)
+    )
+    assert before.keys() == after.keys()
+    drawn = load_tensors(list_checkpoints(one.out)[-1], "model.vision_tower")
+    assert all(torch.equal(after[name], drawn[name]) for name in drawn)
+    assert not all(torch.equal(before[name], drawn[name]) for name in drawn)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 split"])
+def test_bfloat16_loses_nearly_as_float32(pairs, name):
+    one, two = pairs[name]
+    exact = values_of(pairs["1F1B"][0])
+    assert values_of(two) == pytest.approx(exact, rel=2e-2)
+    assert values_of(two) != pytest.approx(exact, rel=1e-6)  # something was rounded
+    assert values_of(two) == pytest.approx(values_of(one), rel=1e-2)
+
+
+def test_the_log_compares_every_step_with_the_plan(pairs):
+    log = read_run_log(pairs["1F1B"][1].out / "run.jsonl")
+    assert log.header.pp == 2
+    assert len(log.header.planned_memory_bytes) == 2
+    assert all(record.planned_s is not None and record.planned_s > 0 for record in log.steps)
+    assert len({record.planned_s for record in log.steps}) > 1  # each from its own packs
+    found = compare_times(log, band=0.5)
+    assert found is not None
+    assert found.num_steps == 3  # the first pays for warming up
+    assert found.ratio > 1  # no CPU is an A100
+
+
+def test_the_report_takes_the_run(folder, pairs):
+    settings = pairs["GPipe"][1]
+    details = load_details(settings.plan)
+    log = read_run_of(details.plan, settings.out / "run.jsonl")
+    assert "4 steps on CPU" in run_lines(details, log)[0]
+    assert "Training run" in html_report(details, run=log)
+    with pytest.raises(PlanError, match="trained by other decisions"):
+        read_run_of(load_plan(folder / "plan"), settings.out / "run.jsonl")
+
+
+def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path):
+    write_run(tmp_path, "internvl")
+    plan = write_variant(tmp_path, "one", num_stages=1)
+    whole = settings_of(tmp_path, plan, "run", steps=None)
+    train(whole)
+    image = sorted((tmp_path / "data").rglob("*.png"))[0]
+    image.write_bytes(image.read_bytes()[:60])
+    with pytest.raises(SampleError, match=r"sample s\d+ .*cannot be read .*: mend it and resume, or have fillers"):
+        train(settings_of(tmp_path, plan, "run-stopped", steps=None))
+    filled = settings_of(tmp_path, plan, "run-filled", steps=None, on_bad_sample="filler")
+    train(filled)
+    assert values_of(filled, "num_tokens") == values_of(whole, "num_tokens")  # the plan's steps, of the plan's size
+    assert values_of(filled) != values_of(whole)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_without_a_checkpoint(folder, alone):
+    settings = settings_of(folder, folder / "alone", "run-nan", learning_rate=1e30, max_grad_norm=None, save_every=1)
+    with pytest.raises(TrimtabError, match=r"the loss of step [234] is (nan|inf): resume from the last checkpoint"):
+        train(settings)
+    assert len(list_checkpoints(settings.out)) == len(values_of(settings)) - 1
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, alone):
+    """The slow one: torchrun and its ranks are killed at some moment, and started again."""
+    whole = settings_of(folder, folder / "plan", "run-whole", steps=30, save_every=3)
+    run_on_ranks(folder, [whole], 2)
+    killed = replace(whole, out=folder / "run-killed")
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    after = random.Random(seed).uniform(4, 20)
+    with Torchrun(killed, 2) as first:
+        while len(read_lines(killed)) < int(after) and first.process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(0.1 * (after % 1))
+    done = len(read_lines(killed))
+    assert 3 <= done < 30, first.errors
+    with Torchrun(killed, 2, "--resume") as second:
+        assert second.process.wait(timeout=300) == 0, second.errors
+    assert [record.step for record in read_run_log(killed.out / "run.jsonl").steps] == list(range(1, 31))
+    assert [record.loss for record in read_run_log(killed.out / "run.jsonl").steps] == values_of(whole)
 
 
 def test_resuming_gives_the_same_losses(folder, alone):
     shorter = settings_of(folder, folder / "alone", "run-resumed", steps=2)
     train(shorter)
-    assert losses_of(shorter) == alone[:2]
+    assert values_of(shorter) == alone[:2]
+    with (shorter.out / "run.jsonl").open("a") as log:
+        log.write('{"kind": "step", "st')  # as a kill leaves it
     longer = replace(shorter, steps=4, resume=True)
     records = train(longer)
     assert [record.step for record in records] == [3, 4]
-    assert losses_of(longer) == alone
+    found = read_run_log(longer.out / "run.jsonl")
+    assert [record.loss for record in found.steps] == alone
+    assert found.starts == (1, 3)
 
 
 def test_a_run_resumes_on_other_ranks_and_stages(folder, alone):
@@ -81,7 +239,7 @@ def test_a_run_resumes_on_other_ranks_and_stages(folder, alone):
     train(settings)
     moved = replace(settings, plan=folder / "plan", steps=4, resume=True)
     run_on_ranks(folder, [moved], 4)
-    assert losses_of(moved) == pytest.approx(alone, rel=5e-6)
+    assert values_of(moved) == pytest.approx(alone, rel=5e-6)
     assert read_progress(list_checkpoints(moved.out)[-1]).world_size == 4
 
 
@@ -167,6 +325,13 @@ def test_a_broken_checkpoint_is_refused(folder, alone):
         train(settings_of(folder, folder / "alone", "run-broken", resume=True))
 
 
+def test_a_folder_with_another_runs_checkpoints_is_refused(folder, alone):
+    log = (folder / "run-alone" / "run.jsonl").read_bytes()
+    with pytest.raises(PlanError, match=r"holds checkpoints of an earlier one, step-00000004 the last: go on from it"):
+        train(settings_of(folder, folder / "alone", "run-alone"))
+    assert (folder / "run-alone" / "run.jsonl").read_bytes() == log
+
+
 def test_momentum_and_other_numbers_survive_a_resume(folder, alone):
     options = {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9, "nesterov": True}}
     whole = settings_of(folder, folder / "alone", "run-sgd", **options)
@@ -174,7 +339,7 @@ def test_momentum_and_other_numbers_survive_a_resume(folder, alone):
     half = settings_of(folder, folder / "alone", "run-sgd-half", **{**options, "steps": 2})
     train(half)
     train(replace(half, steps=4, resume=True))
-    assert losses_of(half) == losses_of(whole)
+    assert values_of(half) == values_of(whole)
 
 
 def test_the_learning_rate_rises_and_decays():
@@ -184,16 +349,3 @@ def test_the_learning_rate_rises_and_decays():
     assert factors[-1] > 0
     assert [rate_factor(step, 6, 2, "linear") for step in (3, 4, 5, 6)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
     assert rate_factor(1, 6, 0, "constant") == 1.0
-
-
-def test_no_half_written_log_is_taken_for_one(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text(json.dumps({"kind": "step", "step": 1}) + "\n")
-    with pytest.raises(PlanError, match=r"line 1 of the run log .* is no record"):
-        read_run_log(path)
-    with pytest.raises(PlanError, match="cannot read the run log"):
-        read_run_log(tmp_path / "none")
-    path.write_text("")
-    with pytest.raises(PlanError, match="holds no step"):
-        read_run_log(path)
-    assert os.listdir(tmp_path) == ["run.jsonl"]

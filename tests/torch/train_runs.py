@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from plan_runs import spawn
+import psutil
+import torch
 from test_conversations import write_data, write_model
 
 import trimtab
@@ -16,15 +21,17 @@ from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, StageDecision
-from trimtab.runtime.train import TrainSettings, train
+from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision
+from trimtab.runtime.train import train
+from trimtab.runtime.train_settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
+from trimtab.specs import Tower
 
 NUM_SAMPLES = 24
 
 
-def write_run(folder: Path, family: str) -> None:
-    """model/ and data/, and plan/: dp 2 x pp 2 with 2 micro-batches, cut inside the text model."""
+def write_run(folder: Path, family: str, *, dp: int = 2) -> None:
+    """model/ and data/, and plan/: dp x pp 2 with 2 micro-batches, cut inside the text model."""
     write_model(folder / "model", family)
     data = write_data(folder / "data", num=NUM_SAMPLES)
     spec = describe(folder / "model")
@@ -35,31 +42,45 @@ def write_run(folder: Path, family: str) -> None:
         tokenizer=folder / "model",
     )
     limits = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
-    options = PlanOptions(dp=2, pp=2, tp=1, num_microbatches=2, dtype="fp32", attention="sdpa", **limits)
+    options = PlanOptions(dp=dp, pp=2, tp=1, num_microbatches=2, dtype="fp32", attention="sdpa", **limits)
     origin = PlanOrigin(data_files=(DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=""),))
-    details = trimtab.make_plan(spec, sized.table, trimtab.parse_cluster("4xA100-80GB"), options, origin=origin)
+    details = trimtab.make_plan(spec, sized.table, trimtab.parse_cluster(f"{2 * dp}xA100-80GB"), options, origin=origin)
     trimtab.write_plan(details, folder / "plan")
 
 
-def write_variant(folder: Path, name: str, *, num_stages: int, **schedule: Any) -> Path:
-    """The same packs with the model cut into equally many layers a stage."""
+def write_variant(
+    folder: Path,
+    variant: str,
+    /,
+    *,
+    num_stages: int,
+    recompute: bool = False,
+    frozen: tuple[Tower, ...] = (),
+    **schedule: Any,
+) -> Path:
+    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any."""
     source = folder / "plan"
     plan = load_plan(source)
     layers = [layer.name for layer in describe(folder / "model").layers]
     cuts = [round(len(layers) * i / num_stages) for i in range(num_stages + 1)]
     stages = tuple(StageDecision(stage=i, modules=fold_modules(layers[a:b])) for i, (a, b) in enumerate(pairwise(cuts)))
+    pipeline = replace(plan.decisions.schedule, **schedule)
     decisions = replace(
         plan.decisions,
+        parallel=replace(plan.decisions.parallel, pp=num_stages // pipeline.num_chunks),
         stages=stages,
-        recompute=(),
-        schedule=replace(plan.decisions.schedule, **schedule),
+        recompute=tuple(RecomputeDecision(stage=s.stage, granularity="full", modules=s.modules) for s in stages)
+        if recompute
+        else (),
+        schedule=pipeline,
     )
-    target = folder / name
+    target = folder / variant
     target.mkdir()
     for file in source.iterdir():
         if file.name != "plan.yaml":
             (target / file.name).write_bytes(file.read_bytes())
-    (target / "plan.yaml").write_text(plan_to_yaml(replace(plan, decisions=decisions)))
+    inputs = replace(plan.inputs, training=replace(plan.inputs.training, frozen_towers=frozen))
+    (target / "plan.yaml").write_text(plan_to_yaml(replace(plan, inputs=inputs, decisions=decisions)))
     return target
 
 
@@ -69,16 +90,74 @@ def settings_of(folder: Path, plan: Path, out: str, **more: Any) -> TrainSetting
 
 
 def run_on_ranks(folder: Path, runs: list[TrainSettings], num_ranks: int) -> None:
-    """One after the other, in the same processes."""
-    spawn(_train, folder, runs, num_ranks=num_ranks)
+    """One after the other, in the same gloo processes.
+
+    They are forked from a server that has imported Transformers once: on its own each pays 5 s of CPU for that.
+    """
+    multiprocessing.set_forkserver_preload(["trimtab.runtime.train", "transformers.models.auto.modeling_auto"])
+    store = folder / f"store-{os.urandom(4).hex()}"
+    torch.multiprocessing.start_processes(
+        _train, args=(num_ranks, str(store), runs), nprocs=num_ranks, start_method="forkserver"
+    )
 
 
-def losses_of(settings: TrainSettings) -> list[float]:
+def values_of(settings: TrainSettings, name: str = "loss") -> list[float]:
     """By step, as the run's log has them."""
     lines = [json.loads(line) for line in (settings.out / "run.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "step"]
+    return [line[name] for line in lines if line["kind"] == "step"]
 
 
-def _train(rank: int, folder: Path, runs: list[TrainSettings]) -> None:
+def load_tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Of the model, by name."""
+    from safetensors.torch import load_file
+
+    found = {name: value for file in checkpoint.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {name: value for name, value in found.items() if name.startswith(f"model/{prefix}")}
+
+
+def read_lines(settings: TrainSettings) -> list[str]:
+    """Steps in the log of a run that may still be writing it."""
+    log = settings.out / "run.jsonl"
+    return [line for line in log.read_text().splitlines() if '"step"' in line] if log.exists() else []
+
+
+class Torchrun:
+    """`torchrun --no-python trimtab train` with these settings; killed when left, what it wrote in `errors`."""
+
+    def __init__(self, settings: TrainSettings, num_ranks: int, *more: str) -> None:
+        ranks = ["--standalone", f"--nproc-per-node={num_ranks}", "--no-python"]
+        itself = str(Path(sys.executable).parent / "trimtab")
+        given = [str(settings.plan), str(settings.model), "--out", str(settings.out), "--steps", str(settings.steps)]
+        given += ["--random-weights", "--dtype", settings.dtype, "--device", "cpu", "--lr", str(settings.learning_rate)]
+        given += ["--save-every", str(settings.save_every)]
+        settings.out.mkdir(exist_ok=True)
+        self._written = settings.out / "stderr.txt"
+        with self._written.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *ranks, itself, "train", *given, *more],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+
+    @property
+    def errors(self) -> str:
+        return self._written.read_text()
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """-9 to torchrun and to all its ranks, which are in sessions of their own."""
+        if self.process.poll() is None:
+            for each in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
+                each.kill()
+        self.process.wait()
+
+
+def _train(rank: int, num_ranks: int, store: str, runs: list[TrainSettings]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     for settings in runs:
         train(settings)
+    torch.distributed.destroy_process_group()

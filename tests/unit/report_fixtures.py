@@ -28,6 +28,7 @@ from trimtab.plan.plan import (
     TrainingInput,
     VariantEstimate,
 )
+from trimtab.plan.run_log import RunHeader, RunLog, StepRecord
 from trimtab.specs import (
     DeviceSpec,
     ImageCounts,
@@ -503,3 +504,47 @@ def hostile_details() -> PlanDetails:
     details = make_details(model, variants, num_microbatches=2, data=bad)
     plan = replace(details.plan, summary=bad, command=bad, assumptions=(bad,) * 3, created_by=bad)
     return replace(details, plan=plan)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def make_header(**change) -> RunHeader:
+    """Of a run on the plan's device."""
+    values = {
+        "plan": "",
+        "device": "NVIDIA A100-SXM4-80GB",
+        "planned_device": "A100-80GB",
+        "dp": 1,
+        "pp": 2,
+        "schedule": "1F1B",
+        "num_microbatches": 4,
+        "dtype": "bfloat16",
+        "attention": "sdpa",
+        "optimizer": "AdamW",
+        "planned_step_s": 1.0,
+        "planned_memory_bytes": (30 * GIB, 20 * GIB),
+        "versions": "trimtab 0",
+    }
+    return RunHeader(**{**values, **change})
+
+
+def make_step(step: int, step_s: float, **change) -> StepRecord:
+    values = {
+        "epoch": 0,
+        "loss": 3.0 / step,
+        "learning_rate": 1e-5,
+        "grad_norm": 1.0,
+        "num_tokens": 1000,
+        "data_s": 0.1 * step_s,
+        "planned_s": 1.0,
+        "peak_memory_bytes": (27 * GIB, 22 * GIB),
+    }
+    return StepRecord(step=step, step_s=step_s, **{**values, **change})
+
+
+def make_run(num_steps: int = 40, **change) -> RunLog:
+    """Steps of 0.9 to 1.1 planned seconds that take 5 % more; the first pays for warming up."""
+    planned = [0.9 + 0.2 * ((7 * i) % num_steps) / num_steps for i in range(num_steps)]
+    steps = [make_step(i + 1, 1.05 * p + 4.0 * (i == 0), planned_s=p) for i, p in enumerate(planned)]
+    return RunLog(header=make_header(**change), steps=tuple(steps), starts=(1,))

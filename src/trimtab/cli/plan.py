@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,9 @@ from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.cli.pack import OrderOption, OversizeOption
 from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
+
+if TYPE_CHECKING:
+    from trimtab.plan.details import PlanDetails
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
 
@@ -64,8 +67,13 @@ def plan(
     ] = None,
     max_patches: Annotated[int | None, typer.Option(min=1, help="Most ViT patches of a pack; default: chosen.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most LLM tokens of a pack; default: chosen.")] = None,
-    schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], typer.Option(help="Pipeline schedule.")] = "1F1B",
-    num_chunks: Annotated[int, typer.Option(min=1, help="Virtual stages per device (Interleaved1F1B).")] = 1,
+    schedule: Annotated[
+        Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"],
+        typer.Option(help="Pipeline schedule; auto: the fastest of them in simulation."),
+    ] = "1F1B",
+    num_chunks: Annotated[
+        int, typer.Option(min=1, help="Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).")
+    ] = 1,
     method: Annotated[Literal["balanced", "isf"], typer.Option(help="How packs are made.")] = "balanced",
     order: OrderOption = "random",
     oversize: OversizeOption = "error",
@@ -88,10 +96,23 @@ def plan(
     freeze: Annotated[
         list[str] | None, typer.Option(help="Towers that are not trained, as in vision,projector.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Plan with the seconds of this profile, which `trimtab profile --out` wrote.")
+    ] = None,
     target: Annotated[
         Literal["megatron"] | None, typer.Option("--for", help="Only cuts that this framework can express.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 0,
+    refine: Annotated[
+        int | None, typer.Option(min=2, help="Run so many of the best splits on this machine, keep the fastest.")
+    ] = None,
+    refine_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each split that --refine runs.")] = 5,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the model that --refine runs; else CONFIG. As for `trimtab train`.")
+    ] = None,
+    refine_on: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where --refine runs; default: cuda where there is one.")
+    ] = None,
     workers: WorkersOption = None,
     engine: EngineOption = "local",
     resume: ResumeOption = None,
@@ -102,14 +123,22 @@ def plan(
     from trimtab.cli.data import Reading, size_data
     from trimtab.cli.show import data_files, parse_share, parse_towers, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
+    from trimtab.costs.profile import load_profile
+    from trimtab.errors import PlanError
     from trimtab.models.describe import describe
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.units import parse_bytes
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
+    if target == "megatron" and schedule == "auto":
+        raise PlanError(
+            "--schedule auto was asked for with --for megatron, which runs 1F1B and Interleaved1F1B alone: "
+            "give --schedule one of these"
+        )
     if target == "megatron":
         model = replace(model, forbidden_cuts=model.forbidden_cuts | unsupported_cuts(model))
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node)
+    saved = None if profile is None else load_profile(profile)
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
     options = PlanOptions(
         dp=dp,
         pp=pp,
@@ -135,6 +164,7 @@ def plan(
         attention=attention,
         fused_kernels=fused_kernels,
         frozen_towers=parse_towers(freeze or []),
+        profile=saved,
     )
     sized = size_data(
         model,
@@ -163,6 +193,17 @@ def plan(
     )
     details = plan_with_progress(model, sized.table, devices, options, origin)
     paths = write_all(details, out)
+    if refine is not None:
+        reading: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "chat_template": chat_template,
+            "special_tokens": special_tokens,
+            "media_root": media_root,
+            "allow_outside": allow_outside,
+            "exif": exif,
+        }
+        details = _refined(out, model_dir or Path(config), refine, refine_steps, refine_on, reading)
+        paths = write_all(details, out)
     if as_json:
         print_json(plan_json(details, paths))
         return
@@ -173,6 +214,40 @@ def plan(
         print(sentence)
     print_plan(details, console())
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
+
+
+def _refined(
+    folder: Path,
+    model: Path,
+    num_candidates: int,
+    num_steps: int,
+    device: Literal["cpu", "cuda"] | None,
+    reading: dict[str, Any],
+) -> PlanDetails:
+    """The plan in `folder` with the split that ran fastest; what was measured goes to stderr."""
+    from trimtab.cli.output import log, progress
+    from trimtab.runtime.conversations import ReadingOptions
+    from trimtab.runtime.refine import RefineSettings, refine
+    from trimtab.units import format_bytes, format_seconds
+
+    settings = RefineSettings(
+        model=model,
+        num_candidates=num_candidates,
+        num_steps=num_steps,
+        reading=ReadingOptions(**reading),
+        device=device,
+    )
+    with progress("timing splits") as advance:
+        found = refine(folder, settings, progress=advance)
+    for trial in found.trials:
+        simulated = f"simulated {format_seconds(trial.candidate.step_s)}"
+        measured = trial.problem
+        if trial.median_step_s is not None and trial.peak_memory_bytes is not None:
+            peak = format_bytes(trial.peak_memory_bytes)
+            measured = f"measured {format_seconds(trial.median_step_s)}, at most {peak}"
+        log(f"split of {trial.layers} layers: {simulated}, {measured}")
+    log(f"timing {len(found.trials)} splits took {format_seconds(found.wall_s)}")
+    return found.details
 
 
 def _canonical_command(context: typer.Context) -> str:

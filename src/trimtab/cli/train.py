@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,6 +48,7 @@ def train(
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints; else one at the end.")
     ] = None,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Write no checkpoint: a run that only measures.")] = False,
     keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     export: Annotated[Path | None, typer.Option(help="Folder for the trained model, as Transformers loads it.")] = None,
@@ -65,8 +67,8 @@ def train(
 ) -> None:
     """Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone."""
     from trimtab.runtime.conversations import ReadingOptions
-    from trimtab.runtime.train import TrainSettings
     from trimtab.runtime.train import train as run
+    from trimtab.runtime.train_settings import TrainSettings
 
     settings = TrainSettings(
         plan=plan,
@@ -93,6 +95,7 @@ def train(
         loss_weighting=loss,
         random_weights=random_weights,
         device=device,
+        save=not no_save,
         save_every=save_every,
         keep=keep,
         resume=resume,
@@ -102,7 +105,7 @@ def train(
         seed=seed,
     )
     records = run(settings)
-    if as_json:
+    if as_json and os.environ.get("RANK", "0") == "0":
         print_json(
             {"steps": len(records), "loss": records[-1].loss if records else None, "log": str(out / "run.jsonl")}
         )

@@ -13,8 +13,10 @@ from importlib.resources import files
 
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.plan import VariantEstimate
+from trimtab.plan.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes, pack_sizes_section, timelines
 from trimtab.report.markup import Column, bar, esc, facts, section, table
+from trimtab.report.run import run_section
 from trimtab.report.words import (
     GAIN_NOISE,
     before_after,
@@ -36,10 +38,11 @@ MAX_LISTED = 12  # data files, assumptions' overflow: the plan file has them all
 MAX_STAGE_ROWS = 128
 
 
-def html_report(details: PlanDetails) -> str:
-    """One self-contained page, under 500 KB for any plan: same details, same bytes."""
+def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
+    """One self-contained page, under 500 KB for any plan: same details, same bytes. `run`: one of this plan."""
     sections = (
-        _header(details),
+        _header(details, beside_run=run is not None),
+        "" if run is None else run_section(details, run),
         _variants(details),
         timelines(details),
         memory_bars(details),
@@ -71,7 +74,7 @@ def html_report(details: PlanDetails) -> str:
 # -- head -----------------------------------------------------------------------------------------------------------
 
 
-def _header(details: PlanDetails) -> str:
+def _header(details: PlanDetails, *, beside_run: bool) -> str:
     plan, rows = details.plan, details.plan.estimates.variants
     cluster = plan.inputs.cluster
     num_devices = cluster.num_nodes * cluster.devices_per_node
@@ -81,7 +84,7 @@ def _header(details: PlanDetails) -> str:
         f"<h1>{esc(plan.inputs.model.name, 120)}</h1>"
         f'<p class="lead">{esc(plan.summary, 600)}</p>'
         f'<dl class="tiles">{"".join(_tiles(details))}</dl>'
-        f'<p class="note">{escape(error_sentence(details))}'
+        f'<p class="note">{escape(error_sentence(details, beside_run=beside_run))}'
         + (
             " Steps of two variants may hold different numbers of samples: compare samples per second."
             * (len(rows) > 1)

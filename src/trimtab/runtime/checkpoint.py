@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
@@ -62,7 +63,7 @@ def save_checkpoint(
     content[f"random/{dist.get_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_available():
         content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
-    dcp.save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+    save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
     dist.barrier()
     if leader:
         write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
@@ -106,7 +107,7 @@ def load_checkpoint(
             f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
             "resume with the same, or start anew from its weights"
         )
-    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     target: dict[str, Tensor] = {
         f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
     }
@@ -124,7 +125,7 @@ def load_checkpoint(
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
     for name in (*mine, *(name for name in own if name in metadata)):
         target[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)))
+    load(target, storage_reader=HuggingFaceStorageReader(str(path)))
     _restore_optimizer(parameters, optimizer, {name: target[name] for name in mine})
     if own[0] in target:
         torch.set_rng_state(target[own[0]])
@@ -139,7 +140,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dcp.save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
+    save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "sharded", ignore_errors=True)

@@ -1,0 +1,218 @@
+"""A run against its plan, as a section of the page and as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.run_log import RunLog, StepRecord, TimeComparison, compare_times
+from trimtab.report.curves import MAX_POINTS, Curve, curves
+from trimtab.report.markup import Column, bar, esc, legend, section, table
+from trimtab.report.words import clean, count_scale, memory_scale, percent, ratio_text, signed_percent, time_scale
+from trimtab.specs import FloatArray
+
+_ROUGH_ORDER = 0.7  # rank correlation from which steps count as ordered as planned
+_ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
+
+
+def run_section(details: PlanDetails, log: RunLog) -> str:
+    """Tiles, curves and memory; without the latter, and in shares of the median, where devices differ."""
+    found = compare_times(log, band=details.plan.estimates.time_error)
+    body = [f'<dl class="tiles">{"".join(_tiles(log, found))}</dl>', f'<div class="pair">{_loss(log)}']
+    body += [_step_times(log, found), "</div>", _memory(log) if log.comparable else ""]
+    return section("Training run", " ".join(esc(x, 600) for x in run_sentences(details, log)), "".join(body))
+
+
+def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
+    """Where the run was, and what may be compared."""
+    header, planned = log.header, details.plan.decisions
+    where = (
+        f"{len(log.steps):,} steps on {clean(header.device, limit=80)} as dp {header.dp} x pp {header.pp}, "
+        f"{header.dtype}, {clean(header.attention, limit=40)} attention."
+    )
+    sentences = [where]
+    if not log.comparable:
+        sentences.append(
+            f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared but the shape: "
+            "which steps are long and which are short."
+        )
+        return sentences
+    if header.dp != planned.parallel.dp:
+        sentences.append(
+            f"The plan is for dp {planned.parallel.dp}: planned times are of the same packs on dp {header.dp}, with "
+            "the gradient exchange of the plan's."
+        )
+    training = details.plan.inputs.training
+    if training.dtype != {"float32": "fp32", "bfloat16": "bf16"}.get(header.dtype):
+        sentences.append(f"The plan's times are for {clean(training.dtype, limit=20)}, the run was in {header.dtype}.")
+    if training.dtype != "fp32" or (training.zero_stage and planned.parallel.dp > 1):
+        sentences.append(
+            f"The plan's memory is for {clean(training.dtype, limit=20)} weights and ZeRO {training.zero_stage}; the "
+            "run held weights, gradients and optimizer state in float32, whole on every data-parallel rank."
+        )
+    return sentences
+
+
+def run_lines(details: PlanDetails, log: RunLog) -> list[str]:
+    """The same for a terminal, one fact a line."""
+    found, warm = compare_times(log, band=details.plan.estimates.time_error), log.warm
+    step = time_scale([log.median_step_s()])
+    times = f"median {step.text(log.median_step_s())}"
+    if found is not None and log.comparable:
+        times += (
+            f", {signed_percent(found.ratio - 1)} against the plan's {step.text(found.planned_s)} for the same packs; "
+            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
+        )
+    lines = [*run_sentences(details, log), f"  step time   {times}"]
+    if found is not None:
+        lines.append(f"  order       {_order_text(found)}")
+    lines.append(
+        f"  tokens      {_tokens_per_s(log):,.0f} /s; {percent(_waiting(log))} of the time waiting for samples"
+    )
+    if log.comparable:
+        memory = memory_scale([*log.header.planned_memory_bytes, *warm[-1].peak_memory_bytes])
+        pairs = zip(warm[-1].peak_memory_bytes, log.header.planned_memory_bytes, strict=True)
+        devices = (f"rank {i} {memory.number(a)} of {memory.text(b)}" for i, (a, b) in enumerate(pairs))
+        lines.append(f"  memory      peak against plan: {'; '.join(devices)}")
+    lines.append(f"  loss        {log.steps[0].loss:.4f} at step {log.steps[0].step}, {_last_loss(log)}")
+    return lines
+
+
+def _order_text(found: TimeComparison) -> str:
+    rho = _order(found)
+    if rho is None:
+        return f"{_no_order(found)}: it cannot be told whether long ones were foreseen"
+    verdict = "steps are long and short as planned" if rho >= _ROUGH_ORDER else "not the order that was planned"
+    return f"rank correlation of planned and measured step times {rho:.2f}: {verdict}".replace("-", "−")
+
+
+def _order(found: TimeComparison) -> float | None:
+    return found.rank_correlation if found.planned_range >= _ALIKE else None
+
+
+def _no_order(found: TimeComparison) -> str:
+    if found.num_steps < 3 or found.planned_range >= _ALIKE:
+        return "too few steps, or steps of one time"
+    return f"most planned steps are within {percent(found.planned_range)} of each other"
+
+
+def _tiles(log: RunLog, found: TimeComparison | None) -> list[str]:
+    median = log.median_step_s()
+    step, tokens = time_scale([median]), count_scale([_tokens_per_s(log)])
+    if found is None:
+        against = "not compared with the plan"
+    elif log.comparable:
+        against = (
+            f"planned {step.text(found.planned_s)} for the same packs<br>"
+            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
+        )
+    else:
+        against = "median; another device than the plan's"
+    tiles = [_tile("Step time, measured", step.text(median), against)]
+    if found is not None and log.comparable:
+        tiles.append(_tile("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
+    if found is not None:
+        rho = _order(found)
+        big = "–" if rho is None else f"{rho:.2f}".replace("-", "−")
+        small = _no_order(found) if rho is None else "rank correlation with the plan; 1 = same order"
+        tiles.append(_tile("Order of step times", big, small))
+    waiting = f"{percent(_waiting(log))} of the time waiting for samples"
+    tiles.append(_tile("Tokens per second", tokens.number(_tokens_per_s(log)), waiting))
+    if len(tiles) < 4:
+        tiles.append(_tile("Loss", f"{log.steps[-1].loss:.3f}", f"step {log.steps[-1].step}; {_first_loss(log)}"))
+    return tiles
+
+
+def _tile(name: str, big: str, small: str) -> str:
+    return f'<div class="tile"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{small}</dd></div>'
+
+
+def _loss(log: RunLog) -> str:
+    losses = np.array([record.loss for record in log.steps])
+    drawn = curves(
+        _steps(log.steps),
+        [Curve(look="new", name="loss", values=losses)],
+        scale=count_scale([1.0]),
+        title="Loss by step",
+        from_zero=False,
+        description=f"From {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps.",
+    )
+    return f'<figure><h3>Loss <span class="note">{_last_loss(log)}{_thinned(log)}</span></h3>{drawn}</figure>'
+
+
+def _step_times(log: RunLog, found: TimeComparison | None) -> str:
+    """Measured over planned with its band; as shares of their medians where the devices differ."""
+    own = np.array([record.step_s for record in log.warm])
+    planned = np.array([np.nan if record.planned_s is None else record.planned_s for record in log.warm])
+    shared = not log.comparable and found is not None
+    scale, note = time_scale([float(np.median(own))]), "without the first, which warms up"
+    if shared:
+        assert found is not None
+        own, planned, scale = own / found.measured_s, planned / found.planned_s, count_scale([1.0])
+        note = f"each over its own median, {note}"
+    lines = [Curve(look="new", name="measured", values=own)]
+    if found is not None:
+        known = np.where(np.isnan(planned), found.planned_s, planned)
+        band = 0.0 if shared else found.band
+        lines.insert(0, Curve(look="old", name="planned", values=known, band=band))
+    entries = [
+        ((line.look,), line.name + (f" ± {percent(line.band, digits=0)}" if line.band else "")) for line in lines
+    ]
+    drawn = curves(
+        _steps(log.warm),
+        lines,
+        scale=scale,
+        title="Time of every step",
+        from_zero=True,
+        description=f"Median {time_scale([log.median_step_s()]).text(log.median_step_s())}.",
+    )
+    return f'<figure><h3>Step time <span class="note">{note}</span></h3>{drawn}{legend(entries)}</figure>'
+
+
+def _memory(log: RunLog) -> str:
+    measured, planned = log.steps[-1].peak_memory_bytes, log.header.planned_memory_bytes
+    scale = memory_scale([*measured, *planned])
+    most = max(*measured, *planned, 1)
+    columns = (
+        Column("Rank"),
+        Column(f"Peak measured,<br>{scale.unit}", True),
+        Column(f"Planned at<br>the limits, {scale.unit}", True),
+        Column("Difference", True),
+    )
+    rows = [
+        (
+            str(i),
+            scale.number(own) + bar(own / most),
+            scale.number(plan),
+            signed_percent(own / plan - 1) if plan else "",
+        )
+        for i, (own, plan) in enumerate(zip(measured, planned, strict=True))
+    ]
+    return '<h3 class="after">Memory</h3>' + table(columns, rows, caption="Memory, measured against planned")
+
+
+def _steps(records: Sequence[StepRecord]) -> FloatArray:
+    return np.array([record.step for record in records], np.float64)
+
+
+def _tokens_per_s(log: RunLog) -> float:
+    return sum(record.num_tokens for record in log.warm) / max(sum(record.step_s for record in log.warm), 1e-30)
+
+
+def _waiting(log: RunLog) -> float:
+    return sum(record.data_s for record in log.warm) / max(sum(record.step_s for record in log.warm), 1e-30)
+
+
+def _first_loss(log: RunLog) -> str:
+    return f"{log.steps[0].loss:.3f} at step {log.steps[0].step}"
+
+
+def _last_loss(log: RunLog) -> str:
+    return f"{log.steps[-1].loss:.4f} at step {log.steps[-1].step}"
+
+
+def _thinned(log: RunLog) -> str:
+    each = -(-len(log.steps) // MAX_POINTS)
+    return f"; each point is the mean of {each} steps" if each > 1 else ""

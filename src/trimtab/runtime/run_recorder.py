@@ -1,0 +1,153 @@
+"""What a run measures: `run.jsonl` and a line a step on stderr, both by rank 0."""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
+
+import trimtab
+from trimtab.errors import TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.plan import Plan
+from trimtab.plan.planned_steps import PlannedSteps, planned_steps
+from trimtab.plan.run_log import RunHeader, StepRecord, digest_of, line_of
+from trimtab.runtime.cursor import Deal
+from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.train_settings import TrainSettings
+from trimtab.specs import IntArray
+
+
+class RunRecorder:
+    """Clock, counters and log of one process's part of a run; `end` is a collective call."""
+
+    def __init__(
+        self, settings: TrainSettings, plan: Plan, pipeline: Pipeline, deal: Deal, mesh: DeviceMesh, *, start: int
+    ) -> None:
+        self._mesh, self._device, self._deal = mesh, pipeline.device, deal
+        self._log = settings.out / "run.jsonl" if dist.get_rank() == 0 else None
+        self._planned: PlannedSteps | None = None
+        if self._log is not None:
+            self._planned = _planned_steps(settings, plan, deal)
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            if not start:
+                self._log.unlink(missing_ok=True)
+            elif self._log.exists() and not self._log.read_bytes().endswith(b"\n"):
+                self._write("\n")  # ends a line that a kill has cut
+            self._write(line_of(_header(settings, plan, pipeline, mesh)))
+
+    def begin(self, place: dict[str, str | int]) -> None:
+        """A step begins at this place of the loader, with its data loading."""
+        self._place = place
+        self._began = time.perf_counter()
+
+    def loaded(self) -> None:
+        self._loaded = time.perf_counter()
+
+    def end(
+        self, step: int, result: StepResult, *, learning_rate: float, norm: torch.Tensor | None, num_tokens: int
+    ) -> StepRecord:
+        """The record of the step, the same on every rank but for `planned_s`, which rank 0 alone knows.
+
+        Raises `TrimtabError` on every rank for a loss that is no number, before a checkpoint could hold it.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        own = torch.zeros(self._mesh["pp"].size() + 2, dtype=torch.float64, device=self._device)
+        own[self._mesh.get_local_rank("pp")] = _peak_memory_bytes(self._device)
+        own[-2:] = torch.tensor([time.perf_counter() - self._began, self._loaded - self._began])
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        *peaks, step_s, data_s = own.tolist()
+        tokens = torch.tensor(num_tokens, device=self._device)
+        dist.all_reduce(tokens, group=self._mesh.get_group("dp"))
+        record = StepRecord(
+            step=step,
+            epoch=int(self._place["epoch"]),
+            loss=float(result.loss),
+            learning_rate=learning_rate,
+            grad_norm=None if norm is None else float(norm),
+            num_tokens=int(tokens),
+            step_s=step_s,
+            data_s=data_s,
+            planned_s=None if self._planned is None else self._planned.step_s(self._packs()),
+            peak_memory_bytes=tuple(int(x) for x in peaks),
+        )
+        if self._log is not None:
+            self._write(line_of(record))
+            planned = "" if record.planned_s is None else f" (planned {record.planned_s:.3g})"
+            print(
+                f"step {step}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
+                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not math.isfinite(record.loss):
+            raise TrimtabError(
+                f"the loss of step {step} is {record.loss}: resume from the last checkpoint with a lower learning rate "
+                "or a longer warm-up, or train in float32"
+            )
+        return record
+
+    def _packs(self) -> IntArray:
+        """(dp, num_microbatches) packs of the step in hand, -1 for an empty slot."""
+        deal, epoch, first = self._deal, int(self._place["epoch"]), int(self._place["packs_done"])
+        found = [deal.pack_at(epoch, first + slot) for slot in range(deal.packs_per_step)]
+        packs = np.array([-1 if pack is None else pack for pack in found], np.int64)
+        return packs.reshape(deal.num_microbatches, deal.dp).T
+
+    def _write(self, line: str) -> None:
+        assert self._log is not None, "rank 0 alone writes"
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _planned_steps(settings: TrainSettings, plan: Plan, deal: Deal) -> PlannedSteps | None:
+    """None where the plan cannot be simulated here: a device known to its author alone, a plan changed by hand."""
+    given = plan.inputs.model
+    model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+    try:
+        planned = planned_steps(settings.plan, model=model)
+        planned.step_s(np.full((deal.dp, deal.num_microbatches), -1))  # compiles the simulator before the clock runs
+    except TrimtabError as problem:
+        print(f"trimtab: steps are not compared with the plan: {problem}", file=sys.stderr)
+        return None
+    return planned
+
+
+def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh) -> RunHeader:
+    device, layout = pipeline.device, pipeline.layout
+    config: Any = pipeline.stages[0].model.config
+    # of a stage's whole device; the reserve is room for what torch's allocator does not count
+    gib = {stage.stage: stage.memory_gib - stage.reserve_gib for stage in plan.estimates.stages}
+    first = [layout.stages_of(d)[0] for d in range(layout.num_devices)]
+    return RunHeader(
+        plan=digest_of(plan),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
+        planned_device=plan.inputs.cluster.device,
+        dp=mesh["dp"].size(),
+        pp=mesh["pp"].size(),
+        schedule=layout.schedule,
+        num_microbatches=layout.num_microbatches,
+        dtype=settings.dtype,
+        attention=config._attn_implementation,
+        optimizer=settings.optimizer,
+        planned_step_s=plan.estimates.step_ms / 1e3,
+        planned_memory_bytes=tuple(int(gib.get(stage, 0.0) * 2**30) for stage in first),
+        versions=", ".join(f"{module.__name__} {module.__version__}" for module in (trimtab, torch, transformers)),
+    )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes torch's allocator held on the device; on a CPU the process's own peak, all it loaded included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,133 @@
+"""A run's section of the page and its lines: what is compared where, and drawings of a bounded size."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import report_fixtures as fixtures
+from test_report_html import Page
+
+from trimtab.report.curves import MAX_POINTS, Curve, curves
+from trimtab.report.html import html_report
+from trimtab.report.run import run_lines
+from trimtab.report.words import count_scale, time_scale
+
+
+def page_of(run):
+    return Page(html_report(fixtures.tiny_details(), run=run))
+
+
+def test_the_run_comes_first_and_pages_without_one_are_as_before():
+    details = fixtures.tiny_details()
+    assert Page(html_report(details, run=fixtures.make_run())).headings[0] == "Training run"
+    assert "Training run" not in Page(html_report(details)).headings
+    assert html_report(details, run=None) == html_report(details)
+
+
+def test_a_page_with_a_run_does_not_say_that_nothing_was_measured():
+    text = " ".join(page_of(fixtures.make_run()).text)
+    assert "Nothing here but the training run below was measured:" in text
+
+
+def test_times_and_memory_are_compared_on_the_plans_device():
+    text = " ".join(page_of(fixtures.make_run()).text)
+    assert "1.05 ×" in text
+    assert "100 % of steps within" in text
+    assert "−10.0 %" in text  # 27 of 30 GiB
+    lines = "\n".join(run_lines(fixtures.tiny_details(), fixtures.make_run()))
+    assert "+5.0 % against the plan's" in lines
+    assert "rank 0 27.0 of 30.0 GiB; rank 1 22.0 of 20.0 GiB" in lines
+    assert "rank correlation of planned and measured step times 1.00: steps are long and short as planned" in lines
+    assert "10.0 % of the time waiting for samples" in lines
+
+
+def test_on_another_device_the_shape_alone_is_compared():
+    run = fixtures.make_run(device="CPU, x86_64")
+    text, lines = " ".join(page_of(run).text), "\n".join(run_lines(fixtures.tiny_details(), run))
+    for told in (text, lines):
+        assert "so nothing is compared but the shape" in told
+        assert "against the plan's" not in told
+        assert "of 30.0 GiB" not in told
+    assert "1.05 ×" not in text
+    assert "each over its own median" in text
+    assert "Planned at" not in text
+
+
+def test_steps_planned_alike_have_no_order():
+    run = fixtures.make_run()
+    alike = replace(run, steps=tuple(replace(x, planned_s=1.0 + 1e-3 * x.step % 7e-3) for x in run.steps))
+    lines = "\n".join(run_lines(fixtures.tiny_details(), alike))
+    assert re.search(r"planned steps are within 0\.\d % of each other: it cannot be told", lines)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_short_runs_are_drawn_too(num_steps):
+    page = page_of(fixtures.make_run(num_steps))
+    assert page.headings[0] == "Training run"
+    assert run_lines(fixtures.tiny_details(), fixtures.make_run(num_steps))
+
+
+def test_a_run_without_planned_times_says_so():
+    run = fixtures.make_run()
+    bare = replace(run, steps=tuple(replace(record, planned_s=None) for record in run.steps))
+    assert "not compared with the plan" in " ".join(page_of(bare).text)
+    assert "order" not in "\n".join(run_lines(fixtures.tiny_details(), bare))
+
+
+def test_another_dp_than_planned_is_told():
+    lines = run_lines(fixtures.tiny_details(), fixtures.make_run(dp=7))
+    assert "planned times are of the same packs on dp 7" in lines[1]
+
+
+def test_what_the_run_held_otherwise_than_planned_is_told():
+    details = fixtures.tiny_details()
+    training = details.plan.inputs.training
+
+    def told(dtype_of_run, **change):
+        plan = replace(details.plan, inputs=replace(details.plan.inputs, training=replace(training, **change)))
+        return "\n".join(run_lines(replace(details, plan=plan), fixtures.make_run(dtype=dtype_of_run)))
+
+    assert "The plan's times are for bf16, the run was in float32." in told("float32", dtype="bf16")
+    assert "The plan's times are for" not in told("bfloat16", dtype="bf16")
+    assert "The plan's memory is for bf16 weights and ZeRO 1" in told("bfloat16", dtype="bf16", zero_stage=1)
+    assert "The plan's memory is for" not in told("float32", dtype="fp32", zero_stage=0)
+
+
+def test_hostile_device_names_are_text():
+    html = html_report(fixtures.tiny_details(), run=fixtures.make_run(device="<script>alert('x')</script> A100"))
+    assert "<script>alert" not in html
+
+
+def test_a_million_steps_make_a_small_page():
+    steps = np.arange(1.0, 1e6 + 1)
+    drawn = curves(
+        steps,
+        [Curve(look="new", name="loss", values=1 / steps, band=0.1)],
+        scale=count_scale([1.0]),
+        title="t",
+        from_zero=False,
+        description="d",
+    )
+    assert len(drawn) < 40_000
+    line = re.search(r'class="line new" d="([^"]+)"', drawn)
+    assert line is not None
+    assert len(line[1].split("L")) <= MAX_POINTS
+
+
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_no_point_leaves_the_plot(from_zero):
+    values = np.array([1.0, 2.0, 500.0, 3.0, 2.5, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    drawn = curves(
+        np.arange(1.0, len(values) + 1),
+        [Curve(look="old", name="x", values=values, band=0.3)],
+        scale=time_scale([2.0]),
+        title="t",
+        from_zero=from_zero,
+        description="d",
+    )
+    points = [float(y) for d in re.findall(r' d="M([^"]+)"', drawn) for y in re.findall(r"[\d.]+ ([\d.]+)", d)]
+    assert len(points) == 3 * len(values)
+    assert all(10.0 - 0.1 <= y <= 160.0 + 0.1 for y in points)

@@ -1,0 +1,123 @@
+"""The log of a run: read while it is written, resumed, compared with the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import report_fixtures as fixtures
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.errors import PlanError
+from trimtab.plan.run_log import compare_times, digest_of, line_of, read_run_log, read_run_of
+
+
+def write(path, records):
+    path.write_text("".join(map(line_of, records)))
+    return path
+
+
+def test_a_log_comes_back_as_it_was_written(tmp_path):
+    run = fixtures.make_run(5)
+    assert read_run_log(write(tmp_path / "run.jsonl", (run.header, *run.steps))) == run
+
+
+def test_steps_of_a_resumed_run_count_as_they_were_run_last(tmp_path):
+    header, later = fixtures.make_header(), fixtures.make_header(dp=2)
+    first = [fixtures.make_step(i, 1.0) for i in (1, 2, 3)]
+    again = [fixtures.make_step(i, 2.0) for i in (3, 4)]
+    log = read_run_log(write(tmp_path / "run.jsonl", (header, *first, later, *again)))
+    assert [record.step_s for record in log.steps] == [1.0, 1.0, 2.0, 2.0]
+    assert log.header.dp == 2
+    assert log.starts == (1, 3)
+    assert [record.step for record in log.warm] == [2, 4]
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 6))
+def test_a_line_cut_by_a_kill_is_left_out_wherever_it_stands(tmp_path, cut):
+    run = fixtures.make_run(3)
+    path = write(tmp_path / "run.jsonl", (run.header, *run.steps))
+    path.write_text(path.read_text()[:-cut])
+    kept = read_run_log(path)
+    assert [record.step for record in kept.steps] == ([1, 2, 3] if cut == 1 else [1, 2])
+    with path.open("a") as file:  # a resumed run goes on behind it
+        file.write("\n" + line_of(run.header) + line_of(run.steps[2]))
+    assert [record.step for record in read_run_log(path).steps] == [1, 2, 3]
+
+
+def test_no_half_written_log_is_taken_for_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"kind": "step", "step": 1}) + "\n")
+    with pytest.raises(PlanError, match=r"line 1 of the run log .* is no record"):
+        read_run_log(path)
+    path.write_text("step 1 loss 2\n")
+    with pytest.raises(PlanError, match=r"line 1 of the run log .* is no JSON: name the log"):
+        read_run_log(path)
+    with pytest.raises(PlanError, match="cannot read the run log"):
+        read_run_log(tmp_path / "none")
+    path.write_text("")
+    with pytest.raises(PlanError, match="holds no step"):
+        read_run_log(path)
+
+
+def test_a_run_of_another_plan_is_refused(tmp_path):
+    plan = fixtures.tiny_details().plan
+    run = fixtures.make_run(3, plan=digest_of(plan))
+    path = write(tmp_path / "run.jsonl", (run.header, *run.steps))
+    assert read_run_of(plan, path) == run
+    other = replace(plan, decisions=replace(plan.decisions, stages=plan.decisions.stages[:-1]))
+    with pytest.raises(PlanError, match="trained by other decisions than this plan's: name the log of its own run"):
+        read_run_of(other, path)
+
+
+@pytest.mark.parametrize(
+    ("device", "planned", "same"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB", True),
+        ("NVIDIA H200", "H200", True),
+        ("NVIDIA H100 80GB HBM3", "A100-80GB", False),
+        ("CPU, x86_64", "A100-80GB", False),
+    ],
+)
+def test_times_are_compared_on_the_planned_device_alone(device, planned, same):
+    assert fixtures.make_run(3, device=device, planned_device=planned).comparable == same
+
+
+def test_the_comparison_is_step_by_step_and_leaves_the_first_out():
+    found = compare_times(fixtures.make_run(40), band=0.06)
+    assert found is not None
+    assert found.num_steps == 39
+    assert found.ratio == pytest.approx(1.05)
+    assert found.share_inside == 1.0
+    assert found.rank_correlation == pytest.approx(1.0)
+    narrow = compare_times(fixtures.make_run(40), band=0.04)
+    assert narrow is not None
+    assert narrow.share_inside == 0.0
+
+
+def test_nothing_is_compared_where_nothing_was_simulated():
+    run = fixtures.make_run(4)
+    bare = replace(run, steps=tuple(replace(record, planned_s=None) for record in run.steps))
+    assert compare_times(bare, band=0.1) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=4, max_size=30))
+def test_the_rank_correlation_is_spearmans(pairs):
+    """Against its definition: Pearson's of the mean places that equal values have among the sorted."""
+    steps = [fixtures.make_step(i + 1, float(m), planned_s=float(p)) for i, (p, m) in enumerate(pairs)]
+    found = compare_times(replace(fixtures.make_run(3), steps=tuple(steps), starts=()), band=0.1)
+    assert found is not None
+    planned, measured = zip(*pairs, strict=True)
+    if len(set(planned)) == 1 or len(set(measured)) == 1:
+        assert found.rank_correlation is None
+        return
+
+    def places(values):
+        return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+    expected = np.corrcoef(places(planned), places(measured))[0, 1]
+    assert found.rank_correlation == pytest.approx(expected, abs=1e-12)
