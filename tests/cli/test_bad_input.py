@@ -40,7 +40,7 @@ CASES = [
     ([*A100, "--num-chunks", "2"], "Interleaved1F1B"),
     ([*A100, "--schedule", "Interleaved1F1B"], "num-chunks"),
     ([*A100, "--schedule", "ZBVZeroBubble"], "num-chunks 2"),
-    ([*A100, "--schedule", "auto", "--for", "megatron"], "1F1B and Interleaved1F1B alone"),
+    ([*A100, "--schedule", "auto", "--for", "megatron"], "--for megatron, which runs some schedules alone"),
     (
         [
             "plan",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from trimtab.cli.check import Framework
 from trimtab.cli.data import (
     AllowOutsideOption,
     DataArgument,
@@ -100,7 +101,7 @@ def plan(
         Path | None, typer.Option(help="Plan with the seconds of this profile, which `trimtab profile --out` wrote.")
     ] = None,
     target: Annotated[
-        Literal["megatron"] | None, typer.Option("--for", help="Only cuts that this framework can express.")
+        Framework | None, typer.Option("--for", help="Only cuts that this framework can express.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 0,
     refine: Annotated[
@@ -119,7 +120,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
-    from trimtab.adapters.megatron import unsupported_cuts
+    from trimtab.adapters.targets import TARGETS
     from trimtab.cli.data import Reading, size_data
     from trimtab.cli.show import data_files, parse_share, parse_towers, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
@@ -130,13 +131,13 @@ def plan(
     from trimtab.units import parse_bytes
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
-    if target == "megatron" and schedule == "auto":
+    if target is not None and schedule == "auto":
         raise PlanError(
-            "--schedule auto was asked for with --for megatron, which runs 1F1B and Interleaved1F1B alone: "
-            "give --schedule one of these"
+            f"--schedule auto was asked for with --for {target}, which runs some schedules alone (Megatron's: 1F1B and "
+            "Interleaved1F1B): give --schedule one that it has"
         )
-    if target == "megatron":
-        model = replace(model, forbidden_cuts=model.forbidden_cuts | unsupported_cuts(model))
+    if target is not None:
+        model = replace(model, forbidden_cuts=model.forbidden_cuts | TARGETS[target].can(model, pp or 1).forbidden_cuts)
     saved = None if profile is None else load_profile(profile)
     devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
     options = PlanOptions(
