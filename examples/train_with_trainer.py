@@ -7,16 +7,13 @@ checkpoint taken behind the second step resumes to the same losses.
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -32,59 +29,14 @@ from trimtab.demo.draw import DemoData, draw_dataset
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.runtime.collate import PackedCollator
+from trimtab.runtime.conversations import ReadingOptions, open_conversations
 from trimtab.runtime.data import PlanDataset
 from trimtab.runtime.packed_trainer import PackedTrainer
-from trimtab.runtime.records import PlannedRecords, open_records
 from trimtab.runtime.trainer import PlanTrainerMixin
-
-REPLY = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.S)
 
 
 class MyTrainer(PlanTrainerMixin, PackedTrainer):
     """The plan's packs, and the loss of packs."""
-
-
-@dataclass
-class Processed:
-    """Item i is row i of the plan: its record's conversation as token ids, labels and patches."""
-
-    records: PlannedRecords
-    images: Path
-    tokenizer: PreTrainedTokenizerBase
-    processor: Qwen2VLImageProcessorPil
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        record = self.records[row]
-        named = record.get("image") or []
-        pictures = [
-            Image.open(self.images / name).convert("RGB") for name in ([named] if isinstance(named, str) else named)
-        ]
-        sample: dict[str, Any] = {"id": record["id"]}
-        if pictures:
-            sample |= self.processor(images=pictures, return_tensors="pt")
-        text = self.tokenizer.apply_chat_template(chat_of(record), tokenize=False)
-        for grid in sample.get("image_grid_thw", ()):
-            text = text.replace("<|image_pad|>", "<|picture|>" * (int(grid.prod()) // 4), 1)
-        text = text.replace("<|picture|>", "<|image_pad|>")
-        encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        replies = [match.span(1) for match in REPLY.finditer(text)]
-        sample["input_ids"] = encoded["input_ids"]
-        sample["labels"] = [
-            token if any(start <= begin < end for start, end in replies) else -100
-            for token, (begin, _) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ]
-        return sample
-
-
-def chat_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's turns as the chat template takes them."""
-    roles = {"human": "user", "gpt": "assistant"}
-    chat = []
-    for turn in record["conversations"]:
-        pieces = re.split("(<image>)", turn["value"])
-        parts = [{"type": "image"} if p == "<image>" else {"type": "text", "text": p} for p in pieces if p]
-        chat.append({"role": roles.get(turn["from"], turn["from"]), "content": parts})
-    return chat
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -170,10 +122,9 @@ def main(folder: Path) -> None:
     config = tiny_config(tokenizer)
     plan_data(config, processor, data, folder)
 
-    records = open_records(folder / "plan")
-    processed = Processed(records, data.folder, tokenizer, processor)
-    assert all(len(processed[row]["input_ids"]) == records.samples.num_tokens[row] for row in range(5)), "sized exactly"
-    dataset = PlanDataset(processed, records.samples, on_error="filler")
+    # row i of the plan as token ids, labels and patches; your own data set may take its place
+    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data.tokenizer))
+    dataset = PlanDataset(rows, rows.records.samples, on_error="filler")
 
     losses = []
     for checkpoint in (None, folder / "run" / "checkpoint-2"):
