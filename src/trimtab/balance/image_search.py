@@ -1,0 +1,200 @@
+"""Compiled searches behind `share_images`: integer costs to N ranks, the largest sum small.
+
+Symbols: n atoms of integer cost w_i, N ranks. All ties go to the smaller number, so equal input gives equal output.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from trimtab.specs import IntArray
+
+CLOSE_ENOUGH = 2000
+"""Stop when the largest sum exceeds the lower bound by less than one part in this."""
+
+MAX_SWAPS = 64
+"""Moves and swaps made at most; few batches of images use ten."""
+
+
+class Found(NamedTuple):
+    """Atoms in rank order, where each rank's begin, and a bound no assignment can pass."""
+
+    order: IntArray
+    offsets: IntArray
+    bound: int
+
+
+@njit(cache=True)
+def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
+    """The better of longest-first and Karmarkar-Karp, improved by moves and swaps: `Found`."""
+    largest_first = np.argsort(-cost, kind="mergesort")
+    bound = lower_bound(cost, largest_first, num_ranks)
+    ranks = longest_first(cost, largest_first, num_ranks)
+    load = sums(cost, ranks, num_ranks)
+    if _is_open(load, bound):
+        other = differences(cost, num_ranks)
+        other_load = sums(cost, other, num_ranks)
+        if other_load.max() < load.max():
+            ranks, load = other, other_load
+    if _is_open(load, bound):
+        improve(cost, ranks, load, bound)
+    return _in_order(ranks, num_ranks, bound)
+
+
+@njit(cache=True)
+def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
+    """Consecutive runs of atoms, at most N, whose largest sum is least (exact: bisection over integers): `Found`."""
+    low, high = np.int64(0), np.int64(0)
+    for w in cost:
+        low = max(low, w)
+        high += w
+    low = max(low, -(-high // num_ranks))
+    while low < high:
+        middle = (low + high) // 2
+        runs, run = 1, np.int64(0)
+        for w in cost:
+            if run + w > middle:
+                runs, run = runs + 1, np.int64(0)
+            run += w
+        if runs <= num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    ranks = np.empty(len(cost), np.int64)
+    rank, run = 0, np.int64(0)
+    for i, w in enumerate(cost):
+        if run + w > high:
+            rank, run = rank + 1, np.int64(0)
+        run += w
+        ranks[i] = rank
+    bound = lower_bound(cost, np.argsort(-cost, kind="mergesort"), num_ranks)
+    return _in_order(ranks, num_ranks, bound)
+
+
+@njit(cache=True)
+def lower_bound(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
+    """max over k of: the mean; the k + 1 smallest of the k N + 1 largest atoms (some rank holds k + 1 of them)."""
+    n = len(cost)
+    bound = -(-cost.sum() // num_ranks)
+    for k in range((n - 1) // num_ranks + 1 if n else 0):
+        last = k * num_ranks
+        together = np.int64(0)
+        for i in range(last - k, last + 1):
+            together += cost[largest_first[i]]
+        bound = max(bound, together)
+    return bound
+
+
+@njit(cache=True)
+def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
+    """Each atom, the dearest first, to the rank with the least so far."""
+    ranks = np.empty(len(cost), np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for i in largest_first:
+        rank = np.argmin(load)
+        ranks[i] = rank
+        load[rank] += cost[i]
+    return ranks
+
+
+@njit(cache=True)
+def differences(cost, num_ranks):  # type: ignore[no-untyped-def]
+    """Karmarkar-Karp for N sets: the two partial partitions of widest spread are joined, large sums on small ones."""
+    n = len(cost)
+    load = np.zeros((n, num_ranks), np.int64)  # of partial partition i, largest first
+    head = np.full((n, num_ranks), -1, np.int64)  # chains of atoms, one for each sum
+    tail = np.full((n, num_ranks), -1, np.int64)
+    after = np.full(n, -1, np.int64)
+    heap = [(np.int64(0), np.int64(0))]
+    heap.pop()
+    for i in range(n):
+        load[i, 0] = cost[i]
+        head[i, 0] = tail[i, 0] = i
+        heap.append((-cost[i], np.int64(i)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        a = heapq.heappop(heap)[1]
+        b = heapq.heappop(heap)[1]
+        for s in range(num_ranks):
+            t = num_ranks - 1 - s
+            load[a, s] += load[b, t]
+            if head[a, s] < 0:
+                head[a, s], tail[a, s] = head[b, t], tail[b, t]
+            elif head[b, t] >= 0:
+                after[tail[a, s]] = head[b, t]
+                tail[a, s] = tail[b, t]
+        for s in range(1, num_ranks):  # by insertion: the sums are few and nearly sorted
+            w, first, last = load[a, s], head[a, s], tail[a, s]
+            t = s
+            while t > 0 and load[a, t - 1] < w:
+                load[a, t], head[a, t], tail[a, t] = load[a, t - 1], head[a, t - 1], tail[a, t - 1]
+                t -= 1
+            load[a, t], head[a, t], tail[a, t] = w, first, last
+        heapq.heappush(heap, (load[a, num_ranks - 1] - load[a, 0], a))
+    ranks = np.empty(n, np.int64)
+    if n:
+        a = heap[0][1]
+        for s in range(num_ranks):
+            i = head[a, s]
+            while i >= 0:
+                ranks[i] = s
+                i = after[i]
+    return ranks
+
+
+@njit(cache=True)
+def improve(cost, ranks, load, bound):  # type: ignore[no-untyped-def]
+    """Moves or swaps an atom of the largest sum, the best first, until none lowers it; in place."""
+    n = len(cost)
+    for _ in range(MAX_SWAPS):
+        if not _is_open(load, bound):
+            return
+        top = np.argmax(load)
+        best, first, second, target = load[top], -1, -1, -1
+        for i in range(n):
+            if ranks[i] != top:
+                continue
+            for r in range(len(load)):  # a move
+                if r != top and load[r] + cost[i] < best:
+                    best, first, second, target = load[r] + cost[i], i, -1, r
+            for j in range(n):  # a swap
+                r = ranks[j]
+                if r != top and cost[j] < cost[i]:
+                    larger = max(load[top] - cost[i] + cost[j], load[r] + cost[i] - cost[j])
+                    if larger < best:
+                        best, first, second, target = larger, i, j, r
+        if first < 0:
+            return
+        moved = cost[first]
+        if second >= 0:
+            ranks[second] = top
+            moved -= cost[second]
+        ranks[first] = target
+        load[top] -= moved
+        load[target] += moved
+
+
+@njit(cache=True)
+def sums(cost, ranks, num_ranks):  # type: ignore[no-untyped-def]
+    load = np.zeros(num_ranks, np.int64)
+    for i in range(len(cost)):
+        load[ranks[i]] += cost[i]
+    return load
+
+
+@njit(cache=True)
+def _is_open(load, bound):  # type: ignore[no-untyped-def]
+    return (load.max() - bound) * CLOSE_ENOUGH > bound
+
+
+@njit(cache=True)
+def _in_order(ranks, num_ranks, bound):  # type: ignore[no-untyped-def]
+    offsets = np.zeros(num_ranks + 1, np.int64)
+    for r in ranks:
+        offsets[r + 1] += 1
+    offsets = np.cumsum(offsets)
+    return Found(np.argsort(ranks, kind="mergesort"), offsets, bound)

@@ -1,0 +1,233 @@
+"""Images to the ranks of a group, so that every rank's share of the vision tower costs the same.
+
+An *atom* is what cannot be divided between ranks: an image, or one frame of a clip where attention stays inside frames.
+Symbols: n atoms of cost w_i, N ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import PackingError
+from trimtab.specs import WORK_TERMS, FloatArray, IntArray, Profile
+
+Rule = Literal["balanced", "contiguous"]
+RULES: tuple[Rule, ...] = ("balanced", "contiguous")
+
+_WHOLE = 2.0**50
+"""Costs become integers that sum to about this: comparisons and sums are then exact, whatever the order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerCost:
+    """cost = image + patch * P + patch_sq * sum P_s^2 + patch_windowed * sum P_w^2, in any unit (seconds, bytes, flop).
+
+    P_s are the segments of full attention, P_w those of windowed attention: see `ImageCounts`.
+    """
+
+    patch: float
+    patch_sq: float = 0.0
+    patch_windowed: float = 0.0
+    image: float = 0.0  # of each atom, whatever its size: kernels launched for small ones
+
+    def of(
+        self,
+        patches: npt.ArrayLike,
+        patches_sq: npt.ArrayLike | None = None,
+        patches_windowed: npt.ArrayLike | None = None,
+    ) -> FloatArray:
+        """Cost of each atom; None stands for one segment that holds all of its patches."""
+        p = np.asarray(patches, np.float64)
+        squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)
+        windows = squares if patches_windowed is None else np.asarray(patches_windowed, np.float64)
+        return self.image + self.patch * p + self.patch_sq * squares + self.patch_windowed * windows
+
+
+def tower_seconds(profile: Profile) -> TowerCost:
+    """Forward and backward seconds of the vision tower and the projector, from a profile.
+
+    Not counted: what a call costs whatever is in it, which no assignment changes; recomputed forwards.
+    """
+    return _sum_tower(profile, ("forward_s", "backward_s"))
+
+
+def tower_bytes(profile: Profile, *, recompute: bool = False) -> TowerCost:
+    """Bytes the tower holds for its backward; with `recompute`, at the last tier of every layer that has one."""
+    total = np.zeros(len(WORK_TERMS))
+    for layer in profile.layers:
+        if layer.tower != "language":
+            total += layer.tiers[-1 if recompute else 0].saved_bytes
+    return _as_cost(total)
+
+
+def _sum_tower(profile: Profile, terms: tuple[Literal["forward_s", "backward_s"], ...]) -> TowerCost:
+    total = np.zeros(len(WORK_TERMS))
+    for layer in profile.layers:
+        if layer.tower != "language":
+            for term in terms:
+                total += getattr(layer, term)
+    return _as_cost(total)
+
+
+def _as_cost(total: FloatArray) -> TowerCost:
+    of = dict(zip(WORK_TERMS, total.tolist(), strict=True))
+    return TowerCost(patch=of["patches"], patch_sq=of["patches_sq"], patch_windowed=of["patches_windowed"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageShares:
+    """Which rank encodes which atom: rank r encodes `order[offsets[r]:offsets[r + 1]]`, in their own order."""
+
+    order: IntArray  # (n,) atoms, rank after rank
+    offsets: IntArray  # (N + 1,)
+    load: FloatArray  # (N,) in the unit of the costs
+    lower_bound: float  # no assignment of these atoms has a smaller largest load
+    rule: Rule
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def max_load(self) -> float:
+        return float(self.load.max())
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest / mean - 1."""
+        mean = float(self.load.mean())
+        return self.max_load / mean - 1.0 if mean > 0 else 0.0
+
+    def atoms_of(self, rank: int) -> IntArray:
+        return self.order[self.offsets[rank] : self.offsets[rank + 1]]
+
+    def back(self) -> IntArray:
+        """Position of each atom in `order`: `gathered[back]` is in the atoms' own order again."""
+        back = np.empty_like(self.order)
+        back[self.order] = np.arange(len(self.order))
+        return back
+
+
+def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced") -> ImageShares:
+    """Atoms of cost w to `num_ranks` ranks, the largest load small; the same on every rank of equal input.
+
+    `balanced`: the better of longest-first and Karmarkar-Karp, then moves and swaps that lower the largest load.
+    At most 4/3 - 1/(3N) times the optimum (longest-first's bound, Graham 1969); mostly within 1 % of `lower_bound`.
+    `contiguous`: whole runs of atoms in order, cut where the largest load is least (exact): no row changes place.
+    Time or memory is the caller's choice of cost: see `tower_seconds`, `tower_bytes`.
+    """
+    weights = np.ascontiguousarray(cost, dtype=np.float64)
+    if problem := _find_problem(weights, num_ranks, rule):
+        raise PackingError(problem)
+    from trimtab.balance.image_search import balance, cut
+
+    total = math.fsum(weights.tolist())  # exact, so the same on every kind of processor
+    whole = np.rint(weights / (total or 1.0) * _WHOLE).astype(np.int64)
+    found = balance(whole, num_ranks) if rule == "balanced" else cut(whole, num_ranks)
+    ranks = np.repeat(np.arange(num_ranks), np.diff(found.offsets))
+    load: FloatArray = np.bincount(ranks, weights[found.order], num_ranks).astype(np.float64)
+    bound = found.bound / _WHOLE * total
+    return ImageShares(order=found.order, offsets=found.offsets, load=load, lower_bound=bound, rule=rule)
+
+
+def keep_at_home(shares: ImageShares, home: IntArray, size: npt.ArrayLike) -> ImageShares:
+    """The same shares, dealt to the ranks so that much of `size` stays where it is: atom i lies on rank `home[i]`.
+
+    Greedy, largest overlap first: at least half of the most that could stay. Loads change ranks, not their sizes.
+    """
+    N = shares.num_ranks
+    share_of = np.repeat(np.arange(N), np.diff(shares.offsets))
+    stays = np.zeros((N, N))
+    np.add.at(stays, (share_of, home[shares.order]), np.asarray(size, np.float64)[shares.order])
+    share_for = np.full(N, -1)
+    taken = np.zeros(N, np.bool_)
+    for flat in np.argsort(-stays, axis=None, kind="stable"):
+        share, rank = divmod(int(flat), N)
+        if share_for[rank] < 0 and not taken[share]:
+            share_for[rank], taken[share] = share, True
+    parts = [shares.atoms_of(share) for share in share_for]
+    return ImageShares(
+        order=np.concatenate(parts),
+        offsets=np.concatenate([[0], np.cumsum([len(part) for part in parts])]),
+        load=shares.load[share_for],
+        lower_bound=shares.lower_bound,
+        rule=shares.rule,
+    )
+
+
+def _find_problem(weights: FloatArray, num_ranks: int, rule: str) -> str | None:
+    if rule not in RULES:
+        return f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}"
+    if num_ranks < 1:
+        return f"images cannot be shared among {num_ranks} ranks: give a group of at least 1"
+    if weights.ndim != 1:
+        return f"costs of shape {weights.shape} are not one number for each image: give a flat list"
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        i = int(np.argmin(np.isfinite(weights) & (weights >= 0)))
+        return f"the cost of image {i} is {weights[i]:g}: give finite numbers that are not negative"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicrobatchImages:
+    """Atoms of one micro-batch."""
+
+    seconds: FloatArray  # forward and backward of the tower
+    saved_bytes: FloatArray  # held until the backward by the rank that encodes it
+    shared_bytes: float = 0.0  # held by every rank, whoever encodes: the gathered embeddings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """How many consecutive micro-batches share one call of the tower, and what that costs."""
+
+    num_microbatches: int
+    seconds: float  # sum over calls of the slowest rank's tower time
+    ideal_s: float  # all of it evenly shared
+    worst_bytes: float  # most bytes held on one rank in one call
+
+
+def choose_pooling(
+    microbatches: Sequence[MicrobatchImages],
+    num_ranks: int,
+    *,
+    free_bytes: float,
+    max_pooled: int | None = None,
+    rule: Rule = "balanced",
+) -> Pooling:
+    """The pooling of least tower time that `free_bytes` allow on the worst rank; the smallest of equal ones.
+
+    A pooled call holds what its micro-batches hold together until the last of their backwards has run. Tries every
+    degree that divides the number of micro-batches, so that calls are alike.
+    """
+    if not microbatches:
+        raise PackingError("there is no micro-batch to pool: give those of one step")
+    count = len(microbatches)
+    tried = [k for k in range(1, min(count, max_pooled or count) + 1) if count % k == 0]
+    options = [_pooled(microbatches, num_ranks, k, rule) for k in tried]
+    fitting = [option for option in options if option.worst_bytes <= free_bytes]
+    if not fitting:
+        raise PackingError(
+            f"the images of one micro-batch hold {options[0].worst_bytes:.3g} bytes on the worst of {num_ranks} ranks "
+            f"and {free_bytes:.3g} are free: recompute the vision tower, or use smaller micro-batches"
+        )
+    return min(fitting, key=lambda option: (option.seconds, option.num_microbatches))
+
+
+def _pooled(microbatches: Sequence[MicrobatchImages], num_ranks: int, degree: int, rule: Rule) -> Pooling:
+    seconds = worst = total = 0.0
+    for first in range(0, len(microbatches), degree):
+        pooled = microbatches[first : first + degree]
+        saved = np.concatenate([m.saved_bytes for m in pooled])
+        shares = share_images(np.concatenate([m.seconds for m in pooled]), num_ranks, rule=rule)
+        held = max(float(saved[shares.atoms_of(rank)].sum()) for rank in range(num_ranks))
+        seconds += shares.max_load
+        total += float(shares.load.sum())
+        worst = max(worst, held + sum(m.shared_bytes for m in pooled))
+    return Pooling(num_microbatches=degree, seconds=seconds, ideal_s=total / num_ranks, worst_bytes=worst)

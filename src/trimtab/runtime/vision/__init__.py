@@ -1,0 +1,22 @@
+"""Vision data parallel: each rank of a group encodes its share of the images, gradients stay exact."""
+
+from trimtab.runtime.vision.apply import rows_of_shards, vision_dp, vision_heartbeat
+from trimtab.runtime.vision.families import FAMILIES, BatchFamily, GridFamily
+from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.pooled import PooledFeatures, encode_pooled
+from trimtab.runtime.vision.selftest import check_family
+from trimtab.runtime.vision.verify import verify_vision_dp
+
+__all__ = [
+    "FAMILIES",
+    "BatchFamily",
+    "GridFamily",
+    "PooledFeatures",
+    "VisionDataParallel",
+    "check_family",
+    "encode_pooled",
+    "rows_of_shards",
+    "verify_vision_dp",
+    "vision_dp",
+    "vision_heartbeat",
+]

@@ -1,0 +1,132 @@
+"""`vision_dp` and `vision_heartbeat`: put a handle on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.balance.images import RULES, Rule, TowerCost
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.control import Control, open_control
+from trimtab.runtime.vision.families import Family, find_family, tower_flops
+from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
+from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
+from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
+from trimtab.runtime.vision.seams import Place, find_seams
+from trimtab.specs import IntArray
+
+
+def vision_dp(
+    model: nn.Module,
+    group: Any = None,
+    *,
+    exchange: Exchange = "gather",
+    rule: Rule = "balanced",
+    cost: TowerCost | None = None,
+    loss: Loss | None = None,
+    reduction: Reduction | None = None,
+    heartbeat: Any = None,
+    family: Family | None = None,
+    at: Place | None = None,
+    check: bool = True,
+    timeout_s: float = 600.0,
+) -> VisionDataParallel:
+    """Let each rank of `group` encode its share of the images; every rank of the group must call this.
+
+    `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
+    the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get
+    the features of their own. Features and gradients equal those without, wherever the text gradients are right:
+    `loss` and `reduction` name how losses and gradients add up over the group, and are refused where both would be
+    wrong (`gradients.py`). In a group of one nothing is replaced.
+
+    `cost` is what the shares are balanced by: `tower_seconds(profile)` for time, `tower_bytes(profile)` for memory;
+    None counts multiply-adds by the configuration. `heartbeat` is the group over which parameters are sharded or
+    reduced, where some of its ranks may have a batch without images (`heartbeat.py`). `at` None: the functions
+    `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the tower's `forward`.
+    `check` compares the images of the ranks before each call: all shapes and 64 elements of each tensor. `timeout_s`
+    is how long a rank waits for the others.
+    """
+    problems = []
+    if exchange not in get_args(Exchange):
+        problems.append(f"'{exchange}' is no exchange of image features: choose one of {', '.join(get_args(Exchange))}")
+    if rule not in RULES:
+        problems.append(f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}")
+    if (loss is None) != (reduction is None):
+        problems.append("loss and reduction together say how gradients add up: give both, or neither")
+    if loss is not None and exchange == "dispatch":
+        problems.append(
+            "a dispatch changes no sum of gradients over the group, whatever the loss: leave out loss and reduction"
+        )
+    if loss is not None and exchange == "dispatch":
+        problems.append(
+            "a dispatch changes no sum of gradients over the group, whatever the loss: leave out loss and reduction"
+        )
+    if problems:
+        raise TrimtabError("\n".join(problems))
+    num_ranks = dist.get_world_size(group)
+    if loss is not None and reduction is not None:
+        check_convention(loss, reduction, num_ranks)
+    seams = find_seams(model, at)
+    config = seams[0].module.config
+    settings = Settings(
+        exchange=exchange, rule=rule, cost=cost or tower_flops(config), loss=loss, reduction=reduction, check=check
+    )
+    existing: VisionDataParallel | None = seams[0].holder
+    if existing is not None:
+        if existing.settings == settings and existing.group is group:
+            return existing
+        raise TrimtabError(
+            "this model's images are shared already, with another group or other settings: "
+            "call remove() of the first handle, or give both calls the same arguments"
+        )
+    handle = VisionDataParallel(
+        model=model,
+        group=group,
+        control=open_control(group, timeout_s) if num_ranks > 1 else None,
+        settings=settings,
+        family=family or find_family(config),
+        config=config,
+        seams=seams,
+    )
+    if exchange == "dispatch":
+        handle.heartbeat = None if handle.control is None else _make_heartbeat(handle, handle.control)
+    elif heartbeat is not None and dist.get_world_size(heartbeat) > 1:
+        handle.heartbeat = _make_heartbeat(handle, open_control(heartbeat, timeout_s))
+    handle.install()
+    return handle
+
+
+def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
+    """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return vision_dp(model, alone, heartbeat=group or dist.group.WORLD, timeout_s=timeout_s)
+
+
+def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
+    kinds = tuple(kind for kind in KINDS if any(seam.kind == kind for seam in handle.seams))
+    if not kinds:
+        raise TrimtabError(
+            "ranks without images are kept in step at get_image_features, and this handle is at the tower's forward: "
+            "pass the whole model with at='features'"
+        )
+    return Heartbeat(
+        control=control,
+        module=handle.seams[0].module,
+        kinds=kinds,
+        prepare=handle.prepare_missing,
+        run=handle.run_missing,
+    )
+
+
+def rows_of_shards(is_image_token: Tensor, shards: Sequence[Tensor | slice]) -> list[IntArray]:
+    """For `VisionDataParallel.wanting`: the rows of image features that each rank's part of the sequence reads.
+
+    `is_image_token` is the mask of the whole batch, flattened; `shards[r]` are the positions rank r holds, in order.
+    """
+    mask = is_image_token.reshape(-1).cpu()
+    number = torch.cumsum(mask, 0) - 1
+    return [number[shard][mask[shard]].numpy() for shard in shards]

@@ -1,0 +1,333 @@
+"""How each family's call of the vision tower divides into atoms: short declarations, one line a family.
+
+A *seam* is the function that is replaced on the instance: `get_image_features` or `get_video_features` of the model, or
+the tower's own `forward`. Each declaration holds for what `check_family` verifies on real modules: encoding atoms
+apart gives what encoding them together gives, features and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.balance.images import TowerCost
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.inputs import Part, VisionInputs
+from trimtab.specs import IntArray
+
+Kind = Literal["image", "video", "tower"]
+
+GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw", "tower": "grid_thw"}
+PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_TEXT_ONLY = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # of the packed text
+_OTHER: dict[Kind, tuple[str, ...]] = {"image": ("video_", "audio_"), "video": ("image_", "audio_"), "tower": ()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridFamily:
+    """Patches of all images in one tensor, and a table of (frames, height, width) in patches.
+
+    `frames`: attention, positions and merging stay inside a frame, so that a clip is as many atoms as it has frames.
+    """
+
+    frames: bool = True
+    merge: str | None = "spatial_merge_size"  # field of the vision configuration: side of the block that one row leaves
+    beside: Mapping[Kind, tuple[str, ...]] | None = None  # further tensors with one row for each image or clip
+
+    def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
+        pixels, grid_name = _pixels(kind, given), GRIDS[kind]
+        grid = given.pop(grid_name, None)
+        if not isinstance(grid, Tensor):
+            raise TrimtabError(
+                f"the vision tower was called without {grid_name}: it says which patches belong to which image; "
+                f"pass what the processor returned"
+            )
+        table = grid.detach().cpu().numpy().astype(np.int64)
+        clips = table[:, 0] if self.frames else np.ones(len(table), np.int64)
+        atoms = np.repeat(table, clips, axis=0)
+        if self.frames:
+            atoms[:, 0] = 1
+        patches = atoms.prod(axis=1)
+        if int(patches.sum()) != len(pixels.rows):
+            raise TrimtabError(
+                f"{grid_name} counts {int(patches.sum())} patches and {pixels.name} has {len(pixels.rows)}: "
+                f"pass both as the processor returned them, for the same images"
+            )
+        own = np.ones(len(atoms), np.int64)
+        beside = [
+            Part(name=name, rows=_rows_of(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0), lengths=own)
+            for name in (self.beside or {}).get(kind, ())
+            if given.get(name) is not None
+        ]
+        side = self.block_side(config)
+        return VisionInputs(
+            parts=(
+                Part(name=pixels.name, rows=pixels.rows, lengths=patches),
+                Part(name=grid_name, rows=torch.from_numpy(atoms).to(grid), lengths=own),
+                *beside,
+            ),
+            patches=patches,
+            windowed=_windowed(atoms, config),
+            entries=clips,
+            rows=patches // side**2 if kind == "tower" and side else None,
+            fixed=_fixed(kind, given),
+        )
+
+    def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:
+        """One block of zeros, where the family has blocks; else the cheapest image at hand."""
+        side = self.block_side(config)
+        if side is None or (not self.frames and bool((inputs.parts[1].rows[:, 0] > 1).any())):
+            return _cheapest(inputs)
+        first = np.zeros(1, np.int64)
+        one, patches = np.ones(1, np.int64), np.array([side * side])
+        pixels, grid, *beside = inputs.parts
+        return VisionInputs(
+            parts=(
+                Part(
+                    name=pixels.name, rows=pixels.rows.new_zeros(side * side, *pixels.rows.shape[1:]), lengths=patches
+                ),
+                Part(name=grid.name, rows=grid.rows.new_tensor([[1, side, side]]), lengths=one),
+                *(Part(name=part.name, rows=part.take(first), lengths=one) for part in beside),
+            ),
+            patches=patches,
+            entries=one,
+            rows=one if inputs.rows is not None else None,
+            fixed=inputs.fixed,
+        )
+
+    def block_side(self, config: Any) -> int | None:
+        if self.merge is None:
+            return None
+        side = getattr(_vision_config(config), self.merge)
+        return int(side if isinstance(side, int) else side[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFamily:
+    """A batch of images of one shape: (images, ...), or (samples, images, ...) padded with images of zeros."""
+
+    beside: tuple[str, ...] = ()  # further tensors with one row for each image
+    padded: bool = False  # the second dimension counts images; all-zero ones are not encoded
+    tiles: Callable[[Any, Any], IntArray] | None = None  # (image_sizes, config) -> tiles of each image
+
+    def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
+        pixels = _pixels(kind, given)
+        beside = [(name, _rows_of(given.pop(name))) for name in self.beside if given.get(name) is not None]
+        rows, entries = pixels.rows, None
+        if self.padded:
+            real = (rows.flatten(2) != 0).any(-1)
+            entries = real.sum(1).cpu().numpy().astype(np.int64)
+            beside = [(name, tensor[real][:, None]) for name, tensor in beside]
+            rows = rows[real][:, None]
+        lengths, tiles = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
+        if self.tiles is not None:
+            tiles = self.tiles(dict(beside)["image_sizes"], config)
+            if rows.ndim == 4:  # tiles of all images in a row
+                lengths = tiles
+        own = np.ones(len(tiles), np.int64)
+        _refuse_unequal_samples(given)
+        return VisionInputs(
+            parts=(
+                Part(name=pixels.name, rows=rows, lengths=lengths),
+                *(Part(name=name, rows=tensor, lengths=own) for name, tensor in beside),
+            ),
+            patches=tiles * _patches_of_one(rows, config),
+            entries=own if entries is None else entries,
+            rows=None,
+            fixed=_fixed(kind, given),
+        )
+
+    def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:  # noqa: ARG002
+        return _cheapest(inputs)
+
+
+Family = GridFamily | BatchFamily
+
+
+def _count_next_tiles(image_sizes: Tensor, config: Any) -> IntArray:
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    side = config.vision_config.image_size
+    counts = [
+        image_size_to_num_patches(image_size=size, grid_pinpoints=config.image_grid_pinpoints, patch_size=side)
+        for size in image_sizes.tolist()
+    ]
+    return np.array(counts, np.int64)
+
+
+_MASKED = BatchFamily(beside=("pixel_attention_mask",), padded=True)
+_SIZED = BatchFamily(beside=("image_sizes",))
+_NEXT = BatchFamily(beside=("image_sizes",), tiles=_count_next_tiles)
+
+FAMILIES: dict[str, Family] = {
+    # grid towers
+    "cosmos3_edge": GridFamily(),
+    "cosmos3_omni": GridFamily(),
+    "ernie4_5_vl_moe": GridFamily(frames=False),  # its resampler joins two frames
+    "exaone4_5": GridFamily(),
+    "glm46v": GridFamily(),
+    "glm4v": GridFamily(),
+    "glm4v_moe": GridFamily(),
+    "glm5_next": GridFamily(),
+    "glm_ocr": GridFamily(),
+    "hyperclovax_vision_v2": GridFamily(),
+    "lfm3_vl": GridFamily(),
+    "paddleocr_vl": GridFamily(),
+    "qwen2_5_omni_thinker": GridFamily(),
+    "qwen2_5_vl": GridFamily(),
+    "qwen2_vl": GridFamily(),
+    "qwen3_5": GridFamily(),
+    "qwen3_5_moe": GridFamily(),
+    "qwen3_omni_moe_thinker": GridFamily(),
+    "qwen3_vl": GridFamily(),
+    "qwen3_vl_moe": GridFamily(),
+    "qwen4_exp": GridFamily(),
+    "video_llama_3": GridFamily(
+        merge=None, beside={"image": ("image_merge_sizes",), "video": ("video_merge_sizes",), "tower": ("merge_sizes",)}
+    ),
+    # batches of images
+    "aya_vision": BatchFamily(),
+    "cohere2_vision": BatchFamily(),
+    "gemma3": BatchFamily(),
+    "idefics2": _MASKED,
+    "idefics3": _MASKED,
+    "internvl": BatchFamily(),
+    "lfm2_vl": BatchFamily(beside=("spatial_shapes", "pixel_attention_mask")),
+    "llava": _SIZED,
+    "llava_next": _NEXT,
+    "llava_onevision": _NEXT,
+    "mistral3": _SIZED,
+    "ovis2": BatchFamily(),
+    "paligemma": BatchFamily(),
+    "smolvlm": _MASKED,
+    "vipllava": BatchFamily(),
+}
+"""By `config.model_type` of the module that has the seam. Add your own model's line here; `check_family` tests it."""
+
+
+def find_family(config: Any) -> Family:
+    model_type = str(getattr(config, "model_type", None))
+    for name in (model_type, model_type.removesuffix("_text"), model_type.removesuffix("_vision")):
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise TrimtabError(
+        f"no declaration says how a call of the '{model_type}' vision tower divides into images: "
+        f"pass `family=GridFamily(...)` or `BatchFamily(...)`; known are {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def tower_flops(config: Any) -> TowerCost:
+    """Forward multiply-adds of the tower from the widths in its configuration; where no profile is at hand.
+
+    2 (4 d^2 + k d f) per patch and layer, 4 d per pair of patches that attend to one another; k = 2 or, gated, 3.
+    Not counted: patch embedding, merger, projector.
+    """
+    vision = _vision_config(config)
+    d = _first(vision, "hidden_size", "embed_dim", "d_model", default=1024)
+    if hasattr(vision, "embed_dim") and hasattr(vision, "mlp_ratio"):  # there hidden_size is the language model's
+        d = int(vision.embed_dim)
+    f = _first(vision, "intermediate_size", default=int(d * getattr(vision, "mlp_ratio", 4)))
+    layers = _first(vision, "depth", "num_hidden_layers", default=24)
+    matrices = 3 if str(getattr(vision, "hidden_act", "")) in ("silu", "swish") else 2
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = layers if whole is None else len(whole)
+    return TowerCost(
+        patch=2.0 * layers * (4 * d * d + matrices * d * f),
+        patch_sq=4.0 * d * num_whole,
+        patch_windowed=4.0 * d * (layers - num_whole),
+    )
+
+
+def _first(config: Any, *names: str, default: int) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return default
+
+
+def _vision_config(config: Any) -> Any:
+    return getattr(config, "vision_config", config)
+
+
+def _windowed(atoms: IntArray, config: Any) -> IntArray | None:
+    """Sum over attention windows of squared rows, for towers that have windows of `window_size` pixels."""
+    vision = _vision_config(config)
+    if not getattr(vision, "window_size", None) or not hasattr(vision, "fullatt_block_indexes"):
+        return None
+    side = int(vision.window_size // vision.patch_size)
+
+    def squares(lengths: IntArray) -> IntArray:
+        return lengths // side * side**2 + (lengths % side) ** 2
+
+    return atoms[:, 0] * squares(atoms[:, 1]) * squares(atoms[:, 2])
+
+
+def _patches_of_one(rows: Tensor, config: Any) -> int:
+    size = getattr(_vision_config(config), "patch_size", 14)
+    side = int(size if isinstance(size, int) else size[0])
+    if rows.ndim < 4:  # patches already
+        return int(rows.shape[1])
+    return max(1, int(rows.shape[-2] // side) * int(rows.shape[-1] // side))
+
+
+def _cheapest(inputs: VisionInputs) -> VisionInputs:
+    atom = np.array([int(np.argmin(inputs.patches))])
+    one = np.ones(1, np.int64)
+    return VisionInputs(
+        parts=tuple(Part(name=p.name, rows=p.take(atom), lengths=p.lengths[atom]) for p in inputs.parts),
+        patches=inputs.patches[atom],
+        entries=one,
+        rows=None if inputs.rows is None else inputs.rows[atom],
+        fixed=inputs.fixed,
+    )
+
+
+def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
+    """The tensor of pixels, taken out of `given`; at the tower it is the first argument, whatever its name."""
+    name = PIXELS.get(kind) or next(iter(given))
+    pixels = given.pop(name, None)
+    if not isinstance(pixels, Tensor):
+        raise TrimtabError(
+            f"{name} is {type(pixels).__name__}, not one tensor: only tensors can be shared among ranks; "
+            f"stack the images as the processor does with return_tensors='pt'"
+        )
+    return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
+
+
+def _rows_of(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def _refuse_unequal_samples(given: dict[str, Any]) -> None:
+    counts = given.pop("batch_num_images", None)
+    if counts is not None and any(int(count) != 1 for count in counts):
+        raise TrimtabError(
+            "batch_num_images has samples of several images, which the tower treats differently from single ones: "
+            "images then cannot be encoded apart; leave it out, or run without vision data parallel"
+        )
+
+
+def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that go to every rank as they are; refuses what describes or returns the whole batch."""
+    fixed = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _TEXT_ONLY and not name.startswith(_OTHER[kind])
+    }
+    if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
+        raise TrimtabError(
+            f"{' and '.join(captured)} asks the vision tower for the states of all images, and each rank computes some "
+            f"of them: leave it out, or call inside `with handle.paused():`"
+        )
+    if whole := sorted(name for name, value in fixed.items() if isinstance(value, Tensor)):
+        raise TrimtabError(
+            f"{', '.join(whole)} describes all images of the batch, and each rank encodes some of them: "
+            f"leave it out and let the tower compute it for its own"
+        )
+    return fixed

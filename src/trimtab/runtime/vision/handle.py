@@ -1,0 +1,345 @@
+"""The handle that stands in for a model's image functions on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from trimtab.balance.images import ImageShares, Rule, TowerCost, share_images
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_rows
+from trimtab.runtime.vision.control import Control
+from trimtab.runtime.vision.dispatch import send_template, swap_images
+from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
+from trimtab.runtime.vision.families import Family, Kind
+from trimtab.runtime.vision.gradients import Loss, Reduction
+from trimtab.runtime.vision.heartbeat import Heartbeat
+from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.vision.outputs import Features, read_features, touch, write_features
+from trimtab.runtime.vision.replicas import reduce_replicas
+from trimtab.runtime.vision.seams import Seam
+from trimtab.specs import IntArray
+
+Exchange = Literal["gather", "routed", "dispatch"]
+_TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    exchange: Exchange
+    rule: Rule
+    cost: TowerCost
+    loss: Loss | None
+    reduction: Reduction | None
+    check: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """What this rank encoded since the handle was made."""
+
+    calls: int = 0
+    patches: int = 0  # here
+    group_patches: int = 0  # by all ranks of the group
+    last: ImageShares | None = None
+
+    @property
+    def share(self) -> float:
+        """Part of the group's patches that this rank encoded; 1 / N is even."""
+        return self.patches / self.group_patches if self.group_patches else 0.0
+
+    def add(self, patches: IntArray, shares: ImageShares, rank: int) -> None:
+        self.calls += 1
+        self.patches += int(patches[shares.atoms_of(rank)].sum())
+        self.group_patches += int(patches.sum())
+        self.last = shares
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VisionDataParallel:
+    """Holds the replaced functions of one model; `remove()` or leaving the `with` block puts them back."""
+
+    model: nn.Module
+    group: Any
+    control: Control | None  # None: a group of one
+    settings: Settings
+    family: Family
+    config: Any
+    seams: tuple[Seam, ...]
+    load: Load = field(default_factory=Load)
+    heartbeat: Heartbeat | None = None
+    _templates: dict[Kind, VisionInputs] = field(default_factory=dict)
+    _inside: bool = False
+    _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
+    _installed: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.control is None else self.control.num_ranks
+
+    @property
+    def is_installed(self) -> bool:
+        return self._installed
+
+    def __enter__(self) -> VisionDataParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def install(self) -> None:
+        """Replace the functions; a group of one without a heartbeat replaces nothing."""
+        if self.control is None and self.heartbeat is None:
+            return
+        for seam in self.seams:
+            seam.put(_stand_in(self, seam))
+        if self.heartbeat is not None:
+            self.heartbeat.install()
+        self._installed = True
+
+    def remove(self) -> None:
+        """Put the module's own functions back; harmless when that was done already."""
+        if not self._installed:
+            return
+        for seam in self.seams:
+            seam.put_back()
+        if self.heartbeat is not None:
+            self.heartbeat.remove()
+        self._installed = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every rank encodes all images, as without the handle."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
+    def wanting(
+        self, *, image: Sequence[IntArray] | None = None, video: Sequence[IntArray] | None = None
+    ) -> Iterator[None]:
+        """For exchange "routed": rows of the batch that each rank needs, by rank; see `rows_of_shards`.
+
+        Inside, a call returns this rank's rows as one piece.
+        """
+        if self.settings.exchange != "routed":
+            raise TrimtabError(
+                f"wanting() says which rows each rank needs, and the exchange is '{self.settings.exchange}': "
+                f"make the handle with exchange='routed'"
+            )
+        given: dict[Kind, Sequence[IntArray] | None] = {"image": image, "video": video, "tower": image}
+        for rows in given.values():
+            if rows is not None and len(rows) != self.num_ranks:
+                raise TrimtabError(
+                    f"rows for {len(rows)} ranks were given, and the group has {self.num_ranks}: give one list a rank"
+                )
+        self._wanted = {kind: rows for kind, rows in given.items() if rows is not None}
+        try:
+            yield
+        finally:
+            self._wanted = {}
+
+    def reduce_gradients(self) -> None:
+        """For `reduction="none"`: the mean over the group of the vision parameters' gradients, in place."""
+        if self.settings.reduction != "none":
+            raise TrimtabError(
+                "the host reduces gradients over the group already, and doing it twice changes them: "
+                "make the handle with reduction='none' where it leaves replicated parameters alone"
+            )
+        if self.control is not None:
+            reduce_replicas(self.vision_parameters(), self.group)
+
+    def vision_parameters(self) -> list[nn.Parameter]:
+        """All of the module that are not its language model's: the tower and what follows it up to the features."""
+        module = self.seams[0].module
+        children = [child for name in _TEXT if isinstance(child := getattr(module, name, None), nn.Module)]
+        text = {id(p) for child in children for p in child.parameters()}
+        return [p for p in module.parameters() if id(p) not in text]
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    def encode(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands in for the replaced function."""
+        if self._inside:
+            return seam.original(*args, **kwargs)
+        if self.control is None:  # a heartbeat alone
+            with self.paused():
+                output = seam.original(*args, **kwargs)
+            return self._after(seam, output)
+        given = seam.bind(args, kwargs)
+        as_tuple = given.pop("return_dict", None) is False
+        inputs, problem = self._read(seam, given)
+        if self.settings.check:
+            compared = None if self.settings.exchange == "dispatch" else inputs
+            agree_on_inputs(self.control, seam.name, [self.settings], compared, problem)
+        elif problem is not None:
+            raise problem
+        assert inputs is not None
+        if self.settings.exchange == "dispatch":
+            output = self._encode_dispatched(seam, inputs)
+        else:
+            output = self._encode_shared(seam, inputs, self.control)
+        output = self._after(seam, output)
+        return output.to_tuple() if as_tuple and hasattr(output, "to_tuple") else output
+
+    def share(self, inputs: VisionInputs) -> ImageShares:
+        """Which rank encodes which atom; the same on every rank, without communication."""
+        cost = self.settings.cost.of(inputs.patches, None, inputs.windowed)
+        return share_images(cost, self.num_ranks, rule=self.settings.rule)
+
+    def _read(self, seam: Seam, given: dict[str, Any]) -> tuple[VisionInputs | None, TrimtabError | None]:
+        try:
+            return self.family.read(seam.kind, given, self.config), None
+        except TrimtabError as problem:
+            return None, problem
+
+    def _encode_shared(self, seam: Seam, inputs: VisionInputs, control: Control) -> Any:
+        """Gather and routed: every rank holds the same images."""
+        shares = self.share(inputs)
+        atoms = shares.atoms_of(control.rank)
+        features, num_rows = self._encode_own(seam, inputs, atoms, control, atoms, len(inputs))
+        layout = lay_out_rows(shares.order, shares.offsets, num_rows)
+        self.load.add(inputs.patches, shares, control.rank)
+        if self.settings.exchange == "routed":
+            rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
+            return write_features(features, rows, num_rows, whole=False)
+        rows = gather_rows(features.rows, layout, self.group)
+        return write_features(features, rows, _sum_entries(num_rows, inputs.entries))
+
+    def _encode_dispatched(self, seam: Seam, inputs: VisionInputs | None) -> Any:
+        """Every rank holds images of its own; one without (None) takes part and gets a zero that depends on it."""
+        control, template = self.control, self._templates.pop(seam.kind, None)
+        assert control is not None
+        if template is None:  # every rank has images: its own show what one looks like
+            assert inputs is not None
+            template = self.family.smallest(inputs, self.config)
+        pool = swap_images(
+            inputs,
+            template,
+            control=control,
+            group=self.group,
+            cost=self.settings.cost,
+            rule=self.settings.rule,
+        )
+        atoms = pool.shares.atoms_of(control.rank)
+        received = pool.received if len(atoms) else template
+        numbers = np.arange(len(atoms))
+        features, num_rows = self._encode_own(seam, received, numbers, control, atoms, len(pool.home))
+        layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
+        self.load.add(pool.patches, pool.shares, control.rank)
+        rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), self.group)
+        if inputs is None:
+            return rows.sum()
+        own = num_rows[pool.home == control.rank]
+        return write_features(features, rows, _sum_entries(own, inputs.entries))
+
+    def _encode_own(
+        self,
+        seam: Seam,
+        inputs: VisionInputs,
+        atoms: IntArray,
+        control: Control,
+        numbers: IntArray,
+        num_atoms: int,
+    ) -> tuple[Features, IntArray]:
+        """Features of `atoms` of `inputs`, and the rows of all `num_atoms`; in the group the atoms are `numbers`.
+
+        A tower that fails here fails on every rank: the others learn of it instead of waiting.
+        """
+        features: Features | None = None
+        problem: Exception | None = None
+        try:
+            features = self._run_tower(seam, inputs, atoms)
+        except Exception as error:  # told to the others, then raised
+            problem = error
+        num_rows = agree_on_rows(control, features, numbers, num_atoms, problem)
+        assert features is not None
+        return features, num_rows
+
+    def _run_tower(self, seam: Seam, inputs: VisionInputs, atoms: IntArray) -> Features:
+        """Features of these atoms. With none, the tower runs on the smallest input and gives no row of it.
+
+        Type, device, width, DeepStack layers and whether a gradient flows are then right by construction, and wrappers
+        that gather parameters or count uses see the same calls on every rank.
+        """
+        if empty := len(atoms) == 0:
+            inputs, atoms = self.family.smallest(inputs, self.config), np.zeros(1, np.int64)
+        with self.paused():  # videos encoded as images pass a second seam
+            output = seam.call(inputs.arguments(atoms))
+        features = read_features(output, inputs, len(atoms), atoms)
+        if not empty:
+            return features
+        return replace(features, rows=features.rows[:0], num_rows=np.zeros(0, np.int64))
+
+    def _find_wanted(self, seam: Seam, layout: RowLayout) -> list[IntArray]:
+        wanted = self._wanted.get(seam.kind)
+        if wanted is None:
+            raise TrimtabError(
+                f"the routed exchange was not told which {seam.kind} rows each rank needs: "
+                f"call the model inside `with handle.wanting({seam.kind}=rows_of_shards(...)):`"
+            )
+        for rank, rows in enumerate(wanted):
+            if len(rows) and (rows.min() < 0 or rows.max() >= len(layout)):
+                raise TrimtabError(
+                    f"rank {rank} wants row {int(rows.max())} and the images have {len(layout)} rows: "
+                    f"count rows over the whole batch, from 0 in the order of the image tokens"
+                )
+        return list(wanted)
+
+    # -- ranks without images ---------------------------------------------------------------------------------------
+
+    def prepare_missing(self, kind: Kind, given: dict[str, Any] | None, source: int) -> None:
+        """Every rank of the heartbeat learns what the smallest image of rank `source` is."""
+        assert self.heartbeat is not None
+        seam = self._seam(kind)
+        smallest, device = None, next(seam.module.parameters()).device
+        if self.heartbeat.control.rank == source:
+            assert given is not None
+            known = {name: value for name, value in given.items() if name in seam.signature.parameters}
+            smallest = self.family.smallest(self.family.read(kind, known, self.config), self.config)
+        template = send_template(smallest, control=self.heartbeat.control, source=source, device=device)
+        if given is None or self.settings.exchange == "dispatch":
+            self._templates[kind] = template
+
+    def run_missing(self, kind: Kind) -> Tensor:
+        """Take part in a call of the tower without an image of one's own: a zero that depends on it."""
+        seam = self._seam(kind)
+        if self.settings.exchange == "dispatch":
+            assert self.control is not None
+            if self.settings.check:
+                agree_on_inputs(self.control, seam.name, [self.settings], None, None)
+            zero: Tensor = self._encode_dispatched(seam, None)
+            return zero
+        return self._run_tower(seam, self._templates.pop(kind), np.empty(0, np.int64)).rows.sum()
+
+    def _after(self, seam: Seam, output: Any) -> Any:
+        """What other ranks encode next and this one lacks, run now: the order of calls is the same on every rank."""
+        zero = self.heartbeat.run_missing(seam.kind) if self.heartbeat is not None else None
+        return output if zero is None else touch(output, zero)
+
+    def _seam(self, kind: Kind) -> Seam:
+        return next(seam for seam in self.seams if seam.kind == kind)
+
+
+def _stand_in(handle: VisionDataParallel, seam: Seam) -> Any:
+    @functools.wraps(seam.original)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        return handle.encode(seam, args, kwargs)
+
+    shared.handle = handle  # type: ignore[attr-defined]  # a second vision_dp finds it: Seam.holder
+    return shared
+
+
+def _sum_entries(num_rows: IntArray, entries: IntArray) -> IntArray:
+    """Rows of each entry, from those of its atoms; an entry may have none."""
+    ends = np.concatenate([[0], np.cumsum(num_rows)])
+    last = np.cumsum(entries)
+    return np.asarray(ends[last] - ends[last - entries], np.int64)

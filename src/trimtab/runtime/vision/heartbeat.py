@@ -1,0 +1,86 @@
+"""Ranks without images run the tower where another rank has some, so that sharded parameters meet on every rank.
+
+FSDP, ZeRO and DDP wait in the tower for every rank: a batch of text alone on one rank stops all others. Before each
+forward the ranks tell one another what they hold (a few integers over gloo). Where some have images and some none, the
+latter encode the smallest image of the former and add no row of it to their embeddings. Where none has any, nothing
+runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trimtab.runtime.vision.control import Control
+from trimtab.runtime.vision.families import PIXELS, Kind
+
+KINDS: tuple[Kind, ...] = ("image", "video")
+"""In the order in which models encode them: every rank runs them in this order."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Heartbeat:
+    """What the ranks of one forward hold; hooks on the module whose forward takes the pixels."""
+
+    control: Control
+    module: nn.Module
+    kinds: tuple[Kind, ...]
+    prepare: Callable[[Kind, dict[str, Any] | None, int], None]  # before the forward, on all ranks, where one lacks it
+    run: Callable[[Kind], Tensor]  # the tower on next to nothing: a zero that depends on it
+    _present: tuple[Kind, ...] = ()
+    _missing: list[Kind] = field(default_factory=list)
+    _hooks: list[Any] = field(default_factory=list)
+
+    def install(self) -> None:
+        self._hooks.append(self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given.pop("kwargs", {}), **given}
+        self._present = tuple(kind for kind in self.kinds if given.get(PIXELS[kind]) is not None)
+        held = self.control.gather([kind in self._present for kind in self.kinds]).astype(bool)
+        self._missing = []
+        for i, kind in enumerate(self.kinds):
+            if held[:, i].any() and not held[:, i].all():
+                self.prepare(kind, given if kind in self._present else None, int(held[:, i].argmax()))
+                if kind not in self._present:
+                    self._missing.append(kind)
+        if not self._missing:
+            return None
+        if given.get("inputs_embeds") is not None:
+            zero = self.run_missing(None)
+            if zero is None:
+                return None
+            return args, {**kwargs, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
+        # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
+        hook: Any = None
+
+        def after_embedding(_module: nn.Module, _args: Any, embeddings: Tensor) -> Tensor:
+            hook.remove()
+            zero = self.run_missing(None)
+            return embeddings if zero is None else embeddings + zero.to(embeddings)
+
+        hook = module.get_input_embeddings().register_forward_hook(after_embedding)  # type: ignore[operator]
+        return None
+
+    def run_missing(self, after: Kind | None) -> Tensor | None:
+        """Kinds this rank lacks, up to the next one it holds; `after` is the kind that was just encoded."""
+        zero: Tensor | None = None
+        start = 0 if after is None or after not in self.kinds else self.kinds.index(after) + 1
+        for kind in self.kinds[start:]:
+            if kind in self._present:
+                break
+            if kind in self._missing:
+                self._missing.remove(kind)
+                own = self.run(kind)
+                zero = own if zero is None else zero + own
+        return zero

@@ -1,0 +1,47 @@
+"""What a call of the vision tower is given, divided into atoms that any rank can encode alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.specs import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """One tensor argument whose first dimension belongs to the atoms: `lengths[i]` rows to atom i."""
+
+    name: str
+    rows: Tensor
+    lengths: IntArray
+
+    def take(self, atoms: IntArray) -> Tensor:
+        starts = np.cumsum(self.lengths) - self.lengths
+        lengths = self.lengths[atoms]
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = torch.from_numpy(np.repeat(starts[atoms], lengths) + within)
+        return self.rows.index_select(0, index.to(self.rows.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VisionInputs:
+    """The arguments of one call: `parts` are divided, `fixed` goes to every rank as it is."""
+
+    parts: tuple[Part, ...]
+    patches: IntArray  # (n,) rows of the tower, by atom
+    windowed: IntArray | None = None  # (n,) sum over attention windows of rows squared; None: no windows
+    entries: IntArray  # atoms of each image or clip of the output
+    rows: IntArray | None  # (n,) rows that leave, where the family's rule says so beforehand
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    def arguments(self, atoms: IntArray) -> dict[str, Any]:
+        """Keyword arguments that encode these atoms alone."""
+        return {**self.fixed, **{part.name: part.take(atoms) for part in self.parts}}

@@ -1,0 +1,134 @@
+"""What a vision tower returns, as one matrix of rows, and back into the shape its caller reads.
+
+Understood: an output object with `pooler_output` and perhaps `deepstack_features` (Transformers 5), a tensor, or a
+tensor and a list of tensors (4.57). Each of these holds one piece for each image, in a tuple or stacked, or the rows
+of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.specs import IntArray
+
+_LOCAL = ("last_hidden_state", "hidden_states", "attentions")
+"""Of a rank's own images only, and nobody reads them behind the features: not returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Features:
+    """Rows of some atoms: features and DeepStack features side by side."""
+
+    rows: Tensor  # (sum(num_rows), D)
+    num_rows: IntArray  # by atom
+    widths: tuple[int, ...]  # of the features and of each DeepStack layer; sums to D
+    sample: Any  # what the tower returned: the shape to return in
+
+
+def read_features(output: Any, inputs: VisionInputs, num_atoms: int, atoms: IntArray) -> Features:
+    """`output` of a call that encoded `num_atoms` atoms (those numbered `atoms`) of `inputs`."""
+    columns = columns_of(output)
+    expected = None if inputs.rows is None else inputs.rows[atoms]
+    pieces = [_pieces(column, num_atoms, expected) for column in columns]
+    num_rows = np.array([len(piece) for piece in pieces[0]], np.int64)
+    joined = [torch.cat(list(column)) for column in pieces]
+    return Features(
+        rows=joined[0] if len(joined) == 1 else torch.cat(joined, dim=-1),
+        num_rows=num_rows,
+        widths=tuple(column.shape[-1] for column in joined),
+        sample=output,
+    )
+
+
+def write_features(features: Features, rows: Tensor, num_rows: IntArray, *, whole: bool = True) -> Any:
+    """An output like `features.sample` that holds `rows`, of which `num_rows[i]` are entry i's.
+
+    Not `whole`: the rows are some of several images', and are one piece.
+    """
+    if not whole:
+        num_rows = np.array([len(rows)])
+    filled = [
+        _fill(like, column, num_rows, whole)
+        for like, column in zip(
+            columns_of(features.sample), torch.split(rows, list(features.widths), dim=-1), strict=True
+        )
+    ]
+    sample = features.sample
+    if isinstance(sample, Tensor):
+        return filled[0]
+    if isinstance(sample, tuple):
+        return filled[0], type(sample[1])(filled[1:])
+    values = {name: value for name, value in sample.items() if name not in _LOCAL}
+    values["pooler_output"] = filled[0]
+    if len(filled) > 1:
+        values["deepstack_features"] = type(sample.deepstack_features)(filled[1:])
+    return type(sample)(**values)
+
+
+def touch(output: Any, zero: Tensor) -> Any:
+    """`output` with a zero added, so that what computed the zero takes part in the backward."""
+    if isinstance(output, Tensor):
+        return output + zero.to(output)
+    if isinstance(output, tuple):
+        return (touch(output[0], zero), *output[1:])
+    if isinstance(output, list):
+        return [touch(output[0], zero), *output[1:]]
+    output.pooler_output = touch(output.pooler_output, zero)
+    return output
+
+
+def each_tensor(output: Any, start: int, end: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """An output object of entries `start` to `end` alone, every tensor of features changed."""
+    columns = [type(column)(change(piece) for piece in column[start:end]) for column in columns_of(output)]
+    values = {**output, "pooler_output": columns[0]}
+    if len(columns) > 1:
+        values["deepstack_features"] = type(output.deepstack_features)(columns[1:])
+    return type(output)(**values)
+
+
+def columns_of(output: Any) -> list[Any]:
+    """The features, then those of each DeepStack layer."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor):
+        return [output[0], *output[1]]
+    if getattr(output, "pooler_output", None) is not None:
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    raise TrimtabError(
+        f"the vision tower returned {type(output).__name__}, and image features are expected as a tensor, a tensor "
+        f"with a list, or an output with pooler_output: put vision_dp at get_image_features of the model"
+    )
+
+
+def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[Tensor]:
+    """Rows of each atom."""
+    if isinstance(column, (tuple, list)):
+        if len(column) == num_atoms:
+            return [piece.reshape(-1, piece.shape[-1]) for piece in column]
+        problem = f"{len(column)} pieces"
+    elif column.ndim >= 3 and len(column) == num_atoms:
+        return list(column.reshape(num_atoms, -1, column.shape[-1]).unbind())
+    elif column.ndim == 2 and expected is not None and len(column) == int(expected.sum()):
+        return list(torch.split(column, expected.tolist()))
+    elif column.ndim == 2 and expected is None and num_atoms == 1:
+        return [column]
+    else:
+        problem = f"shape {tuple(column.shape)}"
+    raise TrimtabError(
+        f"features of {num_atoms} images came as {problem}, and it cannot be told which rows are which image's: "
+        f"check the family's declaration with check_family"
+    )
+
+
+def _fill(like: Any, rows: Tensor, num_rows: IntArray, whole: bool) -> Any:
+    if isinstance(like, (tuple, list)):
+        return type(like)(torch.split(rows, num_rows.tolist()))
+    return rows.view(-1, *like.shape[1:]) if like.ndim >= 3 and whole else rows

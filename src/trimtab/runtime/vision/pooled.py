@@ -1,0 +1,73 @@
+"""One call of the tower for several micro-batches, whose forwards and backwards follow one at a time.
+
+Larger pools share out better and launch fewer kernels; they hold the tower's activations of all their micro-batches
+until the last backward has run (`choose_pooling` finds what fits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.families import GRIDS, PIXELS
+from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.outputs import each_tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PooledFeatures:
+    """`outputs[i]` is micro-batch i's `mm_encoder_outputs`; call `backward()` once, behind the last of theirs."""
+
+    outputs: list[dict[str, Any]]
+    _leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (what the tower gave, what the model reads)
+
+    def backward(self) -> None:
+        """The tower's backward with the gradients that the micro-batches left; one exchange for each kind."""
+        given = [(source, leaf.grad) for source, leaf in self._leaves if leaf.grad is not None]
+        self._leaves = []
+        if given:
+            torch.autograd.backward([source for source, _ in given], [gradient for _, gradient in given])
+
+
+def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, Any]]) -> PooledFeatures:
+    """Image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
+
+    `microbatches[i]` holds `pixel_values`, `image_grid_thw` and the like, for grid families; others are ignored.
+    """
+    outputs: list[dict[str, Any]] = [{} for _ in microbatches]
+    pooled = PooledFeatures(outputs=outputs)
+    for seam in handle.seams:
+        if seam.kind == "tower":
+            raise TrimtabError(
+                "features are fed back at mm_encoder_outputs, which the tower's own forward does not know: "
+                "make the handle with at='features', under Transformers 5"
+            )
+        pixels, grid = PIXELS[seam.kind], GRIDS[seam.kind]
+        holders = [i for i, inputs in enumerate(microbatches) if inputs.get(pixels) is not None]
+        if not holders:
+            continue
+        grids = [microbatches[i][grid] for i in holders]
+        arguments = {pixels: torch.cat([microbatches[i][pixels] for i in holders]), grid: torch.cat(grids)}
+        whole = getattr(seam.module, seam.name)(**arguments, return_dict=True)
+        ends = torch.tensor([len(g) for g in grids]).cumsum(0).tolist()
+        for i, start, end in zip(holders, [0, *ends], ends, strict=False):
+            outputs[i][seam.kind] = _cut(whole, start, end, pooled._leaves)
+    return pooled
+
+
+def _cut(whole: Any, start: int, end: int, leaves: list[tuple[Tensor, Tensor]]) -> Any:
+    """Entries `start` to `end`, as leaves of the micro-batch's own graph."""
+
+    def detached(source: Tensor) -> Tensor:
+        if not source.requires_grad:
+            return source
+        leaf = source.detach().requires_grad_()
+        leaves.append((source, leaf))
+        return leaf
+
+    return each_tensor(whole, start, end, detached)

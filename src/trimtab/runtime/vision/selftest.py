@@ -1,0 +1,81 @@
+"""Does a family's declaration hold: are images encoded apart what they are encoded together?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimtab.runtime.vision.families import Family, Kind, find_family
+from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.vision.outputs import columns_of, read_features, write_features
+from trimtab.runtime.vision.seams import Place, Seam, find_seams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyCheck:
+    """Relative differences between all images in one call and one call for each atom."""
+
+    num_atoms: int
+    features: float
+    gradients: float  # of all parameters together, under a random linear loss
+
+
+def check_family(
+    model: nn.Module,
+    arguments: dict[str, Any],
+    *,
+    kind: Kind = "image",
+    family: Family | None = None,
+    at: Place | None = None,
+) -> FamilyCheck:
+    """Encode `arguments` (of `get_image_features`, or of the tower) at once and atom by atom; no process group.
+
+    Give several images of different sizes, and for `kind="video"` a clip of several frames. Exact arithmetic would
+    give 0; float64 gives about 1e-15.
+    """
+    seam = next(s for s in find_seams(model, at) if s.kind == kind)
+    config = seam.module.config
+    family = family or find_family(config)
+    inputs = family.read(kind, seam.bind((), dict(arguments)), config)
+    whole = _rows(seam.call(seam.bind((), dict(arguments))))
+    pieces = [_encode(seam, inputs, np.array([atom])) for atom in range(len(inputs))]
+    apart = torch.cat([features.rows for features in pieces])
+    num_rows = np.array([int(features.num_rows[0]) for features in pieces])
+    ends = np.cumsum(inputs.entries)
+    entries = np.add.reduceat(num_rows, ends - inputs.entries)
+    rebuilt = _rows(write_features(pieces[0], apart, entries))
+    assert whole.shape == rebuilt.shape, f"{tuple(rebuilt.shape)} apart, {tuple(whole.shape)} together"
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)).to(whole)
+    return FamilyCheck(
+        num_atoms=len(inputs),
+        features=_relative(rebuilt.detach(), whole.detach()),
+        gradients=_relative(*(_gradient(seam.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
+    )
+
+
+def _encode(seam: Seam, inputs: VisionInputs, atoms: Any) -> Any:
+    return read_features(seam.call(inputs.arguments(atoms)), inputs, len(atoms), atoms)
+
+
+def _rows(output: Any) -> Tensor:
+    """All rows of an output, DeepStack features beside them."""
+    flat = []
+    for column in columns_of(output):
+        pieces = list(column) if isinstance(column, (tuple, list)) or column.ndim >= 3 else [column]
+        flat.append(torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]))
+    return torch.cat(flat, dim=-1)
+
+
+def _gradient(module: nn.Module, loss: Tensor) -> Tensor:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return torch.cat([gradient.flatten() for gradient in filled])
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())

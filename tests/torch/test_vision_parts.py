@@ -1,0 +1,121 @@
+"""Parts of vision data parallel that need no second process: layouts, outputs, conventions. Needs torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the exchange is of tensors")
+
+from trimtab.balance.images import keep_at_home, share_images  # noqa: E402
+from trimtab.errors import TrimtabError  # noqa: E402
+from trimtab.runtime.vision.control import differing_ranks, fingerprint  # noqa: E402
+from trimtab.runtime.vision.exchange import lay_out_rows  # noqa: E402
+from trimtab.runtime.vision.gradients import check_convention  # noqa: E402
+from trimtab.runtime.vision.inputs import Part, VisionInputs  # noqa: E402
+from trimtab.runtime.vision.outputs import read_features, touch, write_features  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def inputs_of(rows: list[int]) -> VisionInputs:
+    counts = np.array(rows)
+    return VisionInputs(
+        parts=(Part(name="pixels", rows=torch.arange(counts.sum() * 4.0).view(-1, 1), lengths=counts * 4),),
+        patches=counts * 4,
+        entries=np.ones(len(rows), np.int64),
+        rows=counts,
+    )
+
+
+def test_a_layout_finds_every_row():
+    rng = np.random.default_rng(0)
+    for num_ranks in (1, 3, 5):
+        num_rows = rng.integers(0, 6, 11)
+        shares = share_images(rng.random(11), num_ranks)
+        layout = lay_out_rows(shares.order, shares.offsets, num_rows)
+        ids = np.arange(num_rows.sum())
+        of_atom = np.split(ids, np.cumsum(num_rows)[:-1])
+        made = [
+            np.concatenate([of_atom[i] for i in shares.atoms_of(r)] or [ids[:0]]).astype(int) for r in range(num_ranks)
+        ]
+        assert layout.counts.tolist() == [len(rows) for rows in made]
+        assert [made[r][p] for r, p in zip(layout.owner, layout.position, strict=True)] == ids.tolist()
+
+
+def test_parts_give_the_rows_of_chosen_atoms():
+    inputs = inputs_of([2, 1, 3])
+    taken = inputs.arguments(np.array([2, 0]))["pixels"][:, 0]
+    assert taken.tolist() == [*range(12, 24), *range(8)]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple"])
+def test_outputs_of_the_tower_of_transformers_4(kind):
+    inputs = inputs_of([2, 1, 3])
+    rows, deep = torch.randn(6, 4), [torch.randn(6, 4), torch.randn(6, 4)]
+    output = rows if kind == "tensor" else (rows, deep)
+    atoms = np.arange(3)
+    features = read_features(output, inputs, 3, atoms)
+    assert features.num_rows.tolist() == [2, 1, 3]
+    assert features.rows.shape == (6, 4 if kind == "tensor" else 12)
+    back = write_features(features, features.rows, features.num_rows)
+    if kind == "tensor":
+        assert torch.equal(back, rows)
+    else:
+        assert torch.equal(back[0], rows)
+        assert all(torch.equal(a, b) for a, b in zip(back[1], deep, strict=True))
+    zero = torch.zeros((), requires_grad=True)
+    touched = touch(output, zero)
+    assert (touched if kind == "tensor" else touched[0]).requires_grad
+
+
+def test_features_that_cannot_be_told_apart_are_refused():
+    with pytest.raises(TrimtabError, match=r"features of 3 images came as shape \(7, 4\), and it cannot be told which"):
+        read_features(torch.randn(7, 4), inputs_of([2, 1, 3]), 3, np.arange(3))
+    with pytest.raises(
+        TrimtabError, match="the vision tower returned dict, and image features are expected as a tensor"
+    ):
+        read_features({}, inputs_of([1]), 1, np.arange(1))
+
+
+def test_images_stay_where_they_are_if_loads_allow():
+    cost = np.array([5.0, 5.0, 3.0, 2.0])
+    shares = share_images(cost, 3)
+    for home in ([0, 1, 2, 2], [2, 0, 1, 1], [1, 2, 0, 0]):
+        kept = keep_at_home(shares, np.array(home), cost)
+        assert sorted(kept.load) == sorted(shares.load)
+        assert all(home[atom] == rank for rank in range(3) for atom in kept.atoms_of(rank))
+
+
+def test_fingerprints_see_types_shapes_and_values():
+    x = torch.arange(1000.0)
+    marks = {
+        fingerprint(["a"], [x]),
+        fingerprint(["b"], [x]),
+        fingerprint(["a"], [x + 1]),
+        fingerprint(["a"], [x.double()]),
+        fingerprint(["a"], [x.view(10, 100)]),
+        fingerprint(["a"], []),
+    }
+    assert len(marks) == 6
+    assert fingerprint(["a"], [x.clone()]) in marks
+    assert differing_ranks(np.array([7, 8, 7, 9])) == [1, 3]
+    assert differing_ranks(np.array([7, 8])) == [1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "message"),
+    [
+        ("sharded", "mean", "4 times too small: multiply each rank's loss by 4, or sum gradients"),
+        ("sharded x N", "sum", "4 times too large: divide each rank's loss by 4, or average gradients"),
+        ("replicated", "sum", "4 times too large: divide each rank's loss by 4"),
+        ("sharded", "none", "those of one rank's tokens alone: sum gradients over the group"),
+        ("whole", "sum", "'whole' is no way to divide a loss: choose one of sharded, sharded x N, replicated"),
+        ("sharded", "max", "'max' is no way to add gradients up: choose one of sum, mean, none"),
+    ],
+)
+def test_wrong_conventions_are_refused_by_name(loss, reduction, message):
+    with pytest.raises(TrimtabError, match=message):
+        check_convention(loss, reduction, 4)
+    if "no way" not in message:
+        check_convention(loss, reduction, 1)

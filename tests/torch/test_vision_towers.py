@@ -1,0 +1,23 @@
+"""The tower's own forward as the seam. Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
+
+pip install 'transformers==4.57.6' && pytest tests/torch/test_vision_towers.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="runs tiny towers on gloo ranks")
+pytest.importorskip("transformers", minversion="4.57", reason="holds the towers")
+
+import plan_runs
+import vision_towers
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+
+def test_towers_on_three_ranks_are_exact(tmp_path: Path) -> None:
+    """float64, features and gradients to 1e-12; fewer images than ranks, and clips."""
+    plan_runs.spawn(vision_towers.run_towers, tmp_path, num_ranks=3)

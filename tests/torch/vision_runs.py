@@ -1,0 +1,382 @@
+"""Ranks that share images, for the tests of vision data parallel: functions that spawned processes call. Needs torch.
+
+Each rank compares features and gradients with those of the same model alone; a case that fails is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tiny_models import IMAGE_TOKEN, make_tiny_model
+from torch import Tensor, nn
+
+from trimtab.runtime.vision import rows_of_shards, vision_dp
+
+VIDEO_TOKEN = 198
+BATCHES: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
+    "one image": ([(1, 4, 8)], []),  # fewer images than ranks
+    "images": ([(1, 8, 8), (1, 4, 4), (1, 4, 12)], []),
+    "clip": ([], [(5, 4, 4)]),
+    "images and clip": ([(1, 4, 4), (1, 8, 12)], [(3, 4, 8)]),
+}
+MODES = (
+    "plain",
+    "frozen",
+    "merger only",
+    "autocast",
+    "bf16",
+    "ddp",
+    "fsdp2",
+    "layer recompute",
+    "tower recompute",
+    "no_grad",
+)
+
+
+@dataclass
+class Case:
+    """A model, a batch for it, and what each token weighs in the loss."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    weights: Tensor
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.model.visual
+
+    @property
+    def num_tokens(self) -> int:
+        return self.weights.shape[1]
+
+    def forward(self, model: nn.Module | None = None, **changes: Any) -> Tensor:
+        return (model or self.model)(**{**self.inputs, **changes}).logits
+
+    def loss(self, logits: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Weighted sum of logits over some tokens: losses of disjoint slices add up to that of all."""
+        return (logits.float() * self.weights)[:, tokens].sum() / self.num_tokens
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                found[name.replace("_checkpoint_wrapped_module.", "")] = grad.detach().clone().float()
+        self.model.zero_grad(set_to_none=True)
+        return found
+
+
+@functools.cache
+def _tiny(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = make_tiny_model(family).model
+    model.config.video_token_id = model.model.config.video_token_id = VIDEO_TOKEN
+    return model
+
+
+def make_case(family: str, batch: str, dtype: torch.dtype = torch.float32) -> Case:
+    model = copy.deepcopy(_tiny(family)).to(dtype)
+    images, videos = BATCHES[batch]
+    noise = torch.Generator().manual_seed(1)
+    ids, inputs = [3, 4], {}
+    for grids, token, pixels, table in (
+        (images, IMAGE_TOKEN, "pixel_values", "image_grid_thw"),
+        (videos, VIDEO_TOKEN, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if grids:
+            grid = torch.tensor(grids)
+            width = 3 * 2 * 14 * 14
+            inputs[pixels] = torch.randn(int(grid.prod(1).sum()), width, generator=noise).to(dtype)
+            inputs[table] = grid
+            for t, h, w in grids:
+                ids += [token] * (t * h * w // 4) + [5, 6]
+    tokens = len(ids)
+    inputs["input_ids"] = torch.tensor([ids])
+    inputs["position_ids"] = torch.arange(tokens).expand(3, 1, tokens)
+    inputs["mm_token_type_ids"] = torch.zeros(1, tokens, dtype=torch.int64)
+    return Case(model, inputs, torch.randn(1, tokens, 203, generator=noise))
+
+
+def shard(rank: int, num_ranks: int, length: int) -> slice:
+    return slice(length * rank // num_ranks, length * (rank + 1) // num_ranks)
+
+
+def relative(found: dict[str, Tensor], expected: dict[str, Tensor], part: str = "") -> float:
+    """|found - expected| / |expected| over the parameters whose name has `part`."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    names = [name for name in expected if part in name]
+    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in names)
+    return (difference / max(1e-30, sum(float(expected[n].double().square().sum()) for n in names))) ** 0.5
+
+
+def sum_over_ranks(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return gradients
+
+
+def each_case(cases: list[tuple[str, Callable[[], None]]]) -> None:
+    """Run all; raise with the names of those that failed."""
+    failed = []
+    for name, run in cases:
+        try:
+            run()
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            if "waited" in str(error) or "Connection" in str(error):
+                break
+    assert not failed, "\n".join(failed)
+
+
+# -- the matrix of hard cases ---------------------------------------------------------------------------------------
+
+
+def run_matrix(rank: int, _folder: str, families: list[str], batches: list[str], modes: list[str]) -> None:
+    transformers.logging.set_verbosity_error()
+    each_case(
+        [
+            (f"{family}, {batch}, {mode}", functools.partial(run_mode, family, batch, mode))
+            for family in families
+            for batch in batches
+            for mode in modes
+        ]
+    )
+
+
+def run_mode(family: str, batch: str, mode: str) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = make_case(family, batch)
+    mine = shard(rank, num_ranks, case.num_tokens)
+    if mode in ("autocast", "bf16"):
+        _run_bf16(case, mode, mine)
+        return
+    if mode == "frozen":
+        case.tower.requires_grad_(False)
+    if mode == "merger only":
+        case.tower.requires_grad_(False)
+        case.tower.merger.requires_grad_(True)
+    expected_logits = case.forward()
+    case.loss(expected_logits).backward()
+    expected = case.gradients()
+
+    model, kappa, reduce = case.model, 1, True
+    if mode == "layer recompute":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    if mode == "tower recompute":
+        _recompute_whole(case.model.model)
+    if mode == "ddp":
+        model = nn.parallel.DistributedDataParallel(case.model)
+    if mode == "fsdp2":
+        fully_shard_model(case.model)
+    if mode in ("ddp", "fsdp2"):
+        kappa, reduce = num_ranks, False
+    with vision_dp(case.model, timeout_s=60) as handle:
+        for _ in range(2):
+            if mode == "no_grad":
+                with torch.no_grad():
+                    logits = case.forward(model)
+                assert not logits.requires_grad
+            else:
+                logits = case.forward(model)
+                (kappa * case.loss(logits, mine)).backward()
+            close = float((logits - expected_logits).norm() / expected_logits.norm())
+            assert close <= 1e-6, f"logits differ by {close}"
+            if mode != "no_grad":
+                found = case.gradients()
+                if reduce:
+                    sum_over_ranks(found)
+                vision, text = relative(found, expected, "visual"), relative(found, expected, "language_model")
+                assert vision <= 1e-6, f"vision gradients differ by {vision}, text gradients by {text}"
+                assert text <= 1e-6, f"text gradients differ by {text}"
+        assert handle.load.calls >= 2
+    assert "get_image_features" not in case.model.model.__dict__
+
+
+def _run_bf16(case: Case, mode: str, mine: slice) -> None:
+    """No farther from float32 than one process's own bf16 gradient is, times 1.5."""
+    case.loss(case.forward()).backward()
+    exact = case.gradients()
+    context: Callable[[], Any] = contextlib.nullcontext
+    if mode == "autocast":
+        context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    else:
+        case.model.bfloat16()
+        case.inputs = {n: t.bfloat16() if t.is_floating_point() else t for n, t in case.inputs.items()}
+    with context():
+        logits = case.forward()
+    case.loss(logits).backward()
+    alone = relative(case.gradients(), exact, "visual")
+    with vision_dp(case.model, timeout_s=60):
+        with context():
+            shared = case.forward()
+        case.loss(shared, mine).backward()
+    together = relative(sum_over_ranks(case.gradients()), exact, "visual")
+    assert float((shared - logits).float().norm() / logits.float().norm()) <= 0.02
+    assert together <= 1.5 * alone, f"{together} from float32, one process {alone}"
+
+
+def _recompute_whole(inner: nn.Module) -> None:
+    """The tower, as the model calls it, recomputed as one."""
+    from torch.utils.checkpoint import checkpoint
+
+    forward = inner.visual.forward
+    inner.visual.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def fully_shard_model(model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in model.model.visual.blocks:
+            fully_shard(block)
+        for layer in model.model.language_model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+
+def run_both_gathers(rank: int, _folder: str) -> None:
+    """Padded all-gather and unpadded all-to-all give the same."""
+    from trimtab.runtime.vision import exchange
+
+    for exchange.MAX_PADDING in (0.0, 100.0):
+        for batch in BATCHES:
+            run_mode("qwen3_vl", batch, "plain")
+
+
+# -- exchanges ------------------------------------------------------------------------------------------------------
+
+
+def run_routed(rank: int, _folder: str) -> None:
+    """Each rank holds part of the tokens, gets the rows of its own image tokens, and back-propagates its own loss."""
+    num_ranks = dist.get_world_size()
+    for family in ("qwen2_vl", "qwen3_vl"):
+        for batch in ("one image", "images", "images and clip"):
+            case = make_case(family, batch)
+            inner = case.model.model
+            features = _all_features(inner, case.inputs)
+            everything = {kind: _join(output) for kind, output in features.items()}
+            weights = {kind: torch.randn_like(rows) for kind, rows in _seeded(everything).items()}
+            sum(((rows * weights[kind]).sum() for kind, rows in everything.items())).backward()
+            expected = case.gradients()
+            ids = case.inputs["input_ids"]
+            positions = torch.arange(ids.shape[1])
+            zigzag = [torch.cat([positions[r :: 2 * num_ranks], positions[2 * num_ranks - 1 - r :: 2 * num_ranks]])
+                      for r in range(num_ranks)]  # fmt: skip
+            wanted = {
+                "image": rows_of_shards(ids == IMAGE_TOKEN, zigzag),
+                "video": rows_of_shards(ids == VIDEO_TOKEN, zigzag),
+            }
+            with vision_dp(case.model, exchange="routed", timeout_s=60) as handle, handle.wanting(**wanted):
+                own = {kind: _join(output) for kind, output in _all_features(inner, case.inputs).items()}
+                for kind, rows in own.items():
+                    mine = wanted[kind][rank]
+                    assert torch.equal(rows, everything[kind][mine]), (family, batch, kind)
+                sum(((rows * weights[kind][wanted[kind][rank]]).sum() for kind, rows in own.items())).backward()
+            error = relative(sum_over_ranks(case.gradients()), expected)
+            assert error <= 1e-6, (family, batch, error)
+
+
+def _seeded(like: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    return like
+
+
+def _all_features(inner: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    found = {}
+    if "pixel_values" in inputs:
+        found["image"] = inner.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+    if "pixel_values_videos" in inputs:
+        found["video"] = inner.get_video_features(
+            inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+        )
+    return found
+
+
+def _join(output: Any) -> Tensor:
+    columns = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    return torch.cat([torch.cat(list(column)) for column in columns], dim=-1)
+
+
+def run_dispatched(rank: int, _folder: str, wrapped: str) -> None:
+    """Every rank has a batch of its own, some without images; parameters' gradients are averaged over the ranks."""
+    num_ranks = dist.get_world_size()
+    per_rank = ["one image", "text", "images and clip", "clip"][:num_ranks]
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        for order in (per_rank, per_rank[::-1], ["text"] * num_ranks):
+            cases = [make_rank_case(family, batch) for batch in order]
+            whole = cases[0].model
+            for case in cases:
+                case.model = whole
+                (case.loss(case.forward()) / num_ranks).backward()
+            expected = cases[0].gradients()
+            case = cases[rank]
+            alone = case.forward().detach()
+            if wrapped == "fsdp2":
+                fully_shard_model(whole)
+            elif wrapped == "ddp":
+                case.model = nn.parallel.DistributedDataParallel(whole, find_unused_parameters=order[-1] == "text")
+            with vision_dp(whole, exchange="dispatch", timeout_s=60) as handle:
+                logits = case.forward()
+                case.loss(logits).backward()
+                assert handle.load.calls == sum(any(BATCHES[b][i] for b in order if b != "text") for i in (0, 1))
+            assert float((logits - alone).norm() / alone.norm()) <= 1e-6
+            found = cases[(rank + 1) % num_ranks].gradients()
+            if wrapped == "plain":
+                touched = {n: torch.zeros_like(g) for n, g in expected.items()}
+                found = {n: g / num_ranks for n, g in sum_over_ranks({**touched, **found}).items()}
+            elif order[0] == order[-1] == "text":
+                found = {n: g for n, g in found.items() if n in expected}
+            error = relative(found, expected)
+            assert error <= 1e-6, (family, order, error)
+
+
+def make_rank_case(family: str, batch: str) -> Case:
+    if batch != "text":
+        return make_case(family, batch)
+    case = make_case(family, "one image")
+    for name in ("pixel_values", "image_grid_thw"):
+        del case.inputs[name]
+    case.inputs["input_ids"] = torch.where(case.inputs["input_ids"] == IMAGE_TOKEN, 7, case.inputs["input_ids"])
+    return case
+
+
+# -- groups beside groups -------------------------------------------------------------------------------------------
+
+
+def run_groups(rank: int, _folder: str, wrapped: str) -> None:
+    """Two sequence-parallel groups of two; the parameters' group is all four. One group's batch has no image."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, half = pairs[rank // 2], rank // 2
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        for batches in (("images and clip", "text"), ("clip", "one image"), ("text", "text")):
+            cases = [make_rank_case(family, batch) for batch in batches]
+            whole = cases[0].model
+            for case in cases:
+                case.model = whole
+                (case.loss(case.forward()) / 2).backward()
+            expected = cases[0].gradients()
+            case = cases[half]
+            if wrapped == "fsdp2":
+                fully_shard_model(whole)
+            mine = shard(rank % 2, 2, case.num_tokens)
+            with vision_dp(whole, group, heartbeat=dist.group.WORLD, timeout_s=60):
+                (2 * case.loss(case.forward(), mine)).backward()  # the mean over 4 ranks: kappa = 2 in each group
+            found = case.gradients()
+            if wrapped == "plain":
+                touched = {n: torch.zeros_like(g) for n, g in expected.items()}
+                found = {n: g / 4 for n, g in sum_over_ranks({**touched, **found}).items()}
+            elif batches == ("text", "text"):
+                found = {n: g for n, g in found.items() if n in expected}
+            error = relative(found, expected)
+            assert error <= 1e-6, (family, batches, error)

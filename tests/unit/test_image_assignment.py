@@ -1,0 +1,146 @@
+"""Images to ranks: exact where promised, close to the bound, the same for everybody."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.balance.images import (
+    MicrobatchImages,
+    TowerCost,
+    choose_pooling,
+    share_images,
+    tower_bytes,
+    tower_seconds,
+)
+from trimtab.costs.devices import find_device
+from trimtab.costs.profile import profile_model
+from trimtab.errors import PackingError
+from trimtab.models.describe import describe
+from trimtab.specs import ParallelDims
+
+COSTS = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
+
+
+def best_by_trying(cost: list[float], num_ranks: int) -> float:
+    return min(
+        max(sum(w for w, r in zip(cost, ranks, strict=True) if r == rank) for rank in range(num_ranks))
+        for ranks in itertools.product(range(num_ranks), repeat=len(cost))
+    )
+
+
+def best_cuts_by_trying(cost: list[float], num_ranks: int) -> float:
+    ends = itertools.combinations_with_replacement(range(len(cost) + 1), num_ranks - 1)
+    return min(max(sum(cost[a:b]) for a, b in itertools.pairwise((0, *cuts, len(cost)))) for cuts in ends)
+
+
+@settings(max_examples=150, deadline=None)
+@given(COSTS, st.integers(1, 9), st.sampled_from(["balanced", "contiguous"]))
+def test_every_image_goes_to_one_rank_and_keeps_its_order(cost, num_ranks, rule):
+    shares = share_images(cost, num_ranks, rule=rule)
+    assert sorted(shares.order.tolist()) == list(range(len(cost)))
+    assert shares.offsets[0] == 0
+    assert shares.offsets[-1] == len(cost)
+    for rank in range(num_ranks):
+        atoms = shares.atoms_of(rank)
+        assert (np.diff(atoms) > 0).all()
+        assert shares.load[rank] == pytest.approx(sum(cost[i] for i in atoms), rel=1e-9, abs=1e-9 * sum(cost))
+    assert (shares.order[shares.back()] == np.arange(len(cost))).all()
+    if rule == "contiguous":
+        assert (shares.order == np.arange(len(cost))).all()
+    assert shares.max_load >= shares.lower_bound * (1 - 1e-9)
+    assert shares.max_load <= max(cost, default=0) + sum(cost) / num_ranks + 1e-9 * sum(cost)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_bounds_and_results_against_every_assignment(cost, num_ranks):
+    best = best_by_trying(cost, num_ranks)
+    shares = share_images(cost, num_ranks)
+    assert shares.lower_bound <= best * (1 + 1e-9)
+    assert shares.max_load <= best * (4 / 3 - 1 / (3 * num_ranks)) * (1 + 1e-9)
+    cuts = share_images(cost, num_ranks, rule="contiguous")
+    assert cuts.max_load == pytest.approx(best_cuts_by_trying(cost, num_ranks), rel=1e-9)
+
+
+def test_moves_and_swaps_reach_what_longest_first_misses():
+    cost = [3, 3, 2, 2, 2]  # longest first: 7 and 5
+    assert share_images(cost, 2).max_load == pytest.approx(6)
+    cost = [8, 7, 6, 5, 4]  # Karmarkar-Karp: 16 and 14
+    assert share_images(cost, 2).max_load == pytest.approx(15)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_generated_batches_come_close_to_the_bound(num_ranks):
+    rng = np.random.default_rng(0)
+    slowest = bound = 0.0
+    for _ in range(200):
+        shares = share_images(rng.lognormal(0, 1.5, rng.integers(1, 60)), num_ranks)
+        slowest, bound = slowest + shares.max_load, bound + shares.lower_bound
+    assert slowest <= 1.01 * bound
+
+
+def test_equal_input_gives_equal_shares_whatever_its_unit():
+    cost = np.random.default_rng(1).lognormal(0, 1, 50)
+    a, b, c = share_images(cost, 4), share_images(cost.tolist(), 4), share_images(cost * 2.0**-40, 4)
+    for other in (b, c):
+        assert (a.order == other.order).all()
+        assert (a.offsets == other.offsets).all()
+
+
+def test_no_images_and_one_rank():
+    shares = share_images([], 3)
+    assert shares.load.tolist() == [0, 0, 0]
+    assert shares.imbalance == 0
+    assert share_images([1, 2], 1).atoms_of(0).tolist() == [0, 1]
+    assert share_images([0, 0], 2).imbalance == 0
+
+
+@pytest.mark.parametrize(
+    ("cost", "num_ranks", "rule", "message"),
+    [
+        ([1.0], 0, "balanced", "cannot be shared among 0 ranks: give a group of at least 1"),
+        ([1.0], 2, "greedy", "'greedy' is not a rule to share images by: choose one of balanced, contiguous"),
+        ([1.0, -2.0], 2, "balanced", "the cost of image 1 is -2: give finite numbers that are not negative"),
+        ([float("nan")], 2, "contiguous", "the cost of image 0 is nan: give finite"),
+        ([[1.0]], 2, "balanced", r"costs of shape \(1, 1\) are not one number for each image: give a flat list"),
+    ],
+)
+def test_bad_input_is_named(cost, num_ranks, rule, message):
+    with pytest.raises(PackingError, match=message):
+        share_images(cost, num_ranks, rule=rule)
+
+
+def test_tower_costs_are_the_profiles_own():
+    profile = profile_model(describe("Qwen2.5-VL-7B"), find_device("H100"), dims=ParallelDims())
+    seconds = tower_seconds(profile)
+    layers = [layer for layer in profile.layers if layer.tower != "language"]
+    assert seconds.patch == pytest.approx(sum(x.forward_s[1] + x.backward_s[1] for x in layers))
+    assert seconds.patch_windowed > 0
+    assert seconds.of([100], [10_000], [1000])[0] == pytest.approx(
+        100 * seconds.patch + 10_000 * seconds.patch_sq + 1000 * seconds.patch_windowed
+    )
+    assert tower_bytes(profile, recompute=True).patch < tower_bytes(profile).patch
+    one = TowerCost(patch=2, patch_sq=3, image=5)
+    assert one.of([1, 10]).tolist() == [10, 325]
+
+
+def microbatch(*patches: float) -> MicrobatchImages:
+    return MicrobatchImages(seconds=np.array(patches), saved_bytes=np.array(patches) * 10, shared_bytes=1.0)
+
+
+def test_pooling_takes_the_least_time_that_fits():
+    step = [microbatch(4, 1), microbatch(4, 1), microbatch(1, 4), microbatch(1, 4)]
+    pooled = choose_pooling(step, 2, free_bytes=1000)
+    assert (pooled.num_microbatches, pooled.seconds, pooled.ideal_s, pooled.worst_bytes) == (2, 10, 10, 52)
+    alone = choose_pooling(step, 2, free_bytes=45)
+    assert (alone.num_microbatches, alone.seconds, alone.worst_bytes) == (1, 16, 41)
+    assert choose_pooling(step, 2, free_bytes=1000, max_pooled=1).num_microbatches == 1
+    with pytest.raises(PackingError, match="hold 41 bytes on the worst of 2 ranks and 40 are free: recompute the"):
+        choose_pooling(step, 2, free_bytes=40)
+    with pytest.raises(PackingError, match="no micro-batch to pool"):
+        choose_pooling([], 2, free_bytes=1)
