@@ -37,6 +37,7 @@ def size_command(drawn: Path, folder: Path, out: str, *more: str) -> list[str]:
     return [*command, "--workers", "2", "--out", str(folder / out), *more]
 
 
+@pytest.mark.integration
 def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, large: Path) -> None:
     calm = subprocess.run(size_command(drawn, large, "calm.npz"), capture_output=True, text=True, check=False)
     assert calm.returncode == 0, calm.stderr

@@ -41,6 +41,7 @@ def settings_of(folder, **more):
     return RefineSettings(**{"model": folder / "model", "num_candidates": 2, "num_steps": 1, "device": "cpu", **more})
 
 
+@pytest.mark.integration
 def test_the_fastest_of_two_splits_is_kept(folder, monkeypatch):
     """Through torchrun, on two gloo ranks."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)

@@ -41,6 +41,7 @@ def lines_of(folder: Path, name: str, rank: int) -> Lines:
     return [(line["step"], tuple(line["rows"]), line["loss"]) for line in lines]
 
 
+@pytest.mark.integration
 def test_runs_killed_at_any_moment_come_to_the_same_packs_losses_and_weights(folder: Path) -> None:
     for rank in range(2):
         calm, stormy = lines_of(folder, "calm", rank), lines_of(folder, "stormy", rank)
@@ -51,6 +52,7 @@ def test_runs_killed_at_any_moment_come_to_the_same_packs_losses_and_weights(fol
     assert all(torch.equal(calm[key], stormy[key]) for key in calm)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(folder: Path, num_ranks: int) -> None:
     """The same packs and the same mean loss in every step that was left; the weights but for rounding."""

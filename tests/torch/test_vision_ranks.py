@@ -24,11 +24,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     plan_runs.spawn(vision_hosts.run_on_two, tmp_path)
 
 
+@pytest.mark.integration
 def test_three_ranks(tmp_path: Path) -> None:
     """Both gathers, routed rows, dispatch between ranks with other images or none, every convention of gradients."""
     plan_runs.spawn(vision_hosts.run_on_three, tmp_path, num_ranks=3)
 
 
+@pytest.mark.integration
 def test_four_ranks(tmp_path: Path) -> None:
     """One image for four; a group without images beside one with some."""
     plan_runs.spawn(vision_hosts.run_on_four, tmp_path, num_ranks=4)
