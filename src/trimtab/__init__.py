@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from trimtab.balance.packing import pack_samples, report_packing
     from trimtab.balance.streaming import StreamPacker
     from trimtab.costs.devices import find_device, parse_cluster
+    from trimtab.costs.inference import Workload
     from trimtab.costs.profile import profile_model
     from trimtab.models.describe import describe
+    from trimtab.partition.machine import parse_machine
+    from trimtab.partition.placement import Placement, place
     from trimtab.partition.simulate import simulate
     from trimtab.partition.stages import split_stages
     from trimtab.plan.build import make_plan, write_plan
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from trimtab.plan.details import PlanDetails
     from trimtab.plan.file import load_plan
     from trimtab.plan.options import PlanOptions
+    from trimtab.plan.placement_file import load_placement
     from trimtab.plan.plan import Plan
     from trimtab.samples.size import size_samples
     from trimtab.specs import (
@@ -53,6 +57,11 @@ _HOMES = {
     "find_device": "trimtab.costs.devices",
     "parse_cluster": "trimtab.costs.devices",
     "profile_model": "trimtab.costs.profile",
+    "Workload": "trimtab.costs.inference",
+    "parse_machine": "trimtab.partition.machine",
+    "Placement": "trimtab.partition.placement",
+    "place": "trimtab.partition.placement",
+    "load_placement": "trimtab.plan.placement_file",
     "split_stages": "trimtab.partition.stages",
     "simulate": "trimtab.partition.simulate",
     "PlanOptions": "trimtab.plan.options",
@@ -80,6 +89,7 @@ __all__ = [
     "ModelSpec",
     "Packing",
     "ParallelDims",
+    "Placement",
     "Plan",
     "PlanDetails",
     "PlanOptions",
@@ -89,15 +99,19 @@ __all__ = [
     "Stage",
     "StreamPacker",
     "Timeline",
+    "Workload",
     "check_plan",
     "describe",
     "find_device",
+    "load_placement",
     "load_plan",
     "make_plan",
     "mix_samples",
     "pack_columns",
     "pack_samples",
     "parse_cluster",
+    "parse_machine",
+    "place",
     "profile_model",
     "redispatch",
     "report_packing",

@@ -49,6 +49,7 @@ class AttentionSpec:
     window: int | None = None  # rows a query sees at most, in rows of its own tower; None: all of its image or sample
     qk_norm: bool = False
     fused_qkv: bool = False  # one matrix makes q, k and v: v stays a view that keeps all three alive until backward
+    cross: bool = False  # keys and values come from the vision tower's projected rows, not from the layer's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

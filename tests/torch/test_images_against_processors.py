@@ -22,7 +22,7 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 
 from PIL import Image
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
+from transformers import MllamaVisionConfig, MllamaVisionModel, PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -38,6 +38,8 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.processing_mllama import MllamaProcessor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -432,6 +434,39 @@ def test_gemma3_equals_tensors_and_placeholders_of_a_full_run():
             counts = rule.count(width, height)
             assert out["pixel_values"].shape[0] == counts.tiles, (rule.name, width, height)
             assert int((out["input_ids"] == WORDS.index("<image_soft_token>")).sum()) == counts.tokens
+
+
+MLLAMA = {
+    "model_type": "mllama",
+    "vision_config": {"image_size": 56, "patch_size": 14, "max_num_tiles": 4, "num_hidden_layers": 1},
+}
+
+
+def test_mllama_equals_tensors_and_placeholders_of_a_full_run():
+    """Tiles and placeholders of the processor, and the rows that the real tower's blocks see of them."""
+    images = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
+    tokenizer = make_tokenizer(image_token="<|image|>", bos_token="<unk>")
+    processor = MllamaProcessor(images, tokenizer)
+    rule = image_rule(MLLAMA, {"size": {"height": 56, "width": 56}, "max_image_tiles": 4, "do_resize": True})
+    more = {"hidden_size": 8, "intermediate_size": 8, "attention_heads": 1, "num_global_layers": 1}
+    read = {"intermediate_layers_indices": [0], "vision_output_dim": 16}
+    tower = MllamaVisionModel(MllamaVisionConfig(**{**MLLAMA["vision_config"], **more, **read})).eval()
+    seen: list[torch.Size] = []
+    tower.transformer.layers[0].register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["hidden_states"].shape), with_kwargs=True
+    )
+    cut = set()
+    for width, height in [*DRAWN, (112, 56)]:
+        out = processor(images=draw(width, height), text="<|image|>", return_tensors="pt")
+        counts = rule.count(width, height)
+        assert out["pixel_values"].shape[2] == counts.tiles, (width, height)
+        assert int((out["input_ids"] == WORDS.index("<|image|>")).sum()) == counts.tokens, (width, height)
+        cut.add(int(out["aspect_ratio_mask"].sum()))
+        with torch.no_grad():
+            tower(out["pixel_values"], out["aspect_ratio_ids"], out["aspect_ratio_mask"])
+        assert seen[-1][:2] == (1, counts.patches), (width, height)
+        assert counts.patches_sq == counts.patches**2
+    assert cut == {1, 2, 3, 4}  # tiles that hold a part of the image differ, the cost does not
 
 
 def test_minicpm_slices_share_the_arithmetic_of_the_later_processor():

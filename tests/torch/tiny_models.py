@@ -67,6 +67,19 @@ GLM_VIT = {
     **{k: v for k, v in QWEN25_VIT.items() if k not in ("window_size", "fullatt_block_indexes")},
     "image_size": 56,
 }
+MLLAMA_VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_global_layers": 2,
+    "attention_heads": 4,
+    "intermediate_size": 72,
+    "vision_output_dim": 96,
+    "image_size": 56,
+    "patch_size": 14,
+    "max_num_tiles": 2,
+    "intermediate_layers_indices": [0, 2],
+    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM_EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -199,6 +212,25 @@ ODD_CONFIGS = {
         {**TEXT, **GLM_EXPERTS, "attention_bias": False, "first_k_dense_replace": 0},
         {"tie_word_embeddings": True},
     ),
+    "mllama": (
+        "mllama",
+        MLLAMA_VIT,
+        {**TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "pad_token_id": 0},
+        {},
+    ),
+    "mllama one state, one tile shape, mha, tied in vain": (
+        "mllama",
+        {
+            **MLLAMA_VIT,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [1],
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+            "patch_size": 8,
+        },
+        {**TEXT, "cross_attention_layers": [0], "num_key_value_heads": 4, "pad_token_id": 0},
+        {"tie_word_embeddings": True},
+    ),
 }
 
 
@@ -220,6 +252,9 @@ def as_saved(config) -> dict:
     return written
 
 
+BARE = ("model.image_newline", "model.vision_model.class_embedding")
+"""Layers that are parameters without a module of their own."""
+
 IMAGE_TOKEN = 199
 
 
@@ -239,6 +274,8 @@ def make_tiny_model(case: str) -> TinyModel:
     if model_type in ("qwen2_vl", "qwen2_5_vl", "glm4v_moe"):  # rotary thirds for heads this narrow
         sections = [2, 2, 2] if model_type == "glm4v_moe" else [2, 3, 3]
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    if model_type == "mllama":
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     token = {"image_token_index": IMAGE_TOKEN} if model_type.startswith("llava") else {"image_token_id": IMAGE_TOKEN}
     config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **{**outer, **token})
     spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
@@ -257,6 +294,9 @@ def _inputs(model_type: str, vision: dict, spec: ModelSpec) -> tuple[dict, int, 
             "image_grid_thw": torch.tensor([[1, *grid]]),
             "mm_token_type_ids": torch.tensor([[0] * 5 + [1] * tokens + [0] * 3]),
         }
+    elif model_type == "mllama":
+        patches, tokens = vision["max_num_tiles"] * 24, 1  # 16 patches and the class token, padded
+        images = mllama_images(vision, 1, 1, num_tokens=tokens + 8)
     else:
         tiles = {"llava_next": 3, "llava_onevision": 3}.get(
             model_type, 1
@@ -271,3 +311,14 @@ def _inputs(model_type: str, vision: dict, spec: ModelSpec) -> tuple[dict, int, 
     if model_type == "gemma3":
         images["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     return {**images, "input_ids": ids}, patches, tokens + 8
+
+
+def mllama_images(vision: dict, num_sequences: int, num_images: int, *, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Images of each sequence that fill all their tiles and are seen by every token."""
+    B, M, tiles, side = num_sequences, num_images, vision["max_num_tiles"], vision["image_size"]
+    return {
+        "pixel_values": torch.randn(B, M, tiles, 3, side, side),
+        "aspect_ratio_ids": torch.full((B, M), 2),
+        "aspect_ratio_mask": torch.ones(B, M, tiles, dtype=torch.long),
+        "cross_attention_mask": torch.ones(B, num_tokens, M, tiles, dtype=torch.long),
+    }

@@ -14,10 +14,104 @@ from trimtab.cli.output import JsonOption, log, print_json
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Exported, Field
 
-app = typer.Typer(help="Write a plan's decisions as flags or data files of another framework.", no_args_is_help=True)
+app = typer.Typer(
+    help="Write a plan's decisions, or a placed model, in another framework's words.", no_args_is_help=True
+)
 
 
 add_frameworks(app)
+
+
+# -- servers --------------------------------------------------------------------------------------------------------
+
+
+@app.command("torchserve")
+def torchserve(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    device_map: Annotated[
+        Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
+    version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
+    max_memory: Annotated[
+        list[str] | None, typer.Option(help="Without --map: what a device may hold, as in 0=20GiB or cpu=64GiB.")
+    ] = None,
+    offload_folder: Annotated[str | None, typer.Option(help="Folder for modules that the map places on disk.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    pack_weights: Annotated[bool, typer.Option("--pack-weights", help="Copy the weights into the archive.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65533, help="Inference port; the next two are taken too.")] = 8080,
+    as_json: JsonOption = False,
+) -> None:
+    """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
+    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+    from trimtab.serve.device_map import read_device_map
+
+    exported = export_torchserve(
+        model_dir,
+        out,
+        TorchServeOptions(
+            name=name or model_dir.resolve().name,
+            version=version,
+            device_map=None if device_map is None else read_device_map(device_map),
+            max_memory=parse_max_memory(max_memory) if max_memory else None,
+            offload_folder=offload_folder,
+            max_new_tokens=max_new_tokens,
+            pack_weights=pack_weights,
+            port=port,
+        ),
+    )
+    if as_json:
+        print_json(
+            {
+                "archive": str(exported.archive),
+                "config": str(exported.config),
+                "command": exported.command,
+                "notes": exported.notes,
+            }
+        )
+        return
+    for note in exported.notes:
+        log(f"note: {note}")
+    print(exported.archive)
+    print(exported.command)
+
+
+# -- serving engines -------------------------------------------------------------------------------------------------
+
+PlacedArgument = Annotated[
+    Path, typer.Argument(help="Folder that `trimtab map --out` or `trimtab plan` wrote, or its placement.yaml.")
+]
+
+
+@app.command("vllm")
+def vllm(placed: PlacedArgument, as_json: JsonOption = False) -> None:
+    """Print VLLM_PP_LAYER_PARTITION for PLACED: decoder layers of each pipeline rank."""
+    _print_stages(placed, "vllm", as_json)
+
+
+@app.command("sglang")
+def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
+    """Print SGLANG_PP_LAYER_PARTITION for PLACED: decoder layers of each pipeline rank."""
+    _print_stages(placed, "sglang", as_json)
+
+
+def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
+    from trimtab.adapters.engines import count_placed_layers, count_planned_layers
+
+    if placed.name == "plan.yaml" or (placed.is_dir() and not (placed / "placement.yaml").is_file()):
+        from trimtab.plan.reload import reload_plan
+
+        found = reload_plan(placed)
+        stages = count_planned_layers(found.case.model, found.stages, num_ranks=found.case.setting.dims.pp)
+    else:
+        from trimtab.plan.placement_file import load_placement
+
+        stages = count_placed_layers(load_placement(placed).device_map)
+    if as_json:
+        print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
+        return
+    print(stages.shell(engine))
 
 
 # -- data files -----------------------------------------------------------------------------------------------------

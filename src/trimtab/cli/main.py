@@ -15,10 +15,12 @@ from trimtab.cli.check import check
 from trimtab.cli.demo import demo
 from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
+from trimtab.cli.map import map_model
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
 from trimtab.cli.profile import profile
 from trimtab.cli.report import report
+from trimtab.cli.serve import serve
 from trimtab.cli.size import size
 from trimtab.cli.train import train
 from trimtab.errors import TrimtabError
@@ -35,7 +37,9 @@ app.command("plan")(plan)
 app.command("check")(check)
 app.command("train")(train)
 app.command("report")(report)
+app.command("serve")(serve)
 app.add_typer(export.app, name="export")
+app.command("map")(map_model)
 app.command("describe")(describe)
 app.command("image-size")(image_size)
 app.command("profile")(profile)
@@ -51,7 +55,11 @@ _INSTALL_HINTS = {
     "torch": "torch",
     "transformers": "torch",
     "safetensors": "torch",
+    "accelerate": "torch",
     "ray": "ray",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 
 

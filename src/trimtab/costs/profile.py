@@ -64,7 +64,7 @@ def profile_model(
         dp_bytes_per_s=dp_bytes_per_s,
         efficiency=efficiency or Efficiency(),
     )
-    problems = _unlike_problems(model, settings.dims.tp)
+    problems = _cross_attention_problems(model) + _unlike_problems(model, settings.dims.tp)
     if problems:
         raise PartitionError(join_problems(problems))
     layers: list[LayerCost] = []
@@ -153,6 +153,18 @@ def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
             seen.add(layer.alike)
             problems += find_tp_problems(layer, tp)
     return problems
+
+
+def _cross_attention_problems(model: ModelSpec) -> list[str]:
+    """Their pairs are tokens times image rows of each sample, and no work term holds that product."""
+    crossing = [x.name for x in model.layers if x.attention is not None and x.attention.cross]
+    if not crossing:
+        return []
+    return [
+        f"training {model.name} cannot be planned: {len(crossing)} layers, {crossing[0]} the first, attend to image "
+        "rows by cross-attention, which no cost formula prices: plan another family, or `trimtab map` this one for "
+        "inference"
+    ]
 
 
 def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:

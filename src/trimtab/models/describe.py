@@ -17,6 +17,7 @@ from trimtab.models.families.internvl import describe_internvl, describe_internv
 from trimtab.models.families.kimi_vl import describe_kimi_vl
 from trimtab.models.families.llava import describe_llava, describe_llava_next, describe_llava_onevision
 from trimtab.models.families.minicpmv import describe_minicpmv
+from trimtab.models.families.mllama import describe_mllama
 from trimtab.models.families.qwen2_5_vl import describe_qwen2_5_vl
 from trimtab.models.families.qwen2_vl import describe_qwen2_vl
 from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
     "kimi_vl": describe_kimi_vl,
     "glm4v_moe": describe_glm4v_moe,
     "minicpmv": describe_minicpmv,
+    "mllama": describe_mllama,
 }
 """Family of a `model_type`. A new one is a function and an entry here; its image rule stands in `images.build`."""
 

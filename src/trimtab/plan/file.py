@@ -9,7 +9,7 @@ import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import blake2b
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MAX_PLAN_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
@@ -66,6 +69,11 @@ def read_table(folder: Path, table: TableFile) -> bytes:
 
 def plan_to_yaml(plan: Plan) -> str:
     """The plan as text; the same plan gives the same bytes on every machine."""
+    return record_to_yaml(plan)
+
+
+def record_to_yaml(record: DataclassInstance) -> str:
+    """A plan, or another record of the same kind of file, a key of the text for each field."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -88,8 +96,8 @@ def plan_to_yaml(plan: Plan) -> str:
         _Prose, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style=">")
     )
     parts: list[str] = []
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
         width = 1_000_000  # a row is a line, however long
         if field.name == "summary":
             value, width = _Prose(value), 100
@@ -163,6 +171,17 @@ def load_plan(path: Path | str) -> Plan:
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
+    return record_from_yaml(text, Plan, origin=origin, version=("plan_version", PLAN_VERSION), verb="plan")
+
+
+_Record = TypeVar("_Record")
+
+
+def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tuple[str, str], verb: str) -> _Record:
+    """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
+
+    The file is called a `verb` in messages too.
+    """
     import pydantic
     import yaml
 
@@ -175,18 +194,21 @@ def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     try:
         content = yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
-        raise PlanError(f"{origin} is not YAML ({_one_line(error)}): give a plan that `trimtab plan` wrote") from error
+        raise PlanError(
+            f"{origin} is not YAML ({_one_line(error)}): give a {verb} that `trimtab {verb}` wrote"
+        ) from error
     if not isinstance(content, dict):
-        raise PlanError(f"{origin} holds no mapping at its top: give a plan that `trimtab plan` wrote")
-    version = content.get("plan_version")
-    if not isinstance(version, str):
-        raise PlanError(f"{origin} has no plan_version in quotes: give a plan that `trimtab plan` wrote")
-    if version.split(".")[0] != PLAN_VERSION.split(".")[0]:
-        raise PlanError(f"{origin} has plan_version {version}, this trimtab reads {PLAN_VERSION}: make the plan again")
-    for key in _unknown_keys(content, Plan, prefix=""):
+        raise PlanError(f"{origin} holds no mapping at its top: give a {verb} that `trimtab {verb}` wrote")
+    key_name, ours = version
+    written = content.get(key_name)
+    if not isinstance(written, str):
+        raise PlanError(f"{origin} has no {key_name} in quotes: give a {verb} that `trimtab {verb}` wrote")
+    if written.split(".")[0] != ours.split(".")[0]:
+        raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
+    for key in _unknown_keys(content, kind, prefix=""):
         warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
     try:
-        return pydantic.TypeAdapter(Plan).validate_python(content, strict=False)
+        return pydantic.TypeAdapter(kind).validate_python(content, strict=False)
     except pydantic.ValidationError as error:
         problems = [f"{origin}: {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise PlanError(join_problems(problems)) from error

@@ -6,16 +6,13 @@ that slipped through unescaped could load and run nothing.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from html import escape
-from importlib.resources import files
 
 from trimtab.plan.details import PlanDetails
 from trimtab.plan.plan import VariantEstimate
 from trimtab.plan.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes, pack_sizes_section, timelines
-from trimtab.report.markup import Column, bar, esc, facts, section, table
+from trimtab.report.markup import Column, bar, esc, facts, page, section, table
 from trimtab.report.run import run_section
 from trimtab.report.words import (
     GAIN_NOISE,
@@ -54,21 +51,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _assumptions(details),
         _how_to_read(),
     )
-    package = files("trimtab.report")
-    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Plan for {esc(details.plan.inputs.model.name, 80)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{''.join(sections)}</main>\n"
-        f'<div id="tip" aria-hidden="true"></div>\n<script>{script}</script>\n</body>\n</html>\n'
-    )
+    return page(f"Plan for {esc(details.plan.inputs.model.name, 80)}", "".join(sections))
 
 
 # -- head -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 
 from trimtab.report.words import clean
 
@@ -18,6 +21,25 @@ class Column:
 
 def esc(text: object, limit: int = 400) -> str:
     return escape(clean(str(text), limit=limit))
+
+
+def page(title: str, body: str) -> str:
+    """One self-contained page; `title` and `body` are HTML, escaped already."""
+    package = files("trimtab.report")
+    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}</main>\n"
+        f'<div id="tip" aria-hidden="true"></div>\n<script>{script}</script>\n</body>\n</html>\n'
+    )
 
 
 def section(title: str, note: str, body: str, *, css_class: str = "") -> str:

@@ -74,6 +74,7 @@ TEXT_TYPES: dict[str, TextType] = {
         windows="layer_types",
     ),
     "glm4v_moe_text": TextType(qkv_bias=None, output_bias=False, experts="deepseek"),
+    "mllama_text_model": TextType(qkv_bias=False, output_bias=False, head_dim="derived"),
     "deepseek_v3": TextType(qkv_bias=False, output_bias=None, experts="deepseek"),
 }
 

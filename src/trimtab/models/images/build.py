@@ -10,7 +10,8 @@ from types import MappingProxyType
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
 from trimtab.models.images.settings import MAX_MERGE, MAX_PATCH, LackingFileError, Settings
-from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PanAndScan, Slices
+from trimtab.models.images.size import MAX_TILES
+from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan, Slices
 from trimtab.models.quote import quote
 from trimtab.specs import ImageCounts, ImageRule
 
@@ -257,6 +258,17 @@ def _gemma3(s: Settings) -> ImageRule:
     )
 
 
+def _mllama(s: Settings) -> ImageRule:
+    """Llama 3.2 Vision: the tower learns positions for `max_num_tiles` tiles, and the processor pads to as many."""
+    _require_resize(s)
+    tile = s.agreed_int(("vision", "image_size"), ("file", "size"))
+    patch = s.first_int(("vision", "patch_size"))
+    tiles = s.agreed_int(("vision", "max_num_tiles"), ("file", "max_image_tiles"), maximum=MAX_TILES)
+    rows = s.grid(tile, patch) ** 2 + 1
+    s.check()
+    return PaddedTiles(tiles=tiles, rows_per_tile=-(-rows // 8) * 8)  # the tower pads each tile to a multiple of 8
+
+
 def _patch_and_merge(s: Settings) -> tuple[int, int]:
     patch = s.agreed_int(("file", "patch_size"), ("vision", "patch_size"), maximum=MAX_PATCH)
     merge = s.agreed_int(("file", "merge_size"), ("vision", "spatial_merge_size"), maximum=MAX_MERGE)
@@ -327,6 +339,7 @@ FAMILIES: Mapping[str, Callable[[Settings], ImageRule]] = MappingProxyType(
         "glm46v": _glm,
         "kimi_vl": _kimi_vl,
         "minicpmv": _minicpmv,
+        "mllama": _mllama,
     }
 )
 """Family of a `model_type`; a new one is a line here and a function above."""

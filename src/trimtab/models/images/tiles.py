@@ -26,6 +26,24 @@ class FixedImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedTiles:
+    """Mllama: an image is cut into some of its tiles and the others are blank, so every image costs the same.
+
+    The tower attends over all tiles of an image at once. In the text an image is its one placeholder.
+    """
+
+    tiles: int
+    rows_per_tile: int  # class token and padding included
+    name: str = "mllama_tiles"
+
+    def count(self, width: int, height: int) -> ImageCounts:
+        check_size(width, height)
+        rows = self.tiles * self.rows_per_tile
+        pairs = rows * rows
+        return ImageCounts(patches=rows, tokens=1, tiles=self.tiles, patches_sq=pairs, patches_windowed=pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicTiling:
     """InternVL: the grid of i x j tiles whose aspect ratio is nearest, plus a thumbnail where there is more than one.
 

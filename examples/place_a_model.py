@@ -1,0 +1,50 @@
+"""Place a model on GPUs for inference, from Python: `python examples/place_a_model.py [CONFIG]`.
+
+CONFIG is a config.json, its folder, or a shipped description (default: Qwen2.5-VL-7B). No GPU and no torch is needed.
+Prints the map for four unlike GPUs, what InternVL's published rule would do there, and what happens when the GPUs are
+too small: which weights leave them, and how much each batch of requests then moves.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import trimtab
+from trimtab.costs.inference import Workload
+from trimtab.errors import PartitionError
+from trimtab.partition.machine import parse_machine
+from trimtab.partition.placement import Placement, place
+from trimtab.partition.split_model import assess_map, split_model_map
+from trimtab.plan.modules import fold_modules
+from trimtab.units import format_bytes
+
+
+def show(placement: Placement) -> None:
+    for use in placement.uses:
+        where = f"GPU {use.device}" if isinstance(use.device, int) else use.device
+        print(f"{where}: {format_bytes(use.total_bytes)}, {', '.join(fold_modules(use.modules)) or 'nothing'}")
+    print(f"fullest GPU {100 * placement.fullest:.1f} %, {format_bytes(placement.moved_bytes)} moved for each batch\n")
+
+
+def main(config: str) -> None:
+    model = trimtab.describe(config)
+    workload = Workload(batch=4, seq_len=1024, max_new_tokens=256, images=((1024, 1024),) * 2)
+
+    machine = parse_machine("8GiB,16GiB,8GiB,6GiB")
+    show(place(model, machine, workload))
+
+    published = split_model_map(model, len(machine.gpus))
+    other = assess_map(model, machine, workload, published, rule="InternVL split_model(0.5)")
+    assert other.placement is not None
+    print(f"{other.rule}: fullest GPU {100 * other.placement.fullest:.1f} %, fits: {other.fits}\n")
+
+    show(place(model, parse_machine("2x10GiB", cpu="32GiB"), workload))
+
+    try:
+        place(model, parse_machine("2x6GiB"), workload)
+    except PartitionError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "Qwen2.5-VL-7B")

@@ -1,0 +1,115 @@
+"""Serve a model and ask it about an image: `python examples/serve_a_model.py [MODEL_DIR]`.
+
+Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. The server runs in a thread of
+this process and is asked as any OpenAI client would ask it, whole and as a stream; then it drains and stops.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from trimtab.demo.draw import draw_dataset
+from trimtab.serve.limits import ServeLimits
+from trimtab.serve.load import load_model, load_processor
+from trimtab.serve.model import ChatModel
+from trimtab.serve.server import ChatServer, open_port, url_of
+
+QUESTION = "what is in the picture?"
+
+
+def main(folder: Path, image: Path) -> None:
+    model = ChatModel(load_model(folder), load_processor(folder), name=folder.name)
+    opened = open_port("127.0.0.1", 0, api_key=None)
+    server = ChatServer(model, opened, ServeLimits(max_new_tokens=32))
+    url = url_of(opened)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(lambda _: ready.set(),))
+    thread.start()
+    ready.wait()
+    try:
+        whole = json.loads(post(url, question(image)).read())
+        text = whole["choices"][0]["message"]["content"]
+        print(f"{model.name} on {url}: {text!r}, {whole['usage']}")
+        assert "".join(stream(url, question(image))) == text
+    finally:
+        server.stop()
+        thread.join()
+
+
+def question(image: Path) -> dict[str, Any]:
+    data = base64.b64encode(image.read_bytes()).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": QUESTION},
+    ]
+    return {"messages": [{"role": "user", "content": parts}], "temperature": 0}
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    )
+
+
+def stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+    """The pieces of the answer as they come."""
+    for line in post(url, {**body, "stream": True}):
+        data = line.decode().removeprefix("data: ").strip()
+        if data and data != "[DONE]":
+            yield json.loads(data)["choices"][0]["delta"].get("content", "")
+
+
+def save_tiny_model(folder: Path, tokenizer: Path) -> Path:
+    """What a downloaded model folder holds: weights, configs, tokenizer, chat template, image processor."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer.parent / name).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((tokenizer.parent / name).read_bytes())
+    words = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64},
+        text_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": len(words),
+            "max_position_embeddings": 8192,
+            "bos_token_id": None,
+            "eos_token_id": words.eos_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
+        image_token_id=words.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=words.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=words.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=words.convert_tokens_to_ids("<|vision_end|>"),
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    pixels = {"shortest_edge": 3136, "longest_edge": 200_704}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "size": pixels})
+    )
+    return folder
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        drawn = draw_dataset(Path(temporary) / "data", num_samples=20)
+        picture = next(iter(sorted(drawn.folder.rglob("*.png"))))
+        given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+        main(given or save_tiny_model(Path(temporary) / "tiny", drawn.tokenizer), picture)

@@ -1,0 +1,197 @@
+"""A placed model as a TorchServe 0.12 archive: handler, model-config.yaml, setup_config.json, config.properties.
+
+TorchServe is archived: no release since 0.12.0 (2024), and its README says that vulnerabilities may stay unmended.
+The archive is written here and not by `torch-model-archiver`: same members, and the same bytes for the same input.
+Tested with torchserve 0.12.0 and torch-model-archiver 0.12.0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import IO, Any
+
+from trimtab.errors import ConfigError
+from trimtab.files import write_atomically
+from trimtab.units import MIB, parse_bytes
+
+_HANDLER = "torchserve_handler.py"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pickles, other frameworks, code
+_MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
+_RESPONSE_TIMEOUT_S = 300
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchServeOptions:
+    """How TorchServe shall load and run the model."""
+
+    name: str
+    version: str = "1.0"
+    device_map: Mapping[str, int | str] | None = None  # None: Transformers' "auto" under max_memory
+    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}; read with "auto" alone
+    offload_folder: str | None = None  # for modules on disk; relative to the unpacked archive
+    max_new_tokens: int = 256  # of an answer: a worker that is silent for 300 s is killed
+    pack_weights: bool = False  # False: the archive names the model's folder, and the worker reads it there
+    port: int = 8080  # of inference; management and metrics take the next two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchServeExport:
+    """What was written, and the command that serves it."""
+
+    archive: Path
+    config: Path
+    command: str
+    notes: tuple[str, ...]
+
+
+def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) -> TorchServeExport:
+    """Writes OUT/NAME.mar, OUT/config.properties, and beside them the archive's own files to read."""
+    _check(model_dir, options)
+    setup = {
+        "model_path": "model" if options.pack_weights else str(model_dir.resolve()),
+        "device_map": "auto" if options.device_map is None else dict(options.device_map),
+        "low_cpu_mem_usage": True,
+        "max_memory": None if options.max_memory is None else dict(options.max_memory),
+        "offload_folder": options.offload_folder,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    files = {
+        _HANDLER: resources.files("trimtab.serve").joinpath(_HANDLER).read_text(encoding="utf-8"),
+        "setup_config.json": _json(setup),
+        "model-config.yaml": _model_config(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomically(out / name, text)
+    archive, config = out / f"{options.name}.mar", out / "config.properties"
+    write_atomically(config, _properties(out.resolve(), options))
+    weights = _model_files(model_dir) if options.pack_weights else []
+    _write_archive(archive, {**files, "MAR-INF/MANIFEST.json": _json(_manifest(options))}, weights)
+    return TorchServeExport(
+        archive=archive,
+        config=config,
+        command=f"torchserve --start --ncs --foreground --ts-config {config}",
+        notes=_notes(options),
+    )
+
+
+def parse_max_memory(words: list[str]) -> dict[str, str]:
+    """{"0": "20GiB", "cpu": "64GiB"} of "0=20GiB" and "cpu=64GiB"."""
+    found: dict[str, str] = {}
+    for word in words:
+        device, _, size = word.partition("=")
+        if not (device == "cpu" or device.isdecimal()):
+            raise ConfigError(f"{word!r} names no device: write it as 0=20GiB or cpu=64GiB")
+        parse_bytes(size)
+        found[device] = size
+    return found
+
+
+def _check(model_dir: Path, options: TorchServeOptions) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} holds no config.json: name the folder of a saved model")
+    if not _NAME.fullmatch(options.name):
+        raise ConfigError(f"{options.name!r} cannot stand in a URL: name the model with letters, digits, _ . and -")
+    if options.device_map is not None and "disk" in options.device_map.values() and options.offload_folder is None:
+        raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
+
+
+def _notes(options: TorchServeOptions) -> tuple[str, ...]:
+    notes = [
+        "TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang for throughput"
+    ]
+    if options.device_map is not None and options.max_memory is not None:
+        notes.append("max_memory is written and not read: the device map already says where everything lies")
+    if not options.pack_weights:
+        notes.append("the archive names the model's folder and does not hold it: keep the folder where it is")
+    return tuple(notes)
+
+
+def _model_config() -> str:
+    """One worker holds the whole map, so it sees every device; a batch of one, as the handler answers one at a time."""
+    settings = {
+        "minWorkers": 1,
+        "maxWorkers": 1,
+        "batchSize": 1,
+        "maxBatchDelay": 1,
+        "responseTimeout": _RESPONSE_TIMEOUT_S,
+        "startupTimeout": 1800,
+    }
+    return "".join(f"{name}: {value}\n" for name, value in settings.items())
+
+
+def _properties(store: Path, options: TorchServeOptions) -> str:
+    """Loopback, tokens asked for (TorchServe's default), no models added over the network."""
+    address = "http://127.0.0.1:"
+    settings = {
+        "inference_address": f"{address}{options.port}",
+        "management_address": f"{address}{options.port + 1}",
+        "metrics_address": f"{address}{options.port + 2}",
+        "model_store": store,
+        "load_models": f"{options.name}.mar",
+        "max_request_size": _MAX_REQUEST_BYTES,
+        "max_response_size": _MAX_REQUEST_BYTES,
+        "install_py_dep_per_model": "false",
+        "disable_token_authorization": "false",
+        "enable_model_api": "false",
+    }
+    return "".join(f"{name}={value}\n" for name, value in settings.items())
+
+
+def _manifest(options: TorchServeOptions) -> dict[str, Any]:
+    return {
+        "createdOn": "01/01/1980 00:00:00",
+        "runtime": "python",
+        "model": {
+            "modelName": options.name,
+            "handler": _HANDLER,
+            "modelVersion": options.version,
+            "configFile": "model-config.yaml",
+        },
+        "archiverVersion": "0.12.0",
+    }
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """What Transformers reads of a model's folder: no pickles, no code, no folders below it."""
+    return sorted(x for x in folder.iterdir() if x.is_file() and x.suffix not in _NOT_WEIGHTS and x.name[0] != ".")
+
+
+def _write_archive(path: Path, texts: Mapping[str, str], weights: list[Path]) -> None:
+    """Texts first; weights stored as they are, because they do not compress."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w") as archive:
+            for name, text in sorted(texts.items()):
+                archive.writestr(_member(name), text)
+            for file in weights:
+                info = _member(f"model/{file.name}")
+                info.file_size = file.stat().st_size  # more than 2 GiB need a larger header from the start
+                with archive.open(info, "w") as member, file.open("rb") as source:
+                    _copy(source, member)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _member(name: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.external_attr = 0o644 << 16
+    return info
+
+
+def _copy(source: IO[bytes], member: IO[bytes]) -> None:
+    while block := source.read(16 * MIB):
+        member.write(block)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,217 @@
+"""`trimtab map`: which device holds which module when a model serves."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
+from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.errors import ImageError, TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.costs.inference import Workload
+    from trimtab.partition.machine import Machine
+    from trimtab.partition.placement import Placement
+    from trimtab.partition.split_model import Assessed
+    from trimtab.specs import ModelSpec
+
+_MAX_IMAGES = 10_000
+
+
+def map_model(
+    context: typer.Context,
+    config: ConfigArgument,
+    gpus: Annotated[
+        str, typer.Option(help="GPUs and what is free on them: 4x24GiB, 40GiB,80GiB, 2xA100-80GB or A100-80GB:31GiB.")
+    ],
+    cpu: Annotated[str | None, typer.Option(help="Host memory for weights that no GPU holds, as in 128GiB.")] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder where weights may stay that not even host memory holds.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of text in a prompt; image tokens come on top.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each sequence.")] = 256,
+    images: Annotated[
+        list[str] | None, typer.Option(help="Images of one prompt: 1024x768, or 1024x768,4 for four of them.")
+    ] = None,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of weights and activations.")] = "bf16",
+    quant: Annotated[
+        str | None, typer.Option(help="Quantised weights: bnb-int8, bnb-nf4, bnb-nf4-double, awq, fp8.")
+    ] = None,
+    attention: Annotated[Literal["flash", "sdpa", "eager"], typer.Option(help="Attention as it will run.")] = "sdpa",
+    objective: Annotated[
+        Literal["memory", "latency", "pipeline"],
+        typer.Option("--for", help="Emptiest fullest GPU; fewest and fastest GPUs; stages of a serving engine."),
+    ] = "memory",
+    compare: Annotated[bool, typer.Option("--compare", help="Show the public maps beside it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml, map.json and report.html.")] = None,
+    preprocessor: PreprocessorOption = None,
+    max_pixels: MaxPixelsOption = None,
+    max_tiles: MaxTilesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
+    from trimtab.costs.inference import Workload
+    from trimtab.models.describe import describe
+    from trimtab.partition.machine import parse_machine
+    from trimtab.partition.placement import place
+
+    model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
+    machine = parse_machine(gpus, cpu=cpu, disk=disk is not None)
+    workload = Workload(
+        batch=batch,
+        seq_len=seq_len,
+        max_new_tokens=max_new_tokens,
+        images=parse_images(images or []),
+        dtype=dtype,
+        quant=quant,
+        attention=attention,
+    )
+    placement = place(model, machine, workload, objective=objective)
+    compared = compare_maps(config, model, machine, workload) if compare else []
+    if out is not None:
+        _write(out, model, machine, workload, placement, compared, command=_command(context))
+    if as_json:
+        print_json(_as_json(placement, compared))
+        return
+    from trimtab.report.placement_text import print_placement
+
+    print_placement(placement, compared, console())
+    if out is not None:
+        log(f"wrote {out / 'placement.yaml'}, {out / 'map.json'} and {out / 'report.html'}")
+
+
+def parse_images(texts: list[str]) -> tuple[tuple[int, int], ...]:
+    """Sizes of one prompt's images from "1024x768" or, several times the same, "1024x768,4"."""
+    sizes: list[tuple[int, int]] = []
+    for text in texts:
+        match = re.fullmatch(r"\s*([0-9]{1,7})[xX]([0-9]{1,7})(?:,([0-9]{1,5}))?\s*", text)
+        count = int(match[3] or 1) if match else 0
+        if match is None or not 1 <= count <= _MAX_IMAGES:
+            raise ImageError(
+                f"{text!r} names no images: write width x height in pixels and how many, as in 1024x768,4 "
+                f"(at most {_MAX_IMAGES})"
+            )
+        sizes += [(int(match[1]), int(match[2]))] * count
+    return tuple(sizes)
+
+
+def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:
+    """InternVL's rule, and Accelerate's and Transformers' own maps where they are installed and know the model."""
+    from trimtab.partition.split_model import Assessed, assess_map, split_model_map
+
+    rule = "InternVL split_model(0.5)"
+    found = [assess_map(model, machine, workload, split_model_map(model, len(machine.gpus)), rule=rule)]
+    rules: dict[Literal["accelerate", "transformers"], str] = {
+        "accelerate": "Accelerate auto",
+        "transformers": "Transformers auto",
+    }
+    try:
+        from trimtab.adapters.accelerate import auto_map, build_on_meta
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install 'trimtab[torch]'"
+        return [*found, *(Assessed(rule=x, placement=None, problems=(reason,)) for x in rules.values())]
+    from trimtab.models.describe import read_config
+
+    if workload.quant is not None:
+        reason = "the libraries size quantised weights with the quantiser at hand only: compare without --quant"
+        return [*found, *(Assessed(rule=x, placement=None, problems=(reason,)) for x in rules.values())]
+    try:
+        real = build_on_meta(read_config(config), tied=bool(model.tied), dtype=workload.dtype)
+    except (TrimtabError, ValueError) as error:
+        return [*found, *(Assessed(rule=x, placement=None, problems=(str(error),)) for x in rules.values())]
+    for library, name in rules.items():
+        found.append(assess_map(model, machine, workload, auto_map(real, machine, library=library), rule=name))
+    return found
+
+
+def _write(
+    out: Path,
+    model: ModelSpec,
+    machine: Machine,
+    workload: Workload,
+    placement: Placement,
+    compared: list[Assessed],
+    *,
+    command: str,
+) -> None:
+    from trimtab.files import write_atomically
+    from trimtab.plan.placement_file import write_placement
+    from trimtab.report.placement_html import placement_html
+
+    write_placement(
+        out,
+        model=model,
+        machine=machine,
+        workload=workload,
+        placement=placement,
+        compared=compared,
+        command=command,
+    )
+    write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
+
+
+def _command(context: typer.Context) -> str:
+    """The call again, without where its answer went."""
+    words = ["trimtab", "map"]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        value = context.params.get(name)
+        if name in ("out", "as_json") or value == parameter.default or value in (None, [], ()):
+            continue
+        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        if parameter.param_type_name == "argument":
+            words += values
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            words += [word for v in values for word in (parameter.opts[0], v)]
+    return shlex.join(words)
+
+
+def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:
+    return {
+        "model": placement.model,
+        "objective": placement.objective,
+        "arrangement": placement.arrangement,
+        "device_map": dict(placement.device_map),
+        "run_on_cpu": placement.run_on_cpu,
+        "fullest": placement.fullest,
+        "moved_bytes": placement.moved_bytes,
+        "devices": _devices(placement),
+        "compared": [
+            {
+                "rule": other.rule,
+                "fits": other.fits,
+                "problems": other.problems,
+                "device_map": None if other.placement is None else dict(other.placement.device_map),
+                "devices": None if other.placement is None else _devices(other.placement),
+                "fullest": None if other.placement is None else other.placement.fullest,
+                "moved_bytes": None if other.placement is None else other.placement.moved_bytes,
+            }
+            for other in compared
+        ],
+    }
+
+
+def _devices(placement: Placement) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": use.device,
+            "capacity_bytes": use.capacity_bytes,
+            "weight_bytes": use.weight_bytes,
+            "kv_bytes": use.kv_bytes,
+            "activation_bytes": use.activation_bytes,
+            "streamed_bytes": use.streamed_bytes,
+            "reserve_bytes": use.reserve_bytes,
+            "total_bytes": use.total_bytes,
+            "fraction": use.fraction,
+        }
+        for use in placement.uses
+    ]

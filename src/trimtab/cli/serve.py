@@ -1,0 +1,74 @@
+"""`trimtab serve`: an OpenAI-style endpoint over a placed model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import log
+from trimtab.errors import TrimtabError
+
+
+def serve(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
+    device_map: Annotated[
+        Path | None,
+        typer.Option("--map", help="Device map as JSON, from trimtab map --json; without it one device holds all."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to serve on; other than loopback only with a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default the folder's.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Folder for modules on disk that the model's own files cannot stand in for.")
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Largest request, as in 32MiB.")] = "32MiB",
+    max_images: Annotated[int, typer.Option(help="Images in a request.")] = 8,
+    max_pixels: Annotated[int, typer.Option(help="Pixels of a request's images together.")] = 32 * 2**20,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a conversation, images included.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 1024,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait behind the one being answered.")] = 16,
+    max_request_s: Annotated[float, typer.Option(help="Seconds from acceptance to the last token.")] = 300.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to accepted requests.")] = 330.0,
+) -> None:
+    """Serve MODEL_DIR as /v1/chat/completions, with /health and /metrics; SIGTERM finishes what was accepted."""
+    from trimtab.runtime.placement import load_placed
+    from trimtab.serve.device_map import read_device_map
+    from trimtab.serve.limits import ServeLimits
+    from trimtab.serve.load import load_model, load_processor
+    from trimtab.serve.model import ChatModel
+    from trimtab.serve.server import ChatServer, open_port
+    from trimtab.units import parse_bytes
+
+    limits = ServeLimits(
+        max_body_bytes=parse_bytes(max_body),
+        max_images=max_images,
+        max_pixels=max_pixels,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_waiting=max_waiting,
+        max_request_s=max_request_s,
+        drain_s=drain_s,
+    )
+    key = None if api_key_file is None else _read_key(api_key_file)
+    places = None if device_map is None else read_device_map(device_map)
+    with open_port(host, port, api_key=key) as opened:
+        processor = load_processor(model_dir)
+        model = (
+            load_model(model_dir) if places is None else load_placed(model_dir, places, offload_folder=offload_folder)
+        )
+        chat = ChatModel(
+            model, processor, name=name or model_dir.resolve().name, max_prompt_tokens=limits.max_prompt_tokens
+        )
+        server = ChatServer(chat, opened, limits, api_key=key)
+        server.run(lambda url: log(f"serving {chat.name} on {url}/v1"))
+    log("stopped")
+
+
+def _read_key(path: Path) -> str:
+    key = path.read_text(encoding="utf-8").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise TrimtabError(f"{path} holds no key: write one line of printable ASCII into it")
+    return key

@@ -1,0 +1,62 @@
+"""Whose weights leave the GPUs first when not all fit: by bytes moved per request for each byte freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.costs.inference import InferenceTable
+from trimtab.partition.chain import Parts
+from trimtab.specs import IntArray, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Victims:
+    """Layers in the order in which they spill, and what each moves."""
+
+    layers: tuple[int, ...]
+    moved_bytes: IntArray  # per layer of the model, if it spills
+    by_rows: frozenset[int]  # computed in host memory: looked-up rows move instead of the table
+
+
+def order_victims(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_bytes: int) -> Victims:
+    """Every layer with weights, cheapest first.
+
+    An embedding that shares no weight runs in host memory, where there is room, and moves the rows it looks up; else
+    it is copied like a block. The ViT's layers are copied
+    once a batch; decoder blocks for every new token, spread over the depth so that each GPU gives up alike; the head,
+    and an embedding that is one with it, last. The ratio of moved to freed bytes orders these groups whatever the
+    layers' sizes, because a layer that runs k times moves k times what it frees.
+    """
+    size = sum(int(table.weights[i]) for i in parts.embed.layers)
+    by_rows = frozenset(parts.embed.layers if not parts.tied and size <= cpu_bytes else ())
+    vision = [i for unit in parts.vision for i in unit.layers]
+    blocks = _spread([i for unit in parts.blocks for i in unit.layers])
+    ends = [*parts.head.layers, *(() if by_rows else parts.embed.layers)]
+    moved = (table.runs * table.weights).astype(table.weights.dtype)
+    for layer in by_rows:
+        moved[layer] = table.rows_out[layer]
+    groups = ([*by_rows], sorted(vision, key=lambda i: (-int(table.weights[i]), i)), blocks, ends)
+    order = tuple(i for group in groups for i in group if table.weights[i] > 0 and not _stays(model, i))
+    return Victims(layers=order, moved_bytes=moved, by_rows=by_rows)
+
+
+def _spread(layers: list[int]) -> list[int]:
+    """Every prefix lies about evenly over the list: bit-reversed order."""
+    bits = max(len(layers) - 1, 1).bit_length()
+    turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
+    return [layers[i] for i in turned if i < len(layers)]
+
+
+_NEVER_SPILLED = frozenset(
+    {
+        # parameters without a module of their own: nothing would bring them back to run
+        "model.image_newline",
+        "model.vision_model.class_embedding",
+        # Mllama asks where this module's weight lies before it calls the module that would bring it
+        "model.vision_model.patch_embedding",
+    }
+)
+
+
+def _stays(model: ModelSpec, layer: int) -> bool:
+    return model.layers[layer].name in _NEVER_SPILLED

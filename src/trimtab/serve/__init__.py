@@ -1,0 +1,1 @@
+"""An OpenAI-style endpoint over one placed model: Starlette and uvicorn around one model thread."""

@@ -1,0 +1,130 @@
+"""Runs the endpoint until it is told to stop: takes a port, serves, finishes what it accepted, leaves nothing."""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from trimtab.errors import TrimtabError
+from trimtab.serve.app import Endpoint, is_loopback, make_app
+from trimtab.serve.limits import ServeLimits
+from trimtab.serve.metrics import Metrics
+from trimtab.serve.worker import ModelThread
+
+if TYPE_CHECKING:
+    from trimtab.serve.model import ChatModel
+
+_MAX_CONNECTIONS = 1024  # open at the same time, idle ones included
+
+
+def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
+    """A bound socket that does not listen yet; `port` 0 takes a free one.
+
+    Only a loopback address may be served without a key.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise TrimtabError(f"{host} is no address of this machine ({error.strerror}): serve on 127.0.0.1") from None
+    if api_key is None and not is_loopback(str(address[0])):
+        raise TrimtabError(
+            f"{host} can be reached from other machines, and no key is asked for: "
+            "serve on 127.0.0.1, or name a file with a key as --api-key-file"
+        )
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT, never one in use
+        opened.bind(address)
+    except OSError as error:
+        opened.close()
+        raise TrimtabError(
+            f"cannot serve on {host} port {port} ({error.strerror}): name another with --port, or 0 for a free one"
+        ) from None
+    return opened
+
+
+def url_of(opened: socket.socket) -> str:
+    """http://127.0.0.1:8000, IPv6 addresses in brackets."""
+    host, port = opened.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ChatServer:
+    """One model on one port. `run` returns after SIGTERM, SIGINT or `stop` once every accepted request is answered.
+
+    A second SIGINT, or `drain_s` after the first, ends the requests that are left at their next token.
+    """
+
+    def __init__(
+        self, model: ChatModel, opened: socket.socket, limits: ServeLimits, *, api_key: str | None = None
+    ) -> None:
+        self.metrics = Metrics()
+        self._thread = ModelThread(model, limits, self.metrics)
+        self._socket = opened
+        endpoint = Endpoint(
+            name=model.name,
+            markers=model.markers,
+            thread=self._thread,
+            limits=limits,
+            metrics=self.metrics,
+            api_key=api_key,
+        )
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                make_app(endpoint),
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                timeout_graceful_shutdown=math.ceil(limits.drain_s),
+            )
+        )
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> None:
+        """Serves; `on_ready` gets the server's URL once the port listens."""
+        url = url_of(self._socket)
+        with _signals_to(self.stop):
+            self._thread.start()
+            try:
+                self._socket.listen()
+                if on_ready is not None:
+                    on_ready(url)
+                self._uvicorn.run(sockets=[self._socket])
+            finally:
+                self._socket.close()
+                self._thread.stop()
+
+    def stop(self) -> None:
+        """As SIGTERM does, from another thread."""
+        self._uvicorn.should_exit = True
+
+
+@contextmanager
+def _signals_to(stop: Callable[[], None]) -> Iterator[None]:
+    """uvicorn raises the signals it caught once more when it is done, to whoever listened before it: nobody may die."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hear(_signal: int, _frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

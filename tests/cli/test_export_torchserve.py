@@ -1,0 +1,62 @@
+"""`trimtab export torchserve`: what it prints, and what it refuses. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "my-vlm"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return model
+
+
+def test_the_archive_and_its_command_are_printed(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({"device_map": {"model": 0, "lm_head": 1}, "run_on_cpu": []}))
+    result = run("export", "torchserve", folder, "--map", tmp_path / "map.json", "--out", tmp_path / "store")
+    assert result.code == 0, result.err
+    archive, command = result.out.splitlines()
+    assert archive == str(tmp_path / "store" / "my-vlm.mar")
+    assert command.endswith(f"--ts-config {tmp_path / 'store' / 'config.properties'}")
+    assert "TorchServe is archived" in result.err
+    with zipfile.ZipFile(archive) as opened:
+        assert json.loads(opened.read("setup_config.json"))["device_map"] == {"model": 0, "lm_head": 1}
+
+
+def test_memory_limits_are_for_the_automatic_map(run: Run, folder: Path, tmp_path: Path) -> None:
+    words = ["export", "torchserve", folder, "--out", tmp_path, "--max-memory", "0=20GiB", "--max-memory", "cpu=1GiB"]
+    assert not any("not read" in note for note in run(*words, "--json").json["notes"])
+    assert json.loads((tmp_path / "setup_config.json").read_text())["max_memory"] == {"0": "20GiB", "cpu": "1GiB"}
+    (tmp_path / "map.json").write_text('{"": 0}')
+    assert any("not read" in note for note in run(*words, "--map", tmp_path / "map.json", "--json").json["notes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{missing}"], "holds no config.json"),
+        (["{folder}", "--name", "a/b"], "cannot stand in a URL"),
+        (["{folder}", "--max-memory", "gpu"], "names no device"),
+        (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
+        (["{folder}", "--map", "{missing}"], "missing"),
+        (["{folder}", "--map", "{config}"], "holds no device map"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    run: Run, folder: Path, tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    places = {"folder": folder, "missing": tmp_path / "missing", "config": folder / "config.json"}
+    result = run("export", "torchserve", *(x.format(**places) for x in words), "--out", tmp_path / "store")
+    assert result.code == 2
+    assert sentence in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (tmp_path / "store").exists()

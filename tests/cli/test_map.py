@@ -1,0 +1,123 @@
+"""`trimtab map` and the exports of a placement, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+MODEL = "Qwen2.5-VL-7B"
+SIZES = ["--gpus", "8GiB,16GiB,8GiB,6GiB", "--images", "1024x1024,2", "--batch", "4"]
+
+
+def test_a_map_with_the_bytes_of_each_device(run: Run):
+    found = run("map", MODEL, *SIZES)
+    assert found.code == 0
+    assert "GPU 3" in found.out
+    assert "Weights" in found.out
+
+
+def test_json_is_one_object_that_loaders_can_read(run: Run):
+    content = run("map", MODEL, *SIZES, "--json").json
+    assert content["device_map"]["lm_head"] in range(4)
+    assert len([key for key in content["device_map"] if ".layers." in key]) == 28
+    assert content["fullest"] == max(x["fraction"] for x in content["devices"])
+    assert content["compared"] == []
+    for use in content["devices"]:
+        kinds = ("weight_bytes", "kv_bytes", "activation_bytes", "streamed_bytes", "reserve_bytes")
+        assert sum(use[kind] for kind in kinds) == use["total_bytes"] <= use["capacity_bytes"]
+
+
+def test_out_holds_the_file_the_map_and_the_page(run: Run, tmp_path: Path):
+    out = tmp_path / "placed"
+    found = run("map", MODEL, *SIZES, "--out", out, "--json")
+    assert found.code == 0
+    assert sorted(x.name for x in out.iterdir()) == ["map.json", "placement.yaml", "report.html"]
+    assert json.loads((out / "map.json").read_text())["device_map"] == found.json["device_map"]
+    text = (out / "placement.yaml").read_text()
+    command = "trimtab map Qwen2.5-VL-7B --gpus 8GiB,16GiB,8GiB,6GiB --batch 4 --images 1024x1024,2"
+    assert f"command: {command}\n" in text
+
+
+def test_compare_shows_the_public_maps_or_says_what_is_missing(run: Run):
+    content = run("map", MODEL, *SIZES, "--compare", "--json").json
+    rules = {x["rule"]: x for x in content["compared"]}
+    assert list(rules) == ["InternVL split_model(0.5)", "Accelerate auto", "Transformers auto"]
+    assert not rules["InternVL split_model(0.5)"]["fits"]
+    try:
+        import accelerate  # noqa: F401
+        import transformers  # noqa: F401
+    except ModuleNotFoundError:
+        assert "is not installed" in rules["Accelerate auto"]["problems"][0]
+        return
+    for rule in ("Accelerate auto", "Transformers auto"):
+        assert rules[rule]["fullest"] > content["fullest"]
+        assert len(rules[rule]["devices"]) == 4
+
+
+def test_compare_says_why_a_model_with_remote_code_is_not_built(run: Run):
+    pytest.importorskip("transformers", reason="builds models on the meta device")
+    pytest.importorskip("accelerate", reason="holds one of the public maps")
+    found = run("map", "InternVL-Chat-V1-5", "--gpus", "2x40GiB", "--compare")
+    assert found.code == 0
+    assert "remote code only" in " ".join(found.out.split())
+
+
+def test_quantised_weights_take_their_own_bytes(run: Run):
+    full = run("map", MODEL, "--gpus", "24GiB", "--json").json["devices"][0]
+    small = run("map", MODEL, "--gpus", "24GiB", "--quant", "bnb-nf4", "--json").json["devices"][0]
+    assert small["weight_bytes"] < 0.45 * full["weight_bytes"]
+    assert small["kv_bytes"] == full["kv_bytes"]
+
+
+def test_latency_leaves_gpus_empty(run: Run):
+    content = run("map", MODEL, "--gpus", "4x24GiB", "--for", "latency", "--json").json
+    assert [x["total_bytes"] > 0 for x in content["devices"]].count(True) == 1
+
+
+def test_stages_are_exported_to_both_engines(run: Run, tmp_path: Path):
+    out = tmp_path / "placed"
+    assert run("map", MODEL, "--gpus", "24GiB,16GiB,16GiB", "--for", "pipeline", "--out", out).code == 0
+    vllm = run("export", "vllm", out)
+    assert vllm.code == 0
+    assert vllm.out.startswith("VLLM_PP_LAYER_PARTITION=")
+    content = run("export", "sglang", out / "placement.yaml", "--json").json
+    assert sum(content["layers"]) == 28
+    assert content["environment"]["SGLANG_PP_LAYER_PARTITION"] == ",".join(map(str, content["layers"]))
+
+
+def test_a_map_that_spills_onto_host_memory_is_no_set_of_stages(run: Run, tmp_path: Path):
+    assert run("map", MODEL, "--gpus", "16GiB", "--cpu", "16GiB", "--out", tmp_path / "p").code == 0
+    found = run("export", "vllm", tmp_path / "p")
+    assert found.code == 2
+    assert "keeps modules on cpu" in found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--gpus", "lots"], "no device is called"),
+        (["--gpus", "4x24GiB", "--images", "big"], "names no images"),
+        (["--gpus", "4x24GiB", "--images", "100x100,0"], "names no images"),
+        (["--gpus", "4x24GiB", "--quant", "gguf"], "quant 'gguf' has no formula"),
+        (["--gpus", "2x6GiB"], "of weights find no place"),
+        (["--gpus", "2x6GiB", "--cpu", "lots"], "size in bytes"),
+        (["--gpus", "0GiB"], "no GPU has memory free"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(run: Run, words: list[str], reason: str, tmp_path: Path):
+    found = run("map", MODEL, *words, "--out", tmp_path / "p")
+    assert found.code == 2
+    assert reason in found.err
+    assert "Traceback" not in found.err
+    assert not (tmp_path / "p").exists()
+
+
+def test_export_needs_something_that_was_placed(run: Run, tmp_path: Path):
+    found = run("export", "vllm", tmp_path)
+    assert found.code == 2
+    assert "there is no plan at" in found.err

@@ -1,0 +1,109 @@
+"""A chat server in a thread of this process, and a client that needs nothing but the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.serve.limits import ServeLimits
+from trimtab.serve.load import load_model, load_processor
+from trimtab.serve.model import ChatModel
+from trimtab.serve.server import ChatServer, open_port, url_of
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def text(self) -> str:
+        return self.json["choices"][0]["message"]["content"]
+
+    @property
+    def events(self) -> list[Any]:
+        """Server-sent events; the last must be [DONE]."""
+        lines = [line for line in self.content.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server and where it is."""
+
+    server: ChatServer
+    model: ChatModel
+    plain: Any  # the model and the processor as Transformers knows them
+    processor: Any
+    url: str
+    thread: threading.Thread
+
+    def send(
+        self,
+        body: Any = None,
+        *,
+        path: str = CHAT,
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
+        timeout_s: float = 120,
+    ) -> Reply:
+        address = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, content, {"Content-Type": "application/json", **(headers or {})})
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.send(path=path, method="GET", headers=headers)
+
+    def metric(self, name: str) -> float:
+        for line in self.get("/metrics").content.decode().splitlines():
+            if line.split(" ")[0] == name:
+                return float(line.split(" ")[1])
+        return 0.0
+
+
+@contextmanager
+def running_server(folder: Path, *, api_key: str | None = None, **limits: Any) -> Iterator[Running]:
+    plain, processor = load_model(folder), load_processor(folder)
+    bounds = ServeLimits(**limits)
+    model = ChatModel(plain, processor, name="tiny", max_prompt_tokens=bounds.max_prompt_tokens)
+    opened = open_port("127.0.0.1", 0, api_key=api_key)
+    server = ChatServer(model, opened, bounds, api_key=api_key)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(lambda _url: ready.set(),))
+    running = Running(server, model, plain, processor, url_of(opened), thread)
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield running
+    finally:
+        server.stop()
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,136 @@
+"""Needs torch, Transformers and Accelerate: maps against the real models' modules and the libraries' own readers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
+transformers = pytest.importorskip("transformers", reason="holds the models and the reader of device maps")
+accelerate = pytest.importorskip("accelerate", reason="holds the check of device maps")
+
+from accelerate.utils.modeling import check_device_map  # noqa: E402
+from tiny_models import BARE, ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
+from transformers.integrations.accelerate import expand_device_map  # noqa: E402
+
+from trimtab.adapters.accelerate import accelerate_device_map, auto_map, build_on_meta, max_memory  # noqa: E402
+from trimtab.costs.inference import Workload  # noqa: E402
+from trimtab.errors import UnsupportedPlanError  # noqa: E402
+from trimtab.models.describe import describe  # noqa: E402
+from trimtab.partition.machine import Gpu, Machine, machine_of  # noqa: E402
+from trimtab.partition.placement import place  # noqa: E402
+from trimtab.partition.split_model import assess_map  # noqa: E402
+from trimtab.units import GIB  # noqa: E402
+
+
+def build(case: str, num_layers: int = 12):
+    """Description and meta model of one family, with more than ten decoder blocks."""
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    text["num_hidden_layers"] = num_layers
+    for key in ("layer_types", "max_window_layers"):
+        text.pop(key, None)
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), name=case)
+    with torch.device("meta"):
+        return spec, transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+
+
+FAMILIES = {case[0]: name for name, case in reversed(ODD_CONFIGS.items())}
+
+
+def placed(spec, num: int, *, share: float = 1.0, **more):
+    """A map that needs all of `num` devices."""
+    workload = Workload(seq_len=16, max_new_tokens=2)
+    whole = place(spec, Machine(gpus=(Gpu(index=0, free_bytes=GIB),), context_bytes=0), workload).uses[0].total_bytes
+    gpus = tuple(Gpu(index=i, free_bytes=int(share * (whole // num + whole // 6))) for i in range(num))
+    return place(spec, Machine(gpus=gpus, context_bytes=0, **more), workload)
+
+
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+def test_every_parameter_and_buffer_has_exactly_one_key_and_every_key_a_module(case):
+    spec, model = build(case)
+    for num in (1, 2, 3):
+        found = placed(spec, num).device_map
+        tensors = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        for name in tensors:
+            parts = name.split(".")
+            owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in found]
+            assert len(owners) == 1, f"{name} belongs to {owners}"
+        for key in found:
+            assert any(name == key or name.startswith(f"{key}.") for name in tensors) or key == "lm_head", key
+            if key not in BARE:
+                model.get_submodule(key)
+        # a bare parameter of the model has no module to be named by; Accelerate warns of every such key
+        named = {key: device for key, device in found.items() if key not in BARE}
+        if named == dict(found):
+            check_device_map(model, named)
+        else:
+            with pytest.warns(UserWarning, match="|".join(BARE)):
+                check_device_map(model, dict(found))
+
+
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+def test_the_loader_of_transformers_reads_the_map_as_it_is_meant(case):
+    """It matches keys as prefixes without a dot: layers.1 must not take layers.10."""
+    spec, model = build(case)
+    found = placed(spec, 3, cpu_bytes=GIB).device_map
+    assert len(set(found.values())) == 3
+    names = [name for name, _ in model.named_parameters()]
+    read = expand_device_map(dict(found), names)
+    for name in names:
+        key = next(key for key in found if name == key or name.startswith(f"{key}."))
+        assert read[name] == found[key], name
+
+
+def test_modules_computed_in_host_memory_are_named_by_a_torch_device():
+    spec, _ = build("qwen2_5_vl")
+    found = placed(spec, 1, share=0.84, cpu_bytes=GIB)
+    assert found.run_on_cpu
+    theirs = accelerate_device_map(found)
+    for name, device in theirs.items():
+        if name in found.run_on_cpu:
+            assert device == torch.device("cpu")
+        else:
+            assert device == found.device_map[name]
+
+
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "gemma3", "internvl qwen2"])
+def test_public_maps_are_read_in_our_bytes(library, case):
+    spec, model = build(case)
+    whole = sum(x.numel() for x in model.parameters()) * 2
+    machine = machine_of([whole, whole, whole])
+    theirs = auto_map(model, machine, library=library)
+    found = assess_map(spec, machine, Workload(seq_len=16), theirs, rule=library)
+    assert found.placement is not None
+    assert not [x for x in found.problems if "without a device" in x]
+    sizes = {use.device: use.weight_bytes for use in found.placement.uses}
+    assert sum(sizes.values()) == whole
+    counted = dict.fromkeys(sizes, 0)
+    for name, tensor in model.named_parameters():
+        key = max((k for k in theirs if name == k or name.startswith(f"{k}.") or k == ""), key=len)
+        counted[theirs[key]] += 2 * tensor.numel()
+    if case != "gemma3":  # its tower may be cut inside the embeddings, which count where their first part lies
+        assert sizes == counted
+
+
+def test_limits_of_the_libraries_are_what_is_free():
+    machine = machine_of([3, 4], cpu_bytes=5)
+    assert max_memory(machine) == {0: 3, 1: 4, "cpu": 5}
+
+
+def test_remote_code_is_never_executed():
+    with pytest.raises(UnsupportedPlanError, match="remote code only"):
+        build_on_meta({"model_type": "internvl_chat"}, tied=False)
+
+
+def test_a_model_is_built_from_its_configuration():
+    from trimtab.models.describe import read_config
+
+    spec = describe("Qwen2.5-VL-7B")
+    model = build_on_meta(read_config("Qwen2.5-VL-7B"), tied=bool(spec.tied))
+    assert sum(x.numel() for x in model.parameters()) == spec.num_params
+    assert all(x.is_meta for x in model.parameters())
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,39 @@
+"""A model spread over simulated devices answers what it answers whole, bit for bit. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs tiny models")
+pytest.importorskip("transformers", reason="holds the models that are spread")
+pytest.importorskip("accelerate", reason="hooks modules")
+
+from simulated_devices import simulated  # noqa: E402
+from spread_cases import DESCRIBED, GENERATE, OTHERS, make_case, maps_of  # noqa: E402
+from tiny_packs import one_thread  # noqa: E402, F401
+
+from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+NUM_MAPS = 20
+
+
+@pytest.mark.parametrize("name", [*DESCRIBED, *OTHERS])
+@torch.no_grad()
+def test_every_map_gives_the_whole_models_answer(name, tmp_path):
+    case = make_case(name, tmp_path)
+    kinds = set()
+    with simulated():
+        for number, drawn in enumerate(maps_of(case, NUM_MAPS)):
+            offload = (
+                tmp_path / f"offload{number}" if name == "glm4v_moe" else None
+            )  # whose experts loading puts together
+            model = load_placed(case.folder, drawn.placement, offload_folder=offload)
+            inputs = move_inputs(model, case.inputs) if number % 2 else case.inputs
+            logits = model(**inputs).logits
+            assert logits.device == inputs["input_ids"].device
+            assert torch.equal(logits.cpu(), case.logits), (drawn, "forward")
+            assert torch.equal(model.generate(**inputs, **GENERATE).cpu(), case.tokens), (drawn, "generate")
+            kinds.add(drawn.kind)
+    assert any("spilled" in kind and not kind.startswith("solved, 0") for kind in kinds)

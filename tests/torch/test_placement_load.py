@@ -1,0 +1,337 @@
+"""Loading a folder by a device map: memory, offload, and what is refused. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="loads tiny models")
+transformers = pytest.importorskip("transformers", reason="holds the models that are loaded")
+pytest.importorskip("accelerate", reason="hooks modules")
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from simulated_devices import counted, simulated  # noqa: E402
+from spread_cases import GENERATE, make_case  # noqa: E402
+from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT  # noqa: E402
+from tiny_packs import one_thread  # noqa: E402, F401
+from transformers.integrations.accelerate import expand_device_map  # noqa: E402
+
+from trimtab.errors import ConfigError, PartitionError  # noqa: E402
+from trimtab.runtime.device_units import resolve_units  # noqa: E402
+from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
+from trimtab.runtime.weights import LazyTensors, open_weights  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MIB = 2**20
+LLM = "model.language_model"
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    return make_case("internvl qwen2", tmp_path_factory.mktemp("internvl"))
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory):
+    return make_case("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture
+def folder(internvl, tmp_path):
+    """A copy to damage."""
+    return Path(shutil.copytree(internvl.folder, tmp_path / "copy"))
+
+
+def whole(case, device):
+    return {name: device for names in case.chain for name in names}
+
+
+def answers(model, case):
+    with torch.no_grad():
+        return torch.equal(model.generate(**case.inputs, **GENERATE).cpu(), case.tokens)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_host_memory_never_holds_a_shard_beside_what_stays_there(tmp_path):
+    shapes = {
+        "small": {},
+        "large": {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 9},
+    }
+    for name, shape in shapes.items():
+        config = transformers.AutoConfig.for_model(
+            "internvl",
+            vision_config=INTERNVIT,
+            text_config={**TEXT, "model_type": "qwen2", **shape},
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model.save_pretrained(tmp_path / name, max_shard_size="100MB")
+    shards = sorted((tmp_path / "large").glob("*.safetensors"))
+    largest = max(shard.stat().st_size for shard in shards)
+    assert len(shards) == 6
+    script = Path(__file__).with_name("load_memory.py")
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "large")], capture_output=True, text=True, check=True, timeout=300
+    )
+    found = json.loads(run.stdout)
+    assert found["gpu"]["devices"] > 5 * largest > found["disk"]["devices"]  # all of it went there, or next to nothing
+    assert found["gpu"]["peak"] <= largest
+    assert found["disk"]["peak"] <= largest
+    assert found["cpu"]["layers"] < found["cpu"]["peak"] <= found["cpu"]["layers"] + largest
+
+
+# -- offload ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_tied_weights_may_be_spilled_together(gemma3, home):
+    """The embedding runs in host memory by rows, the head borrows the same weight for each token."""
+    placed = {**whole(gemma3, 0), f"{LLM}.embed_tokens": home, "lm_head": home}
+    with simulated():
+        model = load_placed(gemma3.folder, placed)
+        with torch.no_grad(), counted() as traffic:
+            tokens = model.generate(**move_inputs(model, gemma3.inputs), **GENERATE)
+        assert torch.equal(tokens.cpu(), gemma3.tokens)
+        head = gemma3.model.lm_head.weight
+        rows = (gemma3.inputs["input_ids"].shape[1] + GENERATE["max_new_tokens"]) * head.shape[1] * 4
+        moved = GENERATE["max_new_tokens"] * head.numel() * 4
+        pixels = gemma3.inputs["pixel_values"].numel() * 4
+        assert moved < traffic.host_to_device < moved + rows + pixels + 1000
+
+
+def test_disk_without_a_folder_writes_nothing(internvl, folder):
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    placed = {**whole(internvl, 0), f"{LLM}.layers.1": "disk", "model.vision_tower.embeddings": "disk"}
+    with simulated():
+        assert answers(load_placed(folder, placed), internvl)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_disk_with_a_folder_reads_from_there(internvl, folder, tmp_path):
+    placed = {**whole(internvl, 0), f"{LLM}.layers.1": "disk"}
+    with simulated():
+        model = load_placed(folder, placed, offload_folder=tmp_path / "offload")
+        shutil.rmtree(folder)
+        assert answers(model, internvl)
+    assert all(f"{LLM}.layers.1." in path.name for path in (tmp_path / "offload").iterdir())
+
+
+def test_what_is_stored_in_another_dtype_cannot_stay_in_its_files(internvl, tmp_path):
+    placed = {**whole(internvl, 0), "lm_head": "disk"}
+    with simulated():
+        with pytest.raises(PartitionError, match=r"lm_head\.weight cannot stay on disk .* name an offload folder"):
+            load_placed(internvl.folder, placed, dtype=torch.bfloat16)
+        model = load_placed(internvl.folder, placed, dtype=torch.bfloat16, offload_folder=tmp_path / "offload")
+        assert model(**internvl.inputs).logits.dtype == torch.bfloat16
+
+
+def test_without_an_accelerator_all_runs_on_the_cpu(internvl):
+    model = load_placed(internvl.folder, {**whole(internvl, "cpu"), f"{LLM}.layers.0": "disk"})
+    assert answers(model, internvl)
+    assert not hasattr(model, "_hf_hook")
+
+
+def test_a_tensor_that_many_layers_read_crosses_once(internvl):
+    placed = {**whole(internvl, 0), **{f"{LLM}.layers.{i}": 1 for i in range(3)}}
+    ids = internvl.inputs["input_ids"]
+    with simulated(), torch.no_grad():
+        model = load_placed(internvl.folder, placed)
+        with counted() as traffic:
+            model(input_ids=ids.to(0), attention_mask=torch.ones_like(ids).to(0))
+    hidden, rotary = ids.numel() * 64 * 4, 2 * ids.numel() * 16 * 4
+    assert traffic.links["sim:0", "sim:1"] <= hidden + rotary + 2 * ids.numel() * 8  # three times the rotary table else
+
+
+# -- maps -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_coarse_map_is_refined_so_that_no_name_is_taken_for_another():
+    config = transformers.AutoConfig.for_model("qwen2", **{**TEXT, "num_hidden_layers": 12})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_parameters()]
+    coarse = {"": "cpu", "model.layers.1": "disk"}
+    placed = resolve_units(model, coarse)
+    refined = {unit.name: unit.home for unit in placed.units}
+    right = {name: "disk" if name.startswith("model.layers.1.") else "cpu" for name in names}
+    assert expand_device_map(refined, names) == right
+    assert expand_device_map(coarse, names) != right  # layers 10 and 11 are taken for parts of layer 1
+
+
+def test_every_tensor_is_in_one_unit(internvl):
+    units = resolve_units(internvl.model, whole(internvl, "cpu")).units
+    for name, _ in [*internvl.model.named_parameters(), *internvl.model.named_buffers()]:
+        assert sum(name.startswith(f"{unit.name}.") for unit in units) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head": None}, r"gives no device for lm_head\.weight: add it"),
+        ({f"{LLM}.rotary_emb": None}, r"gives no device for .*rotary_emb\.inv_freq: add it"),
+        ({"lm_head": 8}, r"puts lm_head on 8, but this machine has devices 0 to 7: choose one of them, cpu or disk"),
+        ({"lm_head": "gpu"}, r"puts lm_head on 'gpu', but this machine has"),
+        ({"lm_head": -1}, r"puts lm_head on -1, but"),
+        (
+            {f"{LLM}.layers.3": 0},
+            r"'model\.language_model\.layers\.3', which InternVL.* not have: did you mean .*layers",
+        ),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused(internvl, change, message):
+    placed = {name: device for name, device in {**whole(internvl, 0), **change}.items() if device is not None}
+    with simulated(), pytest.raises(PartitionError, match=message):
+        load_placed(internvl.folder, placed)
+
+
+def test_all_problems_of_a_map_are_named_at_once(internvl):
+    placed = {**whole(internvl, 0), "lm_head": 9, "phantom": 0}
+    del placed[f"{LLM}.norm"]
+    with simulated(), pytest.raises(PartitionError) as caught:
+        load_placed(internvl.folder, placed)
+    assert [word in str(caught.value) for word in ("on 9", "phantom", "norm.weight")] == [True] * 3
+
+
+def test_the_map_of_another_model_is_named_as_such(internvl):
+    with simulated(), pytest.raises(PartitionError, match=r"is of another model: InternVL.* has no 'vision_model'"):
+        load_placed(internvl.folder, {"vision_model": 0, "mlp1": 0, "language_model.output": 1})
+
+
+def test_tied_weights_on_two_devices_are_refused(gemma3):
+    with simulated(), pytest.raises(PartitionError, match=r"but they are one weight: put both on 0"):
+        load_placed(gemma3.folder, {**whole(gemma3, 0), "lm_head": 1})
+
+
+def test_an_accelerator_that_is_not_there_is_refused(internvl):
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    with pytest.raises(PartitionError, match="on 0, but this machine has no accelerator"):
+        load_placed(internvl.folder, whole(internvl, 0))
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def damage(folder, what):
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(folder.glob("*.safetensors"))
+    written = json.loads(index.read_text())
+    if what == "shard missing":
+        shards[1].unlink()
+    elif what == "shard cut short":
+        shards[1].write_bytes(shards[1].read_bytes()[:-8])
+    elif what == "header cut short":
+        shards[1].write_bytes(b"\xff" * 7)
+    elif what == "no header":
+        shards[1].write_bytes((4).to_bytes(8, "little") + b"nono")
+    elif what == "tensor missing":
+        name = next(iter(written["weight_map"]))
+        written["weight_map"]["model.extra"] = written["weight_map"][name]
+    elif what == "outside":
+        written["weight_map"]["lm_head.weight"] = "../x.safetensors"
+    elif what == "pickle":
+        written["weight_map"]["lm_head.weight"] = "pytorch_model.bin"
+    elif what == "no weights":
+        for path in [index, *shards]:
+            path.unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+    elif what == "weight missing":
+        del written["weight_map"]["language_model.lm_head.weight"]
+    elif what == "index":
+        written = []
+    if what != "no weights":
+        index.write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shard missing", r"names model-00002-of-\d+\.safetensors, which is missing: download the folder again"),
+        ("shard cut short", r"was cut short or is damaged at .*: download it again"),
+        ("header cut short", r"is no safetensors file or was cut short"),
+        ("no header", r"has a header that is not JSON"),
+        ("tensor missing", r"puts model\.extra into .*, which lacks it"),
+        ("outside", r"names '\.\./x\.safetensors', no safetensors file of its own folder"),
+        ("pickle", r"names 'pytorch_model\.bin', no safetensors file of its own folder"),
+        ("no weights", r"holds neither model\.safetensors nor .*: save the model as safetensors"),
+        ("weight missing", r"holds no weight for lm_head\.weight: download it again"),
+        ("index", r"has no weight_map from tensor to file"),
+    ],
+)
+def test_a_damaged_folder_is_refused(folder, what, message):
+    damage(folder, what)
+    with pytest.raises(ConfigError, match=message):
+        load_placed(folder, {"": "cpu"})
+
+
+def test_a_weight_of_another_shape_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 230
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"holds lm_head\.weight in another shape than config\.json says"):
+        load_placed(folder, {"": "cpu"})
+
+
+def test_code_of_the_folder_does_not_run(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}})
+    )
+    (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: ...\n")
+    with pytest.raises(ConfigError, match=r"no config\.json that Transformers .* knows without running"):
+        load_placed(folder, {"": "cpu"})
+    assert not (folder / "ran").exists()
+
+
+def test_a_model_that_generates_no_text_is_refused(tmp_path):
+    config = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.SiglipVisionModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is a siglip_vision_model, which generates no text"):
+        load_placed(tmp_path, {"": "cpu"})
+
+
+def test_stored_tensors_are_those_that_were_saved(internvl):
+    saved = {
+        name: tensor for shard in internvl.folder.glob("*.safetensors") for name, tensor in load_file(shard).items()
+    }
+    stored = open_weights(internvl.folder)
+    assert set(stored) == set(saved)
+    assert all(torch.equal(stored[name].map(), saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_lazy_tensor_is_read_like_a_slice_of_safetensors(dtype, tmp_path):
+    values = {
+        "odd": torch.randn(3, 5).to(dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+        "one": torch.ones((), dtype=dtype),
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    lazy = LazyTensors(open_weights(tmp_path))
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as theirs:
+        for name, ours in lazy.state_dict().items():
+            other = theirs.get_slice(name)
+            assert (ours.get_dtype(), ours.get_shape()) == (other.get_dtype(), other.get_shape())
+            read = ours[...]
+            assert read.dtype == dtype
+            assert torch.equal(read.float(), values[name].float())
+            assert lazy.origin(read) == (lazy.stored[name] if read.numel() else None)
+            assert lazy.origin(read.clone()) is None
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no folder: give one that holds config\.json"):
+        load_placed(tmp_path / "nowhere", {"": "cpu"})

@@ -1,0 +1,190 @@
+"""Needs torch and Transformers: modelled bytes against bytes counted on the real modules, storage by storage."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch", reason="counts the storages of real modules")
+transformers = pytest.importorskip("transformers", reason="holds the real modules")
+
+from live_bytes import LiveBytes  # noqa: E402
+from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, as_saved, mllama_images, preprocessor_of  # noqa: E402
+
+from trimtab.costs.inference import Workload, batch_of, inference_table  # noqa: E402
+from trimtab.models.describe import describe  # noqa: E402
+from trimtab.specs import ImageCounts  # noqa: E402
+
+TEXT_TOKENS = 400
+TOLERANCE = 0.10
+CASES = [
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "internvl qwen2",
+    "llava llama",
+    "llava phi3",
+    "llava_next",
+    "llava_onevision",
+    "gemma3",
+    "glm4v_moe",
+    "mllama",
+]
+
+
+class Served:
+    """A model wide enough for its tensors to outweigh odds and ends, and one batch of prompts with an image each."""
+
+    def __init__(self, case: str, *, dtype: str = "bf16", attention: str = "sdpa", batch: int = 1) -> None:
+        model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+        text |= {"hidden_size": 256, "intermediate_size": 448}
+        vision |= {"embed_dim": 128, "hidden_size": 256} if model_type == "qwen2_vl" else {"hidden_size": 128}
+        if model_type != "qwen2_vl":
+            vision["intermediate_size"] = 288
+        if model_type == "mllama":
+            vision["vision_output_dim"] = 128 * (1 + len(vision["intermediate_layers_indices"]))
+            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+        if "out_hidden_size" in vision:
+            vision["out_hidden_size"] = 256
+        if "moe_intermediate_size" in text:
+            text["moe_intermediate_size"] = 96
+        if model_type in ("qwen2_vl", "qwen2_5_vl"):
+            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+        if model_type == "glm4v_moe":
+            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        token = {"image_token_index" if model_type.startswith("llava") else "image_token_id": IMAGE_TOKEN}
+        config = transformers.AutoConfig.for_model(
+            model_type, vision_config=vision, text_config=text, **{**outer, **token}
+        )
+        self.spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+        numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+        torch.manual_seed(0)
+        self.model = transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=numbers, attn_implementation=attention
+        ).eval()
+        self.inputs, counts = self._inputs(model_type, vision, batch)
+        self.workload = Workload(
+            batch=batch,
+            seq_len=TEXT_TOKENS + 5,
+            max_new_tokens=4,
+            dtype=dtype,
+            attention=attention,
+            padded=False,  # prompts of one length
+        )
+        self.table = inference_table(self.spec, self.workload, batch_of(self.workload, counts))
+
+    def _inputs(self, model_type: str, vision: dict, batch: int) -> tuple[dict, list[ImageCounts]]:
+        if model_type.startswith(("qwen", "glm")):
+            merge = vision["spatial_merge_size"]
+            grid = (24, 16) if merge == 2 else (24, 18)
+            patches, tokens = grid[0] * grid[1], grid[0] * grid[1] // merge**2
+            one = ImageCounts(
+                patches=patches, tokens=tokens, tiles=1, patches_sq=patches**2, patches_windowed=patches**2
+            )
+            images_of_one = [one]
+            kinds = [[0] * 5 + [1] * tokens + [0] * TEXT_TOKENS] * batch
+            images = {
+                "pixel_values": torch.randn(batch * patches, 3 * 2 * 14 * 14),
+                "image_grid_thw": torch.tensor([[1, *grid]] * batch),
+                "mm_token_type_ids": torch.tensor(kinds),
+            }
+        elif model_type == "mllama":
+            images_of_one = [self.spec.image_rule.count(56, 56)] * 12
+            tokens = sum(x.tokens for x in images_of_one)
+            images = mllama_images(vision, batch, tokens, num_tokens=5 + tokens + TEXT_TOKENS)
+        else:
+            several = model_type in ("llava_next", "llava_onevision")  # a 112 x 56 image: two tiles and a thumbnail
+            tiles = 3 if several else 20
+            rows = 16 + (self.spec.layers[0].rows_per_input < 1)
+            per_tile = {"internvl": 4, "gemma3": 4, "llava": 16}.get(model_type, 0)
+            tokens = 16 + 8 * 5 if several else per_tile * tiles
+            one = ImageCounts(
+                patches=rows * tiles,
+                tokens=tokens,
+                tiles=tiles,
+                patches_sq=rows * rows * tiles,
+                patches_windowed=rows * rows * tiles,
+            )
+            images_of_one = [one]
+            pixels = torch.randn(batch, tiles, 3, 56, 56) if several else torch.randn(batch * tiles, 3, 56, 56)
+            images = {"pixel_values": pixels}
+            if several:
+                images["image_sizes"] = torch.tensor([[112, 56]] * batch)
+        ids = torch.tensor([[3] * 5 + [IMAGE_TOKEN] * tokens + [4] * TEXT_TOKENS] * batch)
+        if model_type == "gemma3":
+            images["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+        return {**images, "input_ids": ids}, images_of_one
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        *((case, {}) for case in CASES),
+        # on a CPU softmax casts lower precision in a step of its own, which GPUs spare
+        *((case, {"attention": "eager", "dtype": "fp32"}) for case in ("qwen2_5_vl", "internvl qwen2")),
+        ("qwen2_5_vl", {"dtype": "fp32"}),
+        ("qwen3_vl", {"batch": 2}),
+        ("mllama", {"batch": 2}),
+        ("mllama", {"attention": "eager", "dtype": "fp32"}),
+    ],
+    ids=str,
+)
+def test_a_devices_bytes_are_those_counted_on_the_real_modules(case, settings):
+    """Weights, the prompts' cache and the largest peak of the prefill: the whole model on one device."""
+    served = Served(case, **settings)
+    cache = transformers.DynamicCache(config=served.model.config.get_text_config())
+    with torch.no_grad(), LiveBytes(served.model, [x.name for x in served.spec.layers]) as live:
+        live.hold(*served.inputs.values())
+        served.model(**served.inputs, use_cache=True, past_key_values=cache, logits_to_keep=1)
+    table = served.table
+    assert table.weights.sum() == served.weight_bytes
+    counted_cache = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert table.kv_prompt.sum() == counted_cache
+    live_bytes = int(table.kv_prompt.sum() + table.held.sum() + table.prefill.max())
+    counted = served.weight_bytes + live.peak
+    assert counted / (1 + TOLERANCE) < served.weight_bytes + live_bytes < counted * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_layer_peaks_where_it_is_said_to(case):
+    """Layer by layer, and without the weights: ViT blocks of every family, decoder blocks, norms and head."""
+    served = Served(case)
+    cache = transformers.DynamicCache(config=served.model.config.get_text_config())
+    with torch.no_grad(), LiveBytes(served.model, [x.name for x in served.spec.layers]) as live:
+        live.hold(*served.inputs.values())
+        served.model(**served.inputs, use_cache=True, past_key_values=cache, logits_to_keep=1)
+    table, checked = served.table, 0
+    for i, layer in enumerate(served.spec.layers):
+        if layer.kind != "block" or layer.name.endswith(".head"):
+            continue
+        said = int(table.prefill[i] + table.held.sum() + table.kv_prompt[: i + 1].sum())
+        assert live.peaks[layer.name] / 1.15 < said < live.peaks[layer.name] * 1.15, layer.name
+        checked += 1
+    assert checked == len(served.spec.indices("vision", "block")) + len(served.spec.indices("language", "block"))
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "gemma3", "llava llama", "mllama"])
+def test_the_cache_at_the_end_is_counted_to_the_byte(case):
+    served = Served(case)
+    cache = transformers.DynamicCache(config=served.model.config.get_text_config())
+    with torch.no_grad():
+        served.model.generate(
+            **served.inputs, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False
+        )
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    window = sum(
+        int(served.table.kv_full[i])
+        for i, layer in enumerate(served.spec.layers)
+        if layer.attention is not None and layer.attention.window is not None and layer.tower == "language"
+    )
+    # a sliding layer keeps one token less than its window, for the next one
+    assert served.table.kv_full.sum() * 0.85 < held <= served.table.kv_full.sum()
+    if not window:
+        assert held == served.table.kv_full.sum()

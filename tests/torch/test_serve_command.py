@@ -1,0 +1,147 @@
+"""`trimtab serve` as a process: serves, drains on a signal, leaves nothing. Needs torch, Transformers and [serve]."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="runs tiny models")
+pytest.importorskip("transformers", reason="holds the models that are served")
+pytest.importorskip("starlette", reason="carries the endpoint: pip install 'trimtab[serve]'")
+pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
+pytest.importorskip("prometheus_client", reason="writes /metrics: pip install 'trimtab[serve]'")
+pytest.importorskip("PIL", reason="pillow is not installed")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+from running_server import CHAT, running_server
+from tiny_chat import picture, question, save_chat_model
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = save_chat_model(tmp_path_factory.mktemp("chat") / "tiny")
+    settings = json.loads((saved / "generation_config.json").read_text())
+    (saved / "generation_config.json").write_text(
+        json.dumps({**settings, "eos_token_id": None})
+    )  # never ends by itself
+    return saved
+
+
+@contextmanager
+def served(folder: Path, *words: str | Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The running command and its port."""
+    command = [sys.executable, "-W", "error", "-m", "trimtab", "serve", str(folder), "--port", "0", *map(str, words)]
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("serving tiny on http://127.0.0.1:"):
+                break
+        else:
+            pytest.fail(f"it never served: {''.join(lines)}")
+        yield process, int(lines[-1].rsplit(":", 1)[1].split("/")[0])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def members(session: int) -> list[str]:
+    """Processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text()
+        except OSError:
+            continue
+        if int(words.rsplit(")", 1)[1].split()[3]) == session:
+            found.append(words)
+    return found
+
+
+def post(port: int, body: object) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    return answer.status, content["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_was_accepted_and_leaves_nothing(folder: Path, number: signal.Signals) -> None:
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(question("what is it?", picture(1), max_tokens=400, temperature=0, **usage)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with served(folder) as (process, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            answer = client.recv(1)  # the first token is there, the last one is not
+            process.send_signal(number)
+            answer += b"".join(iter(lambda: client.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b'"completion_tokens": 400' in answer
+        assert b"data: [DONE]" in answer
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == ["stopped"]
+        assert members(process.pid) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_placed_model_answers_as_the_whole_one(folder: Path, tmp_path: Path) -> None:
+    places = {"model.visual": "cpu", "model.language_model": "cpu", "lm_head": "disk"}
+    (tmp_path / "map.json").write_text(json.dumps({"device_map": places, "run_on_cpu": []}))
+    body = question("what is it?", picture(1), max_tokens=20, temperature=0)
+    with running_server(folder) as whole, served(folder, "--map", tmp_path / "map.json") as (_, port):
+        assert post(port, body) == (200, whole.send(body).text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{missing}"], "holds no config.json: name the folder of a saved model"),
+        (["{folder}", "--host", "0.0.0.0"], "no key is asked for"),
+        (["{folder}", "--max-body", "much"], "size in bytes"),
+        (["{folder}", "--max-waiting", "-1"], "--max-waiting -1 leaves nothing to serve"),
+        (["{folder}", "--api-key-file", "{empty}"], "holds no key"),
+        (["{folder}", "--api-key-file", "{missing}"], "cannot use"),
+        (["{folder}", "--map", "{empty}"], "is not JSON"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    sentence: str,
+) -> None:
+    from trimtab.cli.main import main
+
+    (tmp_path / "empty").touch()
+    places = {"folder": folder, "missing": tmp_path / "missing", "empty": tmp_path / "empty"}
+    monkeypatch.setattr(sys, "argv", ["trimtab", "serve", "--port", "0", *(x.format(**places) for x in words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
+    assert len(told.splitlines()) == 1

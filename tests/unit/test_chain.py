@@ -1,0 +1,106 @@
+"""Units of a model and the orders in which they may be cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from placement_cases import small_model
+
+from trimtab.models.describe import describe
+from trimtab.partition.chain import VISION_CUT_FAMILIES, arrangements, device_changes, modules_of, parts_of
+
+ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+
+
+def published() -> list:
+    if not ZOO.is_file():
+        return []
+    return [describe(entry, name=name) for name, entry in json.loads(ZOO.read_text())["models"].items()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_arrangement_holds_every_layer_once(tied):
+    model = small_model(tied=tied)
+    found = arrangements(parts_of(model))
+    assert [x.name for x in found if x.name == "forward"] == ([] if tied else ["forward"])
+    for option in found:
+        assert sorted(i for unit in option.units for i in unit.layers) == list(range(len(model.layers)))
+
+
+def test_tied_weights_share_a_unit_in_every_arrangement():
+    model = small_model(tied=True)
+    owner, borrower = (next(i for i, x in enumerate(model.layers) if x.name == name) for name in model.tied[0])
+    for option in arrangements(parts_of(model)):
+        assert any({owner, borrower} <= set(unit.layers) for unit in option.units)
+
+
+def test_a_tower_is_cut_between_blocks_never_inside_embeddings_or_projector():
+    parts = parts_of(small_model(depth=3))
+    names = [[small_model(depth=3).layers[i].name for i in unit.layers] for unit in parts.vision]
+    assert names == [
+        ["model.visual.patch_embed", "model.visual.blocks.0"],
+        ["model.visual.blocks.1"],
+        ["model.visual.blocks.2", "model.visual.merger"],
+    ]
+
+
+def test_a_model_that_nothing_has_run_cut_keeps_its_tower_whole():
+    model = describe("InternVL-Chat-V1-5")
+    assert model.family not in VISION_CUT_FAMILIES
+    assert len(parts_of(model).vision) == 1
+    assert "mllama" not in VISION_CUT_FAMILIES
+
+
+@pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not in this checkout")
+def test_published_models_have_units_that_cover_them():
+    for model in published():
+        for option in arrangements(parts_of(model)):
+            covered = sorted(i for unit in option.units for i in unit.layers)
+            assert covered == list(range(len(model.layers))), model.name
+        vision = parts_of(model).vision
+        assert (len(vision) > 1) == (model.family in VISION_CUT_FAMILIES), model.name
+        keys = [name for i in range(len(model.layers)) for name in modules_of(model, i)]
+        assert len(set(keys)) == len(keys)
+        assert any("rotary_emb" in key for key in keys) == (
+            model.family != "kimi_vl" and not any("tok_embeddings" in key for key in keys)
+        ), model.name
+
+
+def test_hidden_states_that_are_joined_stay_on_one_device():
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+    text = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 203,
+    }
+    config = {
+        "model_type": "llava",
+        "vision_config": vision,
+        "text_config": text,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": False,
+        "image_seq_length": 16,
+    }
+    one = parts_of(describe({**config, "vision_feature_layer": -2})).vision
+    joined = parts_of(describe({**config, "vision_feature_layer": [-3, -1]})).vision
+    assert len(one) == 4
+    assert len(joined) == 2  # blocks 1 and 3 are read: everything behind block 1 stays with it
+
+
+def test_changes_are_the_places_where_the_device_differs():
+    assert device_changes([0, 0, "cpu", 1, 1]) == [2, 3]
+    assert device_changes([0]) == []

@@ -1,0 +1,116 @@
+"""Layer counts of serving engines: of placements made for stages, and of training plans."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from placement_cases import gemma, small_model
+
+from trimtab.adapters.engines import StageCounts, count_placed_layers, count_planned_layers
+from trimtab.costs.inference import Workload, inference_table
+from trimtab.errors import PartitionError, UnsupportedPlanError
+from trimtab.models.describe import describe
+from trimtab.partition.machine import machine_of
+from trimtab.partition.placement import place
+from trimtab.specs import Stage
+from trimtab.units import GIB
+
+WORK = Workload(images=((1024, 1024),))
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5"])
+@pytest.mark.parametrize("free", [[40, 40, 40], [24, 40, 16], [60, 20]])
+def test_counts_add_up_to_the_decoder_and_follow_the_map(name, free):
+    model = describe(name)
+    found = place(model, machine_of([x * GIB for x in free]), WORK, objective="pipeline")
+    stages = count_placed_layers(found.device_map)
+    assert sum(stages.layers) == len(model.indices("language", "block"))
+    assert min(stages.layers) >= 1
+    assert stages.gpus is not None
+    assert sorted(stages.gpus) == sorted(use.device for use in found.uses if use.modules)
+    for layers, gpu in zip(stages.layers, stages.gpus, strict=True):
+        held = next(use for use in found.uses if use.device == gpu).modules
+        assert sum(".layers." in x and "vision" not in x for x in held) == layers
+
+
+def test_the_first_stage_holds_fewer_layers_than_the_middle_ones():
+    found = place(describe("Qwen2.5-VL-7B"), machine_of([24 * GIB] * 4), WORK, objective="pipeline")
+    layers = count_placed_layers(found.device_map).layers
+    assert layers[0] < layers[1]
+    assert layers[-1] < layers[1]
+
+
+def test_a_tied_weight_is_copied_to_the_stage_that_reads_it():
+    model = gemma()
+    found = place(model, machine_of([GIB] * 2), Workload(), objective="pipeline")
+    own = inference_table(model, Workload()).weights.sum()
+    assert sum(use.weight_bytes for use in found.uses) == own + 203 * 64 * 2
+
+
+def test_what_fits_no_stages_says_what_would():
+    with pytest.raises(PartitionError, match=r"as pipeline stages .*filled to \d+ %; give more or larger GPUs"):
+        place(describe("Qwen2.5-VL-7B"), machine_of([4 * GIB] * 2), WORK, objective="pipeline")
+
+
+def test_one_decoder_layer_is_one_stage():
+    found = place(small_model(num_layers=1), machine_of([GIB] * 3), Workload(), objective="pipeline")
+    assert count_placed_layers(found.device_map).layers == (1,)
+
+
+def test_the_environment_names_gpus_only_where_they_are_out_of_order():
+    plain, turned = StageCounts(layers=(4, 6), gpus=(0, 1)), StageCounts(layers=(4, 6), gpus=(1, 0))
+    assert plain.environment("vllm") == {"VLLM_PP_LAYER_PARTITION": "4,6"}
+    assert turned.environment("sglang") == {"SGLANG_PP_LAYER_PARTITION": "4,6", "CUDA_VISIBLE_DEVICES": "1,0"}
+    assert plain.shell("sglang") == "SGLANG_PP_LAYER_PARTITION=4,6  # with --pp-size 2"
+    assert "--pipeline-parallel-size 2" in plain.shell("vllm")
+
+
+@pytest.mark.parametrize(
+    ("moved", "reason"),
+    [
+        ({"lm_head": 0}, "no chain of pipeline stages"),
+        ({"model.visual.merger": 1}, "no chain of pipeline stages"),
+        ({"model.language_model.layers.1": 0, "model.language_model.layers.0": 1}, "no chain of pipeline stages"),
+        ({"model.language_model.embed_tokens": "cpu"}, "keeps modules on cpu"),
+    ],
+)
+def test_a_map_that_no_engine_runs_is_refused(moved, reason):
+    model = small_model(num_layers=4)
+    names = [x.name for x in model.layers]
+    placed: dict[str, int | str] = {name: int(i >= len(names) - 4) for i, name in enumerate(names)}
+    assert count_placed_layers(placed).layers == (2, 2)
+    with pytest.raises(UnsupportedPlanError, match=reason):
+        count_placed_layers(placed | moved)
+
+
+def test_a_map_without_decoder_layers_is_refused():
+    with pytest.raises(UnsupportedPlanError, match="names no decoder layers"):
+        count_placed_layers({"": 0})
+
+
+def stages_of(*cuts: int) -> list[Stage]:
+    return [Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+
+
+def test_a_training_plan_whose_first_stage_holds_the_tower_exports_its_counts():
+    model = small_model(num_layers=6)
+    first = model.indices("language", "block")[0]
+    stages = stages_of(0, first + 1, first + 4, len(model.layers))
+    assert count_planned_layers(model, stages, num_ranks=3) == StageCounts(layers=(1, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "num_ranks", "reason"),
+    [
+        ((0, 2, 7, 12), 3, "puts model.visual.* on another rank"),
+        ((0, 5, 7, 12), 3, "stage 0 of the plan has no decoder layer"),
+        ((0, 6, 11, 12), 3, "stage 2 of the plan has no decoder layer"),
+        ((0, 6, 8, 12), 2, "3 virtual stages on 2 ranks"),
+    ],
+)
+def test_a_training_plan_that_counts_cannot_say_is_refused(cuts, num_ranks, reason):
+    model = small_model(num_layers=5)
+    assert len(model.layers) == 12
+    with pytest.raises(UnsupportedPlanError, match=reason.replace("*", r"\S+")):
+        count_planned_layers(model, stages_of(*cuts), num_ranks=num_ranks)

@@ -1,0 +1,163 @@
+"""Bytes that serving takes: weights by format, caches by layer, and what the phases of a layer keep alive."""
+
+from __future__ import annotations
+
+import pytest
+from placement_cases import gemma, small_model
+
+from trimtab.costs.inference import QUANTS, Workload, batch_of, count_batch, inference_table, kv_bytes_per_token
+from trimtab.errors import PartitionError
+from trimtab.models.describe import describe
+from trimtab.specs import ImageCounts
+
+IMAGE = ((112, 112),)
+
+
+def test_weights_are_every_parameter_once_in_the_dtype():
+    for name in ("Qwen2.5-VL-7B", "InternVL-Chat-V1-5"):
+        model = describe(name)
+        for dtype, width in (("bf16", 2), ("fp32", 4)):
+            assert inference_table(model, Workload(dtype=dtype)).weights.sum() == width * model.num_params
+
+
+def test_quantised_formats_leave_norms_embedding_and_head_alone():
+    model = describe("Qwen2.5-VL-7B")
+    full = inference_table(model, Workload()).weights
+    for quant, settings in QUANTS.items():
+        found = inference_table(model, Workload(quant=quant)).weights
+        for i, layer in enumerate(model.layers):
+            if layer.kind in ("embed", "norm", "head") or layer.tower not in settings.towers:
+                assert found[i] == full[i], (quant, layer.name)
+            else:
+                covered = layer.num_matmul_params
+                assert found[i] == pytest.approx(full[i] - covered * (2 - settings.weight_bytes), abs=2)
+
+
+def test_experts_are_quantised_only_by_formats_that_know_them():
+    moe = describe(
+        {
+            "model_type": "qwen3_vl_moe",
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 4,
+                "in_channels": 3,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [],
+                "out_hidden_size": 64,
+            },
+            "text_config": {
+                "model_type": "qwen3_vl_moe_text",
+                "hidden_size": 64,
+                "moe_intermediate_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "vocab_size": 101,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+        }
+    )
+    at = next(i for i, x in enumerate(moe.layers) if x.tower == "language" and x.kind == "block")
+    layer, experts = moe.layers[at], 8 * 3 * 64 * 32
+    attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
+    full = 2 * layer.num_params
+    assert inference_table(moe, Workload(quant="bnb-int8")).weights[at] == full - attention
+    both = attention + experts
+    assert inference_table(moe, Workload(quant="fp8")).weights[at] == pytest.approx(
+        full - both * (1 - 4 / 128**2), abs=1
+    )
+
+
+def test_grouped_heads_make_the_cache_of_every_decoder_layer():
+    model = small_model()
+    table = inference_table(model, Workload(batch=3, seq_len=50, max_new_tokens=11))
+    for i, layer in enumerate(model.layers):
+        per_token = 2 * 2 * 16 * 2 if layer.tower == "language" and layer.kind == "block" else 0  # k and v, 2 heads
+        assert kv_bytes_per_token(layer, 2) == per_token
+        assert table.kv_prompt[i] == 3 * 50 * per_token
+        assert table.kv_full[i] == 3 * 60 * per_token  # the last new token is never fed back
+
+
+def test_a_sliding_window_bounds_the_cache_but_not_the_prompts_own():
+    model = gemma(window=64)
+    table = inference_table(model, Workload(seq_len=200, max_new_tokens=10))
+    sliding = [i for i, x in enumerate(model.layers) if x.attention is not None and x.attention.window == 64]
+    assert len(sliding) == 4
+    per_token = 2 * 2 * 32 * 2
+    for i in sliding:
+        assert table.kv_full[i] == 64 * per_token
+        assert table.kv_prompt[i] == 200 * per_token
+
+
+def test_images_of_a_prompt_are_counted_by_the_models_own_rule():
+    model = small_model()
+    rows = count_batch(model, Workload(batch=2, seq_len=10, images=((112, 112), (224, 112))))
+    assert (rows.patches, rows.image_tokens) == (2 * (64 + 128), 2 * (16 + 32))
+    assert rows.prompt_tokens == 10 + 48
+    assert rows.largest_patches_sq == 128**2
+
+
+def test_without_images_the_tower_takes_weights_alone():
+    model = small_model()
+    table = inference_table(model, Workload())
+    for i in model.indices("vision"):
+        assert table.weights[i] > 0
+        assert table.prefill[i] == table.held[i] == table.runs[i] == table.touched[i] == 0
+
+
+def test_a_request_runs_the_tower_once_and_the_decoder_once_a_token():
+    model = small_model()
+    table = inference_table(model, Workload(seq_len=10, max_new_tokens=7, images=IMAGE))
+    assert {int(table.runs[i]) for i in model.indices("vision")} == {1}
+    assert {int(table.runs[i]) for i in model.indices("language")} == {7}
+    embed = next(i for i, x in enumerate(model.layers) if x.tower == "language" and x.kind == "embed")
+    assert table.touched[embed] == (10 + 16 + 6) * 64 * 2  # rows, not the table
+
+
+def test_activations_grow_with_everything_that_is_asked():
+    model, base = small_model(), Workload(seq_len=100, images=IMAGE)
+    least = inference_table(model, base)
+    for more in (
+        Workload(batch=2, seq_len=100, images=IMAGE),
+        Workload(seq_len=200, images=IMAGE),
+        Workload(seq_len=100, images=IMAGE * 2),
+        Workload(seq_len=100, images=IMAGE, attention="eager"),
+    ):
+        table = inference_table(model, more)
+        assert (table.prefill >= least.prefill).all()
+        assert table.prefill.sum() > least.prefill.sum()
+
+
+def test_a_mask_is_counted_where_prompts_differ_in_length():
+    model = small_model()
+    block = next(i for i, x in enumerate(model.layers) if x.tower == "language" and x.kind == "block")
+    plain = inference_table(model, Workload(batch=2, seq_len=2000, padded=False)).prefill[block]
+    masked = inference_table(model, Workload(batch=2, seq_len=2000)).prefill[block]
+    flash = inference_table(model, Workload(batch=2, seq_len=2000, attention="flash")).prefill[block]
+    assert masked > plain + 2 * 2000**2
+    assert flash == plain
+
+
+def test_rows_can_be_given_where_images_are_counted_elsewhere():
+    model = small_model()
+    image = ImageCounts(patches=64, tokens=16, tiles=1, patches_sq=64**2, patches_windowed=64**2)
+    workload = Workload(batch=2, seq_len=10)
+    given = inference_table(model, workload, batch_of(workload, [image]))
+    counted = inference_table(model, Workload(batch=2, seq_len=10, images=IMAGE))
+    assert (given.prefill == counted.prefill).all()
+
+
+def test_every_wrong_setting_is_named_at_once():
+    with pytest.raises(PartitionError) as error:
+        Workload(batch=0, seq_len=0, max_new_tokens=0, dtype="int3", quant="gguf", attention="magic")
+    for word in ("batch 0", "seq_len 0", "max_new_tokens 0", "'int3'", "'gguf'", "'magic'", "bnb-nf4"):
+        assert word in str(error.value)

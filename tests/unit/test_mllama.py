@@ -1,0 +1,187 @@
+"""Mllama: what its configuration says, what serving it takes, where it may be cut, and that its training is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+
+import pytest
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.inference import Workload, count_batch, inference_table
+from trimtab.costs.profile import profile_model
+from trimtab.errors import ConfigError, ImageError, PartitionError
+from trimtab.models.describe import describe
+from trimtab.models.images import image_rule
+from trimtab.partition.chain import parts_of
+from trimtab.partition.machine import Gpu, Machine
+from trimtab.partition.placement import place
+from trimtab.specs import ModelSpec
+from trimtab.units import GIB
+
+# sizes of Llama-3.2-11B-Vision
+CONFIG = {
+    "model_type": "mllama",
+    "vision_config": {
+        "hidden_size": 1280,
+        "num_hidden_layers": 32,
+        "num_global_layers": 8,
+        "attention_heads": 16,
+        "num_channels": 3,
+        "intermediate_size": 5120,
+        "vision_output_dim": 7680,
+        "image_size": 560,
+        "patch_size": 14,
+        "max_num_tiles": 4,
+        "intermediate_layers_indices": [3, 7, 15, 23, 30],
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+    },
+    "text_config": {
+        "model_type": "mllama_text_model",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        "tie_word_embeddings": False,
+    },
+}
+ROWS = 4 * 1608  # of one image: four tiles of 40 x 40 patches and a class token, padded to a multiple of 8
+CROSSED = 4 * 1601
+
+
+def changed(**changes: object) -> dict:
+    config = copy.deepcopy(CONFIG)
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        config[section][key] = value
+    return config
+
+
+def crossing(model: ModelSpec) -> list[int]:
+    return [i for i, x in enumerate(model.layers) if x.attention is not None and x.attention.cross]
+
+
+def test_cross_attention_layers_stand_where_the_configuration_says():
+    model = describe(CONFIG)
+    names = [model.layers[i].name for i in crossing(model)]
+    assert names == [f"model.language_model.layers.{i}" for i in (3, 8, 13, 18, 23, 28, 33, 38)]
+    own = next(x for x in model.layers if x.name == "model.language_model.layers.4")
+    cross = model.layers[crossing(model)[0]]
+    assert cross.num_params == own.num_params + 2 * 128 + 2  # norms of queries and keys, two gates
+    assert not model.tied
+    assert model.layers[-1].num_params == 128256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed(text_config__cross_attention_layers=[3, 40]), "cross_attention_layers [3, 40] names a layer beyond"),
+        (changed(vision_config__intermediate_layers_indices=[32]), "intermediate_layers_indices [32] names a layer"),
+        (changed(vision_config__vision_output_dim=6400), "vision_output_dim is 6400, but hidden_size 1280 and 5"),
+        (changed(vision_config__supported_aspect_ratios=[]), "supported_aspect_ratios is []: a list of"),
+        (changed(vision_config__supported_aspect_ratios=None), "lacks vision_config.supported_aspect_ratios"),
+        (changed(text_config__cross_attention_layers=None), "lacks text_config.cross_attention_layers"),
+        (changed(vision_config__image_size=7), "image_size 7 holds no patch of vision_config.patch_size 14"),
+    ],
+)
+def test_a_configuration_that_cannot_be_true_is_refused(config, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        describe(config)
+
+
+def test_every_image_costs_the_same_and_is_one_token():
+    rule = image_rule(CONFIG)
+    for size in ((1, 1), (1920, 1080), (560, 560), (30, 9000)):
+        counts = rule.count(*size)
+        assert (counts.patches, counts.tokens, counts.tiles, counts.patches_sq) == (ROWS, 1, 4, ROWS**2)
+    with pytest.raises(ImageError, match="both sides are whole numbers"):
+        rule.count(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"max_image_tiles": 6}, "`max_image_tiles` = 6"),
+        ({"size": {"height": 448, "width": 448}}, "`size` ="),
+        ({"do_resize": False}, "`do_resize` = false"),
+    ],
+)
+def test_a_processor_file_of_another_checkpoint_is_refused(file, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        image_rule(CONFIG, file)
+
+
+def test_cross_attention_caches_image_rows_and_not_the_text():
+    model = describe(CONFIG)
+    cross, own = crossing(model)[0], crossing(model)[0] + 1
+    per_row = 2 * 8 * 2 * 128
+    for batch, tokens in ((1, 1000), (3, 50)):
+        work = Workload(batch=batch, seq_len=tokens, max_new_tokens=100, images=((640, 480), (640, 480)))
+        table = inference_table(model, work)
+        assert table.kv_prompt[cross] == table.kv_full[cross] == batch * 2 * CROSSED * per_row
+        assert table.kv_prompt[own] == batch * (tokens + 2) * per_row
+        assert table.kv_full[own] == batch * (tokens + 2 + 99) * per_row
+
+
+def test_without_images_cross_attention_layers_do_not_run():
+    model = describe(CONFIG)
+    table = inference_table(model, Workload(seq_len=100))
+    for i in crossing(model):
+        assert table.runs[i] == table.kv_prompt[i] == table.kv_full[i] == table.touched[i] == 0
+    for i in (*model.indices("vision"), *model.indices("projector")):
+        assert table.prefill[i] == table.held[i] == 0
+
+
+def test_the_tower_keeps_the_states_of_all_its_blocks():
+    model = describe(CONFIG)
+    work = Workload(images=((640, 480),))
+    table, rows = inference_table(model, work), count_batch(model, work)
+    blocks = model.indices("vision", "block")
+    state = 2 * rows.patches * 1280
+    assert [int(table.prefill[b] - table.prefill[a]) for a, b in itertools.pairwise(blocks)] == [state] * 39
+    assert table.prefill[model.indices("projector")[0]] > 40 * state
+
+
+def test_flash_attention_is_refused_in_a_sentence():
+    with pytest.raises(PartitionError, match=r"flash attention cannot be used: .* choose sdpa or eager"):
+        inference_table(describe(CONFIG), Workload(attention="flash"))
+
+
+def test_the_tower_is_one_unit_and_text_blocks_are_one_each():
+    parts = parts_of(describe(CONFIG))
+    assert len(parts.vision) == 1
+    assert len(parts.blocks) == 40
+
+
+def test_a_map_holds_the_whole_tower_on_one_gpu():
+    model = describe(CONFIG)
+    work = Workload(batch=2, seq_len=1000, images=((1920, 1080),))
+    found = place(model, Machine(gpus=tuple(Gpu(index=i, free_bytes=9 * GIB) for i in range(4))), work)
+    tower = {key: device for key, device in found.device_map.items() if key.startswith("model.vision_model.")}
+    assert len(tower) == len(model.indices("vision"))
+    assert len({*tower.values(), found.device_map["model.multi_modal_projector"]}) == 1
+    assert len(set(found.device_map.values())) == 4
+
+
+def test_what_the_tower_cannot_call_for_never_spills():
+    model = describe(CONFIG)
+    # less than the tower: all of it that can leaves the GPU
+    machine = Machine(gpus=(Gpu(index=0, free_bytes=18 * GIB),), cpu_bytes=64 * GIB)
+    found = place(model, machine, Workload(seq_len=500, images=((640, 480),)))
+    spilled = {name for gone in found.spilled for name in gone.modules}
+    assert any(name.startswith("model.vision_model.") for name in spilled)
+    assert not spilled & {"model.vision_model.class_embedding", "model.vision_model.patch_embedding"}
+
+
+def test_training_is_refused_in_one_sentence():
+    with pytest.raises(PartitionError) as caught:
+        profile_model(describe(CONFIG, name="Llama-3.2-11B-Vision"), DEVICES["A100-80GB"])
+    assert str(caught.value) == (
+        "training Llama-3.2-11B-Vision cannot be planned: 8 layers, model.language_model.layers.3 the first, attend to "
+        "image rows by cross-attention, which no cost formula prices: plan another family, or `trimtab map` this one "
+        "for inference"
+    )

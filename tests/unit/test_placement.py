@@ -1,0 +1,272 @@
+"""Placements: the exact optimum over all maps, complete and sound maps, spill, latency; what to say when none fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_cases import gemma, small_model
+
+from trimtab.costs.inference import Workload, inference_table
+from trimtab.errors import PartitionError
+from trimtab.models.describe import describe
+from trimtab.partition.chain import arrangements, modules_of, parts_of
+from trimtab.partition.device_bytes import device_bytes
+from trimtab.partition.machine import Gpu, Machine, machine_of
+from trimtab.partition.placement import place
+from trimtab.units import GIB, MIB
+
+WORK = Workload(batch=2, seq_len=30, max_new_tokens=5, images=((112, 112),))
+
+
+def machine(free: list[int], **more) -> Machine:
+    """GPUs of a few hundred KiB: no context, for models this small."""
+    gpus = tuple(Gpu(index=i, free_bytes=x) for i, x in enumerate(free))
+    return Machine(gpus=gpus, context_bytes=1000, **more)
+
+
+def brute_force(model, target: Machine, workload: Workload) -> float:
+    """Least fullest share over all arrangements, all cuts and all orders of devices."""
+    table, best = inference_table(model, workload), np.inf
+    for option in arrangements(parts_of(model)):
+        n = len(option.units)
+        for num in range(1, min(n, len(target.gpus)) + 1):
+            for cuts in itertools.combinations(range(1, n), num - 1):
+                ends = (0, *cuts, n)
+                held = [
+                    device_bytes(table, [i for u in option.units[s:e] for i in u.layers], (), target.context_bytes)
+                    for s, e in itertools.pairwise(ends)
+                ]
+                for gpus in itertools.permutations(target.gpus, num):
+                    pairs = zip(held, gpus, strict=True)
+                    best = min(best, max(x.total_bytes / gpu.free_bytes for x, gpu in pairs))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fullest_device_is_as_empty_as_brute_force_finds(seed):
+    rng = np.random.default_rng(seed)
+    model = small_model(
+        tied=bool(rng.integers(2)),
+        num_layers=int(rng.integers(1, 4)),
+        depth=int(rng.integers(1, 3)),
+        vocab_size=int(rng.choice([50, 203, 5000])),
+    )
+    workload = Workload(
+        batch=int(rng.integers(1, 4)),
+        seq_len=int(rng.integers(5, 80)),
+        max_new_tokens=4,
+        images=((112, 112),) * int(rng.integers(0, 3)),
+    )
+    target = machine(rng.integers(3 * MIB, 9 * MIB, int(rng.integers(1, 4))).tolist())
+    best = brute_force(model, target, workload)
+    if best > 1:
+        with pytest.raises(PartitionError):
+            place(model, target, workload)
+        return
+    found = place(model, target, workload)
+    assert found.fullest == pytest.approx(best, rel=1e-12)
+    assert found.fits
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tied=st.booleans(),
+    layers=st.integers(1, 9),
+    depth=st.integers(1, 5),
+    free=st.lists(st.integers(1 * MIB, 12 * MIB), min_size=1, max_size=5),
+    objective=st.sampled_from(["memory", "latency"]),
+)
+def test_every_module_lies_on_one_device_and_the_bytes_add_up(tied, layers, depth, free, objective):
+    model = small_model(tied=tied, num_layers=layers, depth=depth)
+    target = machine(free, cpu_bytes=GIB)
+    try:
+        found = place(model, target, WORK, objective=objective)
+    except PartitionError:
+        return  # a cache and activations that no machine of this size holds
+    expected = [name for i in range(len(model.layers)) for name in modules_of(model, i)]
+    assert list(found.device_map) == expected
+    assert found.fits
+    table = inference_table(model, WORK)
+    assert sum(use.weight_bytes for use in found.uses) == table.weights.sum()
+    assert sorted(name for use in found.uses for name in use.modules) == sorted(expected)
+    if tied:
+        owner, borrower = model.tied[0]
+        assert found.device_map[owner] == found.device_map[borrower]
+
+
+def test_layer_ten_has_a_key_of_its_own():
+    found = place(small_model(num_layers=12), machine([3 * MIB] * 3), WORK)
+    for i in range(12):
+        assert f"model.language_model.layers.{i}" in found.device_map
+
+
+def test_unlike_devices_are_taken_in_the_order_that_suits_them():
+    """A first stage that fits the second device alone: the maps in order of the machine all fail."""
+    model = small_model(depth=1, num_layers=6, vocab_size=5000)
+    roomy = machine([40 * MIB])
+    total = place(model, roomy, WORK).uses[0].total_bytes
+    found = place(model, machine([total // 3, total]), WORK)
+    assert found.fullest < 1
+    assert {use.device for use in found.uses if use.modules} == {0, 1}
+
+
+def test_a_device_without_free_memory_is_left_empty():
+    found = place(small_model(), machine([0, 8 * MIB]), WORK)
+    assert found.uses[0].modules == ()
+    assert found.uses[0].fraction == 0
+
+
+def test_of_equally_full_maps_the_evenest_is_taken():
+    model = describe("Qwen2.5-VL-7B")
+    found = place(model, machine_of([80 * GIB] * 4), Workload())
+    shares = [use.fraction for use in found.uses]
+    assert max(shares) - min(shares) < 0.02
+
+
+def test_the_vision_tower_may_lie_behind_the_head():
+    workload = Workload(batch=4, images=((1024, 1024),) * 2)
+    found = place(describe("Qwen2.5-VL-7B"), machine_of([x * GIB for x in (24, 16, 16, 10)]), workload)
+    assert found.arrangement == "vision last, head with embedding"
+    where = found.device_map
+    assert where["model.language_model.embed_tokens"] == where["lm_head"] != where["model.visual.merger"]
+    assert where["model.visual.merger"] == where["model.language_model.layers.27"]
+
+
+# -- latency --------------------------------------------------------------------------------------------------------
+
+
+def test_latency_takes_the_fewest_devices():
+    model = describe("Qwen2.5-VL-7B")
+    workload = Workload(images=((1024, 1024),))
+    for free, num in ((40, 1), (14, 2), (7, 3)):
+        found = place(model, machine_of([free * GIB] * 4), workload, objective="latency")
+        assert sum(bool(use.modules) for use in found.uses) == num
+        assert len(found.crossings) == num - 1
+        assert found.fits
+
+
+def test_latency_takes_the_fastest_devices_first():
+    slow = [Gpu(index=i, free_bytes=40 * GIB, memory_bytes_per_s=1e12) for i in range(2)]
+    fast = [Gpu(index=i, free_bytes=24 * GIB, memory_bytes_per_s=3e12) for i in (2, 3)]
+    model = describe("Qwen2.5-VL-7B")
+    found = place(model, Machine(gpus=(*slow, *fast)), Workload(), objective="latency")
+    assert [use.device for use in found.uses if use.modules] == [2]
+
+
+def test_latency_gives_the_faster_of_two_devices_as_much_as_it_holds():
+    slow = Gpu(index=0, free_bytes=12 * GIB, memory_bytes_per_s=1e12)
+    fast = Gpu(index=1, free_bytes=12 * GIB, memory_bytes_per_s=3e12)
+    found = place(describe("Qwen2.5-VL-7B"), Machine(gpus=(slow, fast)), Workload(), objective="latency")
+    shares = {use.device: use.fraction for use in found.uses}
+    assert shares[1] > 0.95
+    assert shares[0] < shares[1]
+
+
+# -- spill ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_embedding_spills_first_and_runs_in_host_memory():
+    model = small_model(vocab_size=20000, num_layers=4)
+    table = inference_table(model, WORK)
+    total = place(model, machine([80 * MIB]), WORK).uses[0].total_bytes
+    found = place(model, machine([total - MIB], cpu_bytes=GIB), WORK)
+    assert found.run_on_cpu == ("model.language_model.embed_tokens",)
+    assert found.device_map["model.language_model.rotary_emb"] == 0
+    assert [x.runs_on for x in found.spilled] == ["cpu"]
+    rows = 2 * (30 + 16 + 4)
+    assert found.moved_bytes == rows * 64 * 2
+    assert found.moved_bytes < table.weights.max() / 100
+
+
+def test_the_tower_spills_before_any_decoder_block():
+    model = small_model(vocab_size=300, num_layers=3, depth=6)
+    table = inference_table(model, WORK)
+    tower = sum(int(table.weights[i]) for i in model.indices("vision"))
+    total = place(model, machine([80 * MIB]), WORK).uses[0].total_bytes
+    found = place(model, machine([total - tower // 2], cpu_bytes=GIB), WORK)
+    spilled = {name for x in found.spilled for name in x.modules}
+    assert not any(".layers." in name for name in spilled)
+    once = sum(x.weight_bytes for x in found.spilled if x.runs_on != "cpu")
+    assert once > 0
+    assert found.moved_bytes <= once + 2 * 50 * 64 * 2  # copied once a request
+
+
+def test_decoder_blocks_move_for_every_new_token_and_the_head_goes_last():
+    model = small_model(tied=True, num_layers=6, depth=1)
+    table = inference_table(model, WORK)
+    total = place(model, machine([80 * MIB]), WORK).uses[0].total_bytes
+    tower = sum(int(table.weights[i]) for i in (*model.indices("vision"), *model.indices("projector")))
+    block = max(int(table.weights[i]) for i in model.indices("language", "block"))
+    found = place(model, machine([total - tower - block], cpu_bytes=GIB), WORK)
+    blocks = [x for x in found.spilled if ".layers." in x.modules[0]]
+    assert blocks
+    assert all(x.moved_bytes == 5 * x.weight_bytes for x in blocks)
+    assert found.device_map["lm_head"] == found.device_map["model.language_model.embed_tokens"] == 0
+
+
+def test_host_memory_is_filled_before_the_disk():
+    model = small_model(num_layers=8)
+    total = place(model, machine([80 * MIB]), WORK).uses[0].total_bytes
+    table = inference_table(model, WORK)
+    block = max(int(table.weights[i]) for i in model.indices("language", "block"))
+    free = total - int(table.weights.sum()) + 4 * block
+    on_cpu = place(model, machine([free], cpu_bytes=GIB), WORK)
+    both = place(model, machine([free], cpu_bytes=3 * block, disk=True), WORK)
+    disk = place(model, machine([free], disk=True), WORK)
+    assert {x.device for x in on_cpu.spilled} == {"cpu"}
+    assert {x.device for x in both.spilled} == {"cpu", "disk"}
+    assert {x.device for x in disk.spilled} == {"disk"}
+    assert not disk.run_on_cpu  # what lies on disk is not computed in host memory
+    assert both.fits
+    assert max(x.moved_bytes for x in both.spilled if x.device == "cpu") == max(x.moved_bytes for x in both.spilled)
+
+
+def test_nothing_spills_where_everything_fits():
+    found = place(small_model(), machine([80 * MIB], cpu_bytes=GIB, disk=True), WORK)
+    assert not found.spilled
+    assert found.moved_bytes == 0
+
+
+# -- what cannot be placed ------------------------------------------------------------------------------------------
+
+
+def test_the_message_says_what_is_missing_and_what_would_do():
+    model = describe("Qwen2.5-VL-7B")
+    workload = Workload(batch=4, images=((1024, 1024),))
+    with pytest.raises(PartitionError) as error:
+        place(model, machine_of([8 * GIB] * 2), workload)
+    text = str(error.value)
+    assert "Qwen2.5-VL-7B does not fit 2 GPUs of 16.0 GiB together" in text
+    assert "of weights find no place" in text
+    times = float(text.split("what would do: ")[1].split(" times")[0])
+    place(model, machine_of([int(8 * GIB * times)] * 2), workload)
+    host = int(text.split("--cpu ")[1].split("GiB")[0])
+    assert place(model, machine_of([8 * GIB] * 2, cpu_bytes=host * GIB), workload).fits
+    with pytest.raises(PartitionError, match="of weights find no place"):
+        place(model, machine_of([8 * GIB] * 2, cpu_bytes=GIB), workload)
+
+
+def test_a_smaller_batch_that_fits_is_named():
+    model = describe("Qwen2.5-VL-7B")
+    workload = Workload(batch=64, seq_len=4096, images=((1024, 1024),))
+    with pytest.raises(PartitionError) as error:
+        place(model, machine_of([24 * GIB]), workload)
+    batch = int(str(error.value).split("or batch ")[1].split(",")[0].split(" ")[0])
+    asked = {"seq_len": 4096, "images": ((1024, 1024),)}
+    assert place(model, machine_of([24 * GIB]), Workload(batch=batch, **asked)).fits
+    with pytest.raises(PartitionError):
+        place(model, machine_of([24 * GIB]), Workload(batch=batch + 1, **asked))
+
+
+def test_activations_that_nothing_can_hold_are_told_apart_from_weights():
+    with pytest.raises(PartitionError, match="KV cache, activations and one layer at a time still fill"):
+        place(gemma(), machine([300_000], cpu_bytes=GIB), Workload(batch=8, seq_len=4000))
+
+
+def test_a_machine_that_is_full_says_so():
+    with pytest.raises(PartitionError, match="no GPU has memory free"):
+        place(small_model(), machine([0, 0]), WORK)

@@ -1,0 +1,136 @@
+"""InternVL's published rule, and other people's maps in our bytes."""
+
+from __future__ import annotations
+
+import pytest
+from placement_cases import small_model
+
+from trimtab.costs.inference import Workload
+from trimtab.errors import PartitionError
+from trimtab.models.describe import describe
+from trimtab.partition.machine import machine_of
+from trimtab.partition.placement import place
+from trimtab.partition.split_model import assess_map, split_model, split_model_map
+from trimtab.units import GIB
+
+WORK = Workload(seq_len=100, images=((448, 448),))
+
+
+def blocks_per_gpu(num_layers: int, world_size: int, *, real: bool = True) -> list[int]:
+    counts = [0] * world_size
+    for key, gpu in split_model(num_layers, world_size).items():
+        if ".layers." in key and (not real or int(key.rsplit(".", 1)[1]) < num_layers):
+            counts[gpu] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "world_size", "counts"),
+    [  # by hand: ceil(L / (n - 0.5)) each, half of it rounded up on GPU 0, the last block moved there
+        (80, 2, [28, 52]),
+        (80, 4, [13, 23, 23, 21]),
+        (48, 4, [8, 14, 14, 12]),
+        (32, 8, [4, 5, 5, 5, 5, 5, 3, 0]),
+        (24, 1, [24]),
+    ],
+)
+def test_blocks_lie_where_the_rule_puts_them(num_layers, world_size, counts):
+    assert blocks_per_gpu(num_layers, world_size) == counts
+
+
+def test_everything_else_lies_on_the_first_gpu():
+    placed = split_model(32, 4)
+    others = {key: gpu for key, gpu in placed.items() if ".layers." not in key}
+    assert others == dict.fromkeys(
+        [
+            "vision_model",
+            "mlp1",
+            "language_model.model.tok_embeddings",
+            "language_model.model.embed_tokens",
+            "language_model.model.norm",
+            "language_model.model.rotary_emb",
+            "language_model.output",
+            "language_model.lm_head",
+        ],
+        0,
+    )
+    assert placed["language_model.model.layers.31"] == 0
+
+
+def test_rounding_up_twice_names_blocks_that_do_not_exist_and_empties_the_last_gpu():
+    depths = (24, 28, 32, 36, 40, 48, 60, 64, 80)
+    empty = [(n, L) for n in range(2, 9) for L in depths if blocks_per_gpu(L, n)[-1] == 0]
+    assert empty == [(6, 24), (6, 28), (7, 28), (7, 40), (8, 24), (8, 32), (8, 40)]
+    phantoms = {(n, L): sum(blocks_per_gpu(L, n, real=False)) - L for n in range(2, 9) for L in depths}
+    assert max(phantoms.values()) == 6
+    assert {case for case, count in phantoms.items() if count == 6} == {(7, 40), (8, 24), (8, 32)}
+
+
+def test_a_smaller_share_for_the_tower_is_an_argument():
+    assert split_model(60, 4, vit_alpha=0.0) != split_model(60, 4)
+    assert [list(split_model(60, 4, vit_alpha=0.0).values()).count(g) for g in (1, 2, 3)] == [15, 15, 14]
+
+
+@pytest.mark.parametrize("arguments", [(0, 2), (4, 0), (4, 2, 1.0), (4, 2, -0.1)])
+def test_arguments_without_a_rule_are_refused(arguments):
+    with pytest.raises(PartitionError, match="is not defined"):
+        split_model(*arguments)
+
+
+def test_other_families_get_the_rule_under_their_own_names():
+    model = small_model(num_layers=8)
+    placed = split_model_map(model, 3)
+    assert placed["model.visual.merger"] == 0
+    assert placed["model.language_model.layers.7"] == 0
+    assert placed["model.language_model.layers.3"] == 1
+    internvl = describe("InternVL-Chat-V1-5")
+    assert split_model_map(internvl, 4) == split_model(48, 4)
+
+
+def test_phantom_blocks_and_empty_gpus_are_reported():
+    model = describe("InternVL-Chat-V1-5")
+    found = assess_map(model, machine_of([80 * GIB] * 8), WORK, split_model_map(model, 8), rule="split_model")
+    assert found.placement is not None
+    text = " ".join(found.problems)
+    assert ("decoder blocks that do not exist" in text) == (sum(blocks_per_gpu(48, 8, real=False)) > 48)
+    small = small_model(num_layers=32)
+    found = assess_map(small, machine_of([80 * GIB] * 8), WORK, split_model_map(small, 8), rule="split_model")
+    text = " ".join(found.problems)
+    assert "6 keys for decoder blocks that do not exist: model.language_model.layers.32" in text
+    assert "1 GPU left without any layer: 7" in text
+
+
+def test_a_map_by_whole_modules_is_understood():
+    model, machine = small_model(num_layers=3), machine_of([GIB] * 2, cpu_bytes=GIB)
+    found = assess_map(
+        model, machine, WORK, {"model.visual": 0, "model.language_model": 1, "lm_head": "cpu"}, rule="theirs"
+    ).placement
+    assert found is not None
+    assert found.device_map["model.visual.merger"] == 0
+    assert found.device_map["model.language_model.layers.2"] == 1
+    (head,) = found.spilled
+    assert head.runs_on == 0  # copied to the map's first GPU
+    assert head.moved_bytes == 256 * head.weight_bytes
+
+
+def test_a_map_that_leaves_modules_out_or_parts_tied_ones_is_told():
+    model, machine = small_model(tied=True), machine_of([GIB] * 2)
+    found = assess_map(model, machine, WORK, {"model.language_model": 0, "lm_head": 1}, rule="theirs")
+    text = " ".join(found.problems)
+    assert "4 modules without a device" in text
+    assert "share a weight but lie on 0 and 1" in text
+
+
+def test_a_map_for_another_machine_is_refused():
+    model = small_model()
+    with pytest.raises(PartitionError, match="GPU 3, which the machine does not have"):
+        assess_map(model, machine_of([GIB]), WORK, {"": 3}, rule="theirs")
+
+
+def test_our_own_map_assessed_gives_our_own_bytes():
+    model, machine = describe("Qwen2.5-VL-7B"), machine_of([24 * GIB, 16 * GIB, 10 * GIB])
+    ours = place(model, machine, WORK)
+    found = assess_map(model, machine, WORK, ours.device_map, rule="ours")
+    assert found.placement is not None
+    assert found.placement.uses == ours.uses
+    assert not found.problems

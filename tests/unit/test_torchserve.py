@@ -1,0 +1,114 @@
+"""The TorchServe export: an archive of known members, the same bytes each time, and settings that open nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+from trimtab.errors import ConfigError, TrimtabError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin", "modeling_evil.py", ".gitattributes"):
+        (model / name).write_bytes(name.encode() * 100)
+    return model
+
+
+def read_setup(archive: Path) -> dict[str, object]:
+    with zipfile.ZipFile(archive) as opened:
+        content = json.loads(opened.read("setup_config.json"))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) -> None:
+    places = {"model.visual": 0, "model.language_model": 1, "lm_head": "disk"}
+    options = TorchServeOptions(name="tiny", device_map=places, offload_folder="offload", max_new_tokens=9)
+    exported = export_torchserve(folder, tmp_path / "store", options)
+    with zipfile.ZipFile(exported.archive) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == [
+            "MAR-INF/MANIFEST.json",
+            "model-config.yaml",
+            "setup_config.json",
+            "torchserve_handler.py",
+        ]
+        assert json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"] == {
+            "modelName": "tiny",
+            "handler": "torchserve_handler.py",
+            "modelVersion": "1.0",
+            "configFile": "model-config.yaml",
+        }
+        settings = yaml.safe_load(archive.read("model-config.yaml"))
+    assert settings["maxWorkers"] == settings["batchSize"] == 1
+    assert read_setup(exported.archive) == {
+        "model_path": str(folder),
+        "device_map": places,
+        "low_cpu_mem_usage": True,
+        "max_memory": None,
+        "offload_folder": "offload",
+        "max_new_tokens": 9,
+    }
+    assert any("archived" in note for note in exported.notes)
+    assert any("keep the folder" in note for note in exported.notes)
+
+
+def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> None:
+    options = TorchServeOptions(name="tiny", pack_weights=True, max_memory={"0": "1GiB"})
+    exported = export_torchserve(folder, tmp_path / "store", options)
+    with zipfile.ZipFile(exported.archive) as archive:
+        inside = [name for name in archive.namelist() if name.startswith("model/")]
+        assert inside == ["model/config.json", "model/model.safetensors"]
+        assert archive.read("model/model.safetensors") == b"model.safetensors" * 100
+    setup = read_setup(exported.archive)
+    assert (setup["model_path"], setup["device_map"], setup["max_memory"]) == ("model", "auto", {"0": "1GiB"})
+
+
+def test_the_same_input_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    options = TorchServeOptions(name="tiny", pack_weights=True)
+    first = export_torchserve(folder, tmp_path / "a", options).archive.read_bytes()
+    assert first == export_torchserve(folder, tmp_path / "b", options).archive.read_bytes()
+
+
+def test_the_server_is_on_loopback_and_asks_for_tokens(folder: Path, tmp_path: Path) -> None:
+    exported = export_torchserve(folder, tmp_path / "store", TorchServeOptions(name="tiny", port=9100))
+    lines = dict(line.split("=", 1) for line in exported.config.read_text().splitlines())
+    assert lines["inference_address"] == "http://127.0.0.1:9100"
+    assert {lines[f"{x}_address"].rpartition(":")[0] for x in ("inference", "management", "metrics")} == {
+        "http://127.0.0.1"
+    }
+    assert lines["disable_token_authorization"] == lines["enable_model_api"] == "false"
+    assert lines["load_models"] == "tiny.mar"
+
+
+def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        export_torchserve(tmp_path, tmp_path, TorchServeOptions(name="tiny"))
+    with pytest.raises(ConfigError, match="cannot stand in a URL"):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="../tiny"))
+    with pytest.raises(ConfigError, match="--offload-folder"):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"": "disk"}))
+
+
+def test_max_memory_is_read_by_device() -> None:
+    assert parse_max_memory(["0=20GiB", "cpu=64GiB"]) == {"0": "20GiB", "cpu": "64GiB"}
+    with pytest.raises(ConfigError, match="'gpu=1GiB' names no device"):
+        parse_max_memory(["gpu=1GiB"])
+    with pytest.raises(TrimtabError, match="size in bytes"):
+        parse_max_memory(["0=lots"])
+
+
+def test_exporting_needs_no_torch() -> None:
+    code = "import sys, trimtab.adapters.torchserve, trimtab.serve.device_map; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
