@@ -149,9 +149,11 @@ def _stage_bytes(profile: Profile, stage: tuple[int, int], index: int, tier: str
     total, transient = 0.0, 0.0
     for layer in layers:
         chosen = next((t for t in layer.tiers if t.name == tier), layer.tiers[0])
-        total += layer.state_bytes + (profile.dims.pp - index) * float(evaluate(chosen.saved_bytes, work)[0])
-        if tier != "none" or layer.kind == "head":
-            transient = max(transient, float(evaluate(layer.transient_bytes, work)[0]))
+        held = float(evaluate(chosen.saved_bytes, work)[0])
+        total += layer.state_bytes + (profile.dims.pp - index) * held
+        again = float(evaluate(layer.tiers[0].saved_bytes, work)[0]) - held
+        moments = (layer.transient_bytes, layer.other_transient_bytes or layer.transient_bytes)
+        transient = max(transient, *(float(evaluate(x, work)[0]) + again for x in moments))
     return total + transient
 
 

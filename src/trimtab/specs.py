@@ -339,11 +339,16 @@ class Schedule:
 # -- costs ----------------------------------------------------------------------------------------------------------
 
 
+RecomputedTier = Literal["selective", "attention", "full"]
+"""How much of a recomputed layer is held beside its input: results of matrix products and attention; of attention
+alone; nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "full"]
+    name: Literal["none", "selective", "attention", "full"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -363,10 +368,11 @@ class LayerCost:
     tiers: tuple[RecomputeTier, ...]  # the first is "none"; a layer that cannot recompute has no other
     transient_bytes: tuple[
         float, ...
-    ]  # live at once inside the layer's backward: a re-materialised layer, or fp32 logits
+    ]  # live at once inside the layer's backward beside what it keeps: gradients of rows and of a weight, fp32 logits
     group: int  # layers of one group cost the same
     step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
     weight_s: tuple[float, ...] = ()  # the part of backward_s that only weight gradients need; empty: not known
+    other_transient_bytes: tuple[float, ...] = ()  # as transient_bytes, at another moment: the larger counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,9 +392,16 @@ class Profile:
     frozen_towers: tuple[Tower, ...] = ()
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
 
-    def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes", "transient_bytes"]) -> FloatArray:
+    def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes"]) -> FloatArray:
         """(num_layers, len(WORK_TERMS)) coefficients."""
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
+
+    def transients(self, work: FloatArray) -> FloatArray:
+        """(num_layers,) bytes that each layer's backward needs at `work` beside what the layer keeps; not below 0."""
+        moments = [(x.transient_bytes, x.other_transient_bytes or x.transient_bytes) for x in self.layers]
+        most = (np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work).max(axis=1)
+        result: FloatArray = np.maximum(most, 0.0)
+        return result
 
 
 # -- pipeline -------------------------------------------------------------------------------------------------------
@@ -398,7 +411,7 @@ class Profile:
 class RecomputeChoice:
     """Layers of the model, by number, that hold their activations by `tier`."""
 
-    tier: Literal["selective", "full"]
+    tier: RecomputedTier
     layers: tuple[int, ...]
 
 

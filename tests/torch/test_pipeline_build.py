@@ -26,7 +26,7 @@ from trimtab.runtime.pipeline import build as builder  # noqa: E402
 from trimtab.runtime.pipeline.families import flow_of  # noqa: E402
 from trimtab.runtime.pipeline.flow import find_cuts  # noqa: E402
 from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
-from trimtab.runtime.recompute import recompute  # noqa: E402
+from trimtab.runtime.recompute import apply  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -188,7 +188,7 @@ def test_selective_recompute_runs_no_matrix_product_again():
         packs = make_packs("internvl")
         blocks = [x for x in flow_of(packs.model).layers if ".layer" in x and "norm" not in x]
         if granularity is not None:
-            recompute(packs.model, blocks, granularity=granularity)
+            apply(packs.model, blocks, granularity=granularity)
         with Products() as products:
             step_alone(packs.model, collate(packs, [[0]]))
         counts[granularity] = products.count

@@ -18,13 +18,16 @@ DEVICE = DeviceSpec(
 )
 
 
+TIERS = ("none", "selective", "attention", "full")
+
+
 def constant(value: float) -> tuple[float, ...]:
     return (float(value),) + (0.0,) * (NUM_WORK_TERMS - 1)
 
 
 def layer(i, forward=1.0, backward=2.0, state=0.0, saved=((0.0, 0.0),), transient=0.0, group=0, sent=0.0, params=1.0):
-    """`saved`: (extra seconds, bytes) of the tiers none, selective, full; of none and full when there are two."""
-    names = {1: ("none",), 2: ("none", "full"), 3: ("none", "selective", "full")}[len(saved)]
+    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing."""
+    names = {1: ("none",), 2: ("none", "full"), 3: ("none", "selective", "full"), 4: TIERS}[len(saved)]
     return LayerCost(
         name=f"layers.{i}",
         tower="language",

@@ -59,8 +59,10 @@ def work(tokens: float) -> np.ndarray:
 def test_the_workspace_of_a_backward_is_its_worst_moment():
     h, f, w = 128, 512, 2
     fused, separate = (CostSettings(dims=ParallelDims(), fused_kernels=x) for x in (True, False))
-    # many rows: at the last product, gradients of its output and input beside its weight's
-    assert backward_workspace(text_block(), separate, work(4096)) == w * (4096 * h + 4096 * f + f * h)
+    # many rows: at the gate, gradients of its result and both operands, the product's input being gone
+    assert backward_workspace(text_block(), separate, work(4096)) == w * (4096 * h + 2 * 4096 * f)
+    # fewer than the width: at the last product, gradients of its output and input beside its weight's
+    assert backward_workspace(text_block(), separate, work(100)) == w * (100 * h + 100 * f + f * h)
     # few rows: at the first products, whose weight is twice as large where gate and up are one matrix
     few = 2 * h + 2 * f - 3 * f
     assert backward_workspace(text_block(), fused, work(16)) == w * (16 * few + 2 * h * f)
@@ -69,8 +71,8 @@ def test_the_workspace_of_a_backward_is_its_worst_moment():
 def test_tensor_parallelism_divides_weights_and_inner_rows():
     settings = CostSettings(dims=ParallelDims(tp=2))
     shared = CostSettings(dims=ParallelDims(tp=2), sequence_parallel=True)
-    assert backward_workspace(text_block(), settings, work(4096)) == 2 * (4096 * 128 + 4096 * 256 + 256 * 128)
-    assert backward_workspace(text_block(), shared, work(4096)) == 2 * (4096 * 64 + 4096 * 256 + 256 * 128)
+    assert backward_workspace(text_block(), settings, work(100)) == 2 * (100 * 128 + 100 * 256 + 256 * 128)
+    assert backward_workspace(text_block(), shared, work(4096)) == 2 * (4096 * 64 + 2 * 4096 * 256)
 
 
 @pytest.mark.parametrize("layer", [patches(), projector(), embed()], ids=lambda x: x.name)

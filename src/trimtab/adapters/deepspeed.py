@@ -103,7 +103,7 @@ def deepspeed_export(
         raise UnsupportedPlanError(join_problems(problems))
 
     warnings: list[str] = []
-    selective = sum(len(c.layers) for stage in stages for c in stage.recompute if c.tier == "selective")
+    selective = sum(len(c.layers) for stage in stages for c in stage.recompute if c.tier != "full")
     if selective:
         warnings.append(
             f"{selective} layers are planned with selective recompute, and DeepSpeed checkpoints layers in full, which "

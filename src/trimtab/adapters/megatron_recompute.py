@@ -47,8 +47,13 @@ def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list
 
 
 def _chosen(stage: Stage, model: ModelSpec, tower: Tower) -> dict[int, str]:
-    """Blocks of the tower that the stage recomputes, with their tier."""
-    return {i: choice.tier for choice in stage.recompute for i in choice.layers if is_block(model, i, tower)}
+    """Blocks of the tower that the stage recomputes, with their tier: what keeps attention alone counts as full."""
+    return {
+        i: "selective" if choice.tier == "selective" else "full"
+        for choice in stage.recompute
+        for i in choice.layers
+        if is_block(model, i, tower)
+    }
 
 
 def language_recompute(

@@ -32,13 +32,15 @@ def swift_arguments(export: MegatronExport) -> tuple[tuple[str, Setting], ...]:
 def swift_runs(model: ModelSpec, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """These stages with recompute of all vision blocks where one of them recomputes."""
     tower = set(model.indices("vision", "block"))
-    chosen = [{i for choice in stage.recompute if choice.tier == "full" for i in choice.layers} for stage in stages]
+    chosen = [
+        {i for choice in stage.recompute if choice.tier != "selective" for i in choice.layers} for stage in stages
+    ]
     if not tower & set().union(*chosen):
         return stages
     result = []
     for stage, full in zip(stages, chosen, strict=True):
         layers = tuple(sorted(full | {i for i in tower if stage.start <= i < stage.stop}))
-        others = tuple(choice for choice in stage.recompute if choice.tier != "full")
+        others = tuple(choice for choice in stage.recompute if choice.tier == "selective")
         own = (RecomputeChoice(tier="full", layers=layers),) if layers else ()
         result.append(replace(stage, recompute=(*own, *others)))
     return tuple(result)

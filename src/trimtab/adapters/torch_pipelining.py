@@ -33,6 +33,7 @@ class StageSpec:
     modules: tuple[str, ...]
     recompute: tuple[str, ...]  # modules to wrap in torch.utils.checkpoint
     recompute_selective: tuple[str, ...]  # the same with a policy that keeps the results of matrix products
+    recompute_attention: tuple[str, ...]  # the same with a policy that keeps the results of fused attention alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def pipelining_export(
     names = [layer.name for layer in model.layers]
     specs = []
     for stage in stages:
-        tiers: dict[str, list[str]] = {"full": [], "selective": []}
+        tiers: dict[str, list[str]] = {"full": [], "selective": [], "attention": []}
         for choice in stage.recompute:
             tiers[choice.tier] += [names[i] for i in choice.layers]
         specs.append(
@@ -89,6 +90,7 @@ def pipelining_export(
                 modules=tuple(names[stage.start : stage.stop]),
                 recompute=tuple(tiers["full"]),
                 recompute_selective=tuple(tiers["selective"]),
+                recompute_attention=tuple(tiers["attention"]),
             )
         )
     held = {module: spec.stage for spec in specs for module in spec.modules}

@@ -184,7 +184,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
         )
     if not inside:
         return None, tuple(replace(stage, recompute=()) for stage in stages)
-    if "full" not in inside.values():
+    if set(inside.values()) == {"selective"}:
         warnings.append(
             "the plan's selective recompute keeps the results of matrix products, and torchtitan's SelectiveAC those "
             "of every second one: it holds less and takes longer"
@@ -194,7 +194,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
             f"recompute of {len(inside)} of {len(blocks)} blocks is planned, and a torchtitan policy wraps all: it "
             "holds less and takes longer"
         )
-    full = "full" in inside.values()
+    full = set(inside.values()) != {"selective"}
     runs = tuple(_recompute_blocks(model, stage, selective=not full) for stage in stages)
     return "FullAC" if full else "SelectiveAC", runs
 

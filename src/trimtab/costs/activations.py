@@ -94,7 +94,7 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     for product in layer_matmuls(layer, settings.dims.tp):
         total += w * product.out_width * product.visits / (share if product.reduced else 1)
     if layer.attention is not None and settings.attention != "eager":
-        total += _attention_result_bytes(layer.attention, settings)
+        total += attention_result_bytes(layer.attention, settings)
     return total
 
 
@@ -176,7 +176,7 @@ def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSetting
         kept.append(Kept(name="scores", pair_bytes=heads.query * (upcast + w)))
         kept.append(Kept(name="attention result", row_bytes=w * result, for_weights=True))
     else:
-        kept.append(Kept(name="attention result, logsumexp", row_bytes=_attention_result_bytes(a, settings)))
+        kept.append(Kept(name="attention result, logsumexp", row_bytes=attention_result_bytes(a, settings)))
         if uses_dense_pairs(layer, settings):  # Transformers' masks are boolean, and SDPA casts them in every layer
             kept.append(Kept(name="mask", pair_bytes=w))
         if _joins_segments(layer, settings):
@@ -210,7 +210,7 @@ def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSetti
     return kept
 
 
-def _attention_result_bytes(a: AttentionSpec, settings: CostSettings) -> float:
+def attention_result_bytes(a: AttentionSpec, settings: CostSettings) -> float:
     """Result and fp32 logsumexp of fused attention."""
     query = local_heads(a, settings.dims.tp).query
     return query * (settings.item_bytes * a.value_head_dim + 4.0)

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trimtab.costs.activations import (
+    attention_result_bytes,
     count_kernels,
     kept_by_layer,
     layer_traffic,
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls, local_heads
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import bytes_per_param, local_params, step_seconds, tied_copy_params
 from trimtab.specs import (
@@ -122,10 +123,12 @@ def cost_layer(
         tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=scale.terms())]
     elif layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, scale, again)
-    transient = _transient_bytes(layer, settings, scale, none_bytes) if runs_backward else scale.terms()
+    transients = _transients(layer, settings, scale, none_bytes) if runs_backward else (scale.terms(),)
     params = local_params(layer, settings.dims.tp)
     if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
         params = tied_copy_params(layer, settings.dims.tp)
+    gathered = scale.terms(once=_gathered_bytes(params, settings))
+    transients = tuple(_add(moment, gathered) for moment in transients)
     return LayerCost(
         name=layer.name,
         tower=layer.tower,
@@ -136,7 +139,8 @@ def cost_layer(
         state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
         num_params=params,
         tiers=tuple(tiers),
-        transient_bytes=_add(transient, scale.terms(once=_gathered_bytes(params, settings))),
+        transient_bytes=transients[0],
+        other_transient_bytes=transients[1] if len(transients) > 1 else (),
         group=group,
         step_s=step_seconds(params, device, settings) if gradients.weights else 0.0,
         weight_s=weight,
@@ -164,27 +168,56 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
 def backward_workspace(layer: LayerSpec, settings: CostSettings, work: FloatArray) -> float:
     """Bytes that the backward of a block holds at its worst moment above all that the block keeps; 0 for other layers.
 
-    N rows. At the MLP's last product, where nothing kept is freed yet: gradient of the block's output (it goes on along
-    the residual) w N h, gradient of the product's input w N f, gradient of its weight w f h. At its first products:
-    gradients of the block's output and of the products' input 2 w N h, of their outputs 2 w N f and of their weights
-    2 w h f (one matrix with fused kernels, else two, one after the other), less what backward has freed, the kept
-    inputs of the last product and of the activation, 3 w N f. The larger of the two.
+    The largest of three moments in the backward of the MLP; N rows. At its last product, where nothing kept is freed
+    yet: gradient of the block's output (it goes on along the residual) w N h, gradient of the product's input w N f,
+    gradient of its weight w f h. At the gate (or a GELU in separate operations): gradients of the block's output, and
+    of the gate's result and two operands, less the product's input: w N (h + 2 f). At the first products, where fused
+    kernels make one matrix of two: w (2 N h - N f + 2 h f), largest only with few rows.
     The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32 accumulator, and
     Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy grad_weight" in
-    tensor_parallel/layers.py). Not counted: attention's and experts' workspaces.
-    `LayerCost.transient_bytes` is the block materialised again, which is larger unless rows are few.
+    tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too much where a
+    norm stands behind the MLP (Gemma 3), whose input is freed before. Experts, and unfused attention: see
+    `_transients`. `LayerCost` holds the first two moments, which are linear in the rows; the third is larger than both
+    only with fused kernels and fewer rows than about half the width, and by less than w h f.
     """
-    m = layer.mlp
-    if layer.kind != "block" or m is None or m.num_experts is not None:
+    if layer.kind != "block" or layer.mlp is None:
         return 0.0
-    w, tp, share = settings.item_bytes, settings.dims.tp, settings.row_share(layer.tower)
+    w, share = settings.item_bytes, settings.row_share(layer.tower)
     columns = find_columns(layer, settings)
     N = columns.rows_per_unit * float(work[columns.rows])
-    h, f, parts = layer.hidden_size, m.intermediate_size / tp, 2 if m.gated else 1
-    at_once = parts if settings.fused_kernels else 1
-    last = w * (N * h / share + N * f + f * h)
-    first = w * (2 * N * h / share + parts * N * f + at_once * h * f - (parts + 1) * N * f)
-    return max(last, first)
+    moments = [moment.rows * N + moment.once for moment in _workspaces(layer, settings)]
+    m = layer.mlp
+    if m.gated and settings.fused_kernels and m.num_experts is None:
+        h, f = layer.hidden_size, m.intermediate_size / settings.dims.tp
+        moments.append(w * (2 * N * h / share - N * f + 2 * h * f))
+    return max(moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workspace:
+    """Bytes above all that a block keeps, at one moment of its backward."""
+
+    rows: float  # for each row
+    once: float
+
+
+def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _Workspace]:
+    """At the MLP's last product and at its gate.
+
+    Experts (measured on one family, 3 % too much): rows visit several; their results, weighed, and the copies of their
+    inputs have gradients too, and one kernel makes the gradient of all experts' weights.
+    """
+    m, w, h = layer.mlp, settings.item_bytes, layer.hidden_size
+    if m is None:
+        return _Workspace(rows=0.0, once=0.0), _Workspace(rows=0.0, once=0.0)
+    f, leaving = m.intermediate_size / settings.dims.tp, h / settings.row_share(layer.tower)
+    if m.num_experts is not None:
+        v = m.experts_per_token or 1
+        last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * m.num_experts)
+        return last, _Workspace(rows=w * (leaving + 3 * v * h), once=0.0)
+    separate = m.gated or (m.quick_gelu and not settings.fused_kernels)
+    last = _Workspace(rows=w * (leaving + f), once=w * f * h)
+    return last, _Workspace(rows=w * (leaving + (2 * f if separate else f)), once=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +291,10 @@ class _Scale:
 def _recompute_tiers(
     layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, scale: _Scale, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
-    """The tiers "selective" (`selective_bytes`) and "full".
+    """The tiers "selective" (`selective_bytes`), "attention" and "full".
 
+    attention keeps the layer's input and the result of fused attention, and runs the rest of the forward again; there
+    is no such tier for unfused attention, whose scores would be quadratic.
     full keeps the layer's input and runs the whole forward again, collectives included. Implementations that stop
     once the last needed tensor is there skip the last product: 0.71-0.86 of a forward, or all of it where the layer
     scales or norms its last result. The price here is the whole forward: an upper bound.
@@ -278,25 +313,51 @@ def _recompute_tiers(
             extra_backward_s=extra,
             saved_bytes=scale.terms(rows=selective_bytes(layer, settings)),
         ),
+        *(
+            [
+                RecomputeTier(
+                    name="attention",
+                    extra_backward_s=scale.terms(
+                        rows=seconds.products + seconds.traffic + seconds.collectives,
+                        pairs=seconds.pair_traffic,
+                        once=seconds.once,
+                    ),
+                    saved_bytes=scale.terms(rows=row + attention_result_bytes(layer.attention, settings)),
+                )
+            ]
+            if layer.attention is not None and not eager
+            else []
+        ),
         RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row)),
     ]
 
 
-def _transient_bytes(
+def _transients(
     layer: LayerSpec, settings: CostSettings, scale: _Scale, none_bytes: tuple[float, ...]
-) -> tuple[float, ...]:
-    """What is live only while the layer runs backward.
+) -> tuple[tuple[float, ...], ...]:
+    """What is live only while the layer runs backward, at one or two moments of which the larger counts.
 
-    Blocks: the layer materialised again, if it recomputes. Head: beside logits and log-softmax (kept), backward holds
-    the fp32 gradients before and behind the softmax, 8 bytes for each vocabulary entry and token.
-    Not counted: gradients of a block's inner rows (they replace kept tensors as those are freed).
+    Blocks: `backward_workspace`; with unfused attention besides its scores once more, for their gradients (twice where
+    softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
+    again as well: `assess_stages` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients before and
+    behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random states (16
+    bytes a layer on a GPU), the vision tower's gather under vision data parallel.
     """
     if layer.kind == "block":
-        return none_bytes
+        scores = [0.0] * NUM_WORK_TERMS
+        if settings.attention == "eager" and layer.attention is not None:
+            heads = local_heads(layer.attention, settings.dims.tp).query
+            twice = scale.terms(pairs=2.0 * settings.item_bytes * heads)
+            pairs = scale.columns.pairs
+            scores[pairs] = max(none_bytes[pairs], twice[pairs])
+        return tuple(
+            _add(scale.terms(rows=moment.rows, once=moment.once), tuple(scores))
+            for moment in _workspaces(layer, settings)
+        )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return scale.terms(rows=8.0 * product.out_width)
-    return scale.terms()
+        return (scale.terms(rows=8.0 * product.out_width),)
+    return (scale.terms(),)
 
 
 def _gathered_bytes(params: float, settings: CostSettings) -> float:

@@ -129,7 +129,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
             f"layers.{i} ({layer.name}): {len(values)} coefficients, expected {NUM_WORK_TERMS}"
             for i, layer in enumerate(profile.layers)
             for values in (
-                *((layer.weight_s,) if layer.weight_s else ()),
+                *(terms for terms in (layer.weight_s, layer.other_transient_bytes) if terms),
                 *(layer.forward_s, layer.backward_s, layer.output_bytes, layer.transient_bytes),
                 *(terms for tier in layer.tiers for terms in (tier.extra_backward_s, tier.saved_bytes)),
             )

@@ -14,6 +14,7 @@ from trimtab.partition.schedules import (
     devices_of_stages,
     peak_in_flight,
     peak_saved_bytes,
+    splits_backward,
 )
 from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
 
@@ -24,7 +25,7 @@ class DeviceMemory:
 
     state_bytes: float  # parameters, gradients, optimizer state
     saved_bytes: float  # activations of all micro-batches in flight at the worst moment
-    transient_bytes: float  # the largest backward workspace among its layers
+    transient_bytes: float  # the most one layer's backward needs: its workspace, and what it computes again
     overhead_bytes: float  # what the caller set aside: context, allocator, communication buffers
 
     @property
@@ -69,16 +70,18 @@ def assess_stages(
     """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
     Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers) + largest
-    transient + overhead, bytes at `work_max`. Every layer's transient counts, recomputed or not: safe by at most one
-    layer. Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are
-    done, recomputed or not (see `peak_saved_bytes`).
+    transient + overhead, bytes at `work_max`. A layer's transient is the workspace of its backward (`transient_bytes`)
+    and, where it recomputes, what it then holds more than its tier saves: layers are computed again one at a time.
+    Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
+    Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
+    recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
     """
     mean, most = np.asarray(work_mean, np.float64), np.asarray(work_max, np.float64)
     S, P = len(stages), len(stages) // num_chunks
     check_schedule(schedule, num_devices=P, num_chunks=num_chunks, num_microbatches=num_microbatches)
     shape = {"num_devices": P, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
     forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
-    transient = np.maximum(profile.matrix("transient_bytes") @ most, 0.0)
+    transient = profile.transients(most)
     state = np.array([layer.state_bytes for layer in profile.layers])
     chosen = [chosen_tiers(profile, stage) for stage in stages]
     own = [slice(stage.start, stage.stop) for stage in stages]
@@ -89,7 +92,14 @@ def assess_stages(
     saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen])
     whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own])
     held = np.array([state[x].sum() for x in own])
-    workspace = np.array([transient[x].max() for x in own])
+    again = [
+        0.0 if splits_backward(schedule) else max(0.0, _saved(layer.tiers[0], most) - _saved(tier, most))
+        for x, tiers in zip(own, chosen, strict=True)
+        for layer, tier in zip(profile.layers[x], tiers, strict=True)
+    ]
+    transient = transient[stages[0].start : stages[-1].stop] + np.array(again)
+    ends = np.cumsum([0, *(stage.stop - stage.start for stage in stages)])
+    workspace = np.maximum.reduceat(transient, ends[:-1])
     peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, whole))
     devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
 

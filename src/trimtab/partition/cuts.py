@@ -3,8 +3,11 @@
 K *segments* are runs of layers between two allowed cuts; a stage is an interval [a, b) of them, never empty, and costs
     time(i, a, b) = max over forms j of tail[j, i, b] - head[j, i, a] + weight[j, i] * extra(i, a, b)
 where extra is the least recompute time (module `tiers`) for which
-    state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient(a, b) <= cap[i],
-`saved` by the chosen tiers, `whole` without recompute. Both rise when the interval grows. Where besides no later stage
+    state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient <= cap[i],
+`saved` by the chosen tiers, `whole` without recompute, `transient` the most that one layer's backward needs beside: a
+layer that recomputes needs what it computes again as well (`TierTable.reach`), so that a stage that recomputes nothing
+has more room, and a stage may do better with a weaker tier. Where a micro-batch is pending, `whole` holds that already.
+Time and bytes rise when the interval grows. Where besides no later stage
 is dearer than an earlier one for the same interval (true of in-flight counts where backwards are whole),
 `furthest_ends` is exact; else it still never calls a feasible limit infeasible.
 """
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from trimtab.partition.tiers import IMPOSSIBLE, TierTable, least_extra, relax, round_up
+from trimtab.partition.tiers import IMPOSSIBLE, TierTable, allowed, least_extra, relax, round_up
 from trimtab.specs import IntArray
 
 
@@ -31,7 +34,7 @@ class Pipeline(NamedTuple):
     saved_first: IntArray  # (K + 1,) bytes of one micro-batch, every layer on its first (cheapest) tier
     saved_least: IntArray  # (K + 1,) the same on its smallest tier
     num_alike: IntArray  # (K + 1, C) layers of each class
-    transient: IntArray  # (log2 K, K) sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
+    transient: IntArray  # (log2 K, K) first tiers', sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
     whole: IntArray  # (K + 1,) the same on tier "none"
     in_flight: IntArray  # (S,) at least 0
     pending: IntArray  # (S,) further micro-batches that hold everything
@@ -61,9 +64,9 @@ def _transient(pipeline: Pipeline, a: int, b: int) -> int:
 
 
 @njit(cache=True)
-def bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int) -> int:
+def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int:
     """Bytes of one micro-batch by which the first tiers overfill stage i; `IMPOSSIBLE` if the smallest tiers do too."""
-    room = pipeline.cap[i] - (pipeline.state[b] - pipeline.state[a]) - _transient(pipeline, a, b)
+    room = pipeline.cap[i] - (pipeline.state[b] - pipeline.state[a]) - transient
     room -= pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
     if room < 0:
         return IMPOSSIBLE
@@ -76,15 +79,55 @@ def bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int) -> int:
 
 
 @njit(cache=True)
+def _highest(tiers: TierTable, pipeline: Pipeline, i: int, alike: IntArray, transient: int) -> int:
+    """The most that a backward of the stage can need, whatever is recomputed."""
+    if pipeline.pending[i] == 0:
+        for g in range(alike.shape[0]):
+            if alike[g] > 0:
+                transient = max(transient, tiers.reach[g].max())
+    return int(transient)
+
+
+@njit(cache=True)
 def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> int:
-    """Least recompute time of the stage, or `IMPOSSIBLE` if its time then exceeds `limit` or its bytes the cap."""
+    """Least recompute time of the stage, or `IMPOSSIBLE` if its time then exceeds `limit` or its bytes the cap.
+
+    For each transient that some upgrade of its layers brings about: the least time with the upgrades that need no more.
+    """
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return IMPOSSIBLE
-    need = bytes_to_free(pipeline, i, a, b)
+    lowest = _transient(pipeline, a, b)
+    need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need == IMPOSSIBLE:
         return IMPOSSIBLE
-    return int(least_extra(tiers, pipeline.num_alike[b] - pipeline.num_alike[a], need, most, counts))
+    counts[:] = 0
+    if need <= 0:
+        return 0
+    alike = pipeline.num_alike[b] - pipeline.num_alike[a]
+    highest = _highest(tiers, pipeline, i, alike, lowest)
+    best, num_allowed = IMPOSSIBLE, np.int64(-1)
+    trial = np.zeros_like(counts)
+    for v in range(-1, tiers.levels.shape[0]):
+        transient = lowest if v < 0 else tiers.levels[v]
+        if transient < lowest or (v >= 0 and transient == lowest):
+            continue
+        if transient > highest:
+            break
+        # where micro-batches are pending, what is computed again is counted with them
+        prefix = allowed(tiers, IMPOSSIBLE if pipeline.pending[i] > 0 else transient)
+        now = np.sum(np.where(alike > 0, prefix, 0))
+        if now == num_allowed:
+            continue
+        num_allowed = now
+        need = _bytes_to_free(pipeline, i, a, b, transient)
+        if need == IMPOSSIBLE:
+            break
+        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
+        if extra != IMPOSSIBLE:
+            best = extra
+            counts[:] = trial
+    return int(best)
 
 
 @njit(cache=True)
@@ -93,20 +136,24 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return False
-    need = bytes_to_free(pipeline, i, a, b)
+    lowest = _transient(pipeline, a, b)
+    need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need <= 0 or need == IMPOSSIBLE:
         return bool(need <= 0)
     remembers = pipeline.known.size > 0
     if remembers and pipeline.known[i, a, b] > 0:
         return bool(pipeline.known[i, a, b] - 1 <= most)
     alike = pipeline.num_alike[b] - pipeline.num_alike[a]
-    if relax(tiers, alike, np.zeros_like(alike), 0, need) * (1.0 - 1e-14) > most:
+    every = allowed(tiers, IMPOSSIBLE)
+    if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
         return False
-    if round_up(tiers, alike, need, counts) <= most:
+    need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
+    if need != IMPOSSIBLE and round_up(tiers, alike, every, need, counts) <= most:
         return True
     if not remembers:
-        return bool(least_extra(tiers, alike, need, most, counts) != IMPOSSIBLE)
-    extra = least_extra(tiers, alike, need, IMPOSSIBLE - 2, counts)
+        return bool(stage_extra(pipeline, tiers, i, a, b, limit, counts) != IMPOSSIBLE)
+    whatever = IMPOSSIBLE // 2
+    extra = stage_extra(pipeline, tiers, i, a, b, whatever, counts)
     pipeline.known[i, a, b] = 1 + extra
     return bool(extra <= most)
 
@@ -164,6 +211,8 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
                     break
                 saved = pipeline.saved_first[b] - pipeline.saved_first[a] - np.sum(counts * tiers.gain)
                 size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
+                if pipeline.pending[i] == 0 and own > 0:
+                    size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - _transient(pipeline, a, b))
                 size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
                 size = max(size + pipeline.in_flight[i] * saved, fullest[i + 1, b])
                 total = own + extra[i + 1, b]
@@ -214,6 +263,7 @@ def least_memory(pipeline: Pipeline, tiers: TierTable) -> int:
         return bool(furthest_ends(capped, tiers, anything)[-1] == num_segments)
 
     held = pipeline.in_flight * pipeline.saved_first[-1] + pipeline.pending * pipeline.whole[-1]
-    least = _bisect(feasible, -1, int(pipeline.state[-1] + held.max() + pipeline.transient.max()))
+    transient = max(int(pipeline.transient.max()), int(tiers.reach.max(initial=0)))
+    least = _bisect(feasible, -1, int(pipeline.state[-1] + held.max()) + transient)
     assert least is not None, "everything on every device at once is more than any stage needs"
     return least

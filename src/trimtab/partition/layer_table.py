@@ -34,7 +34,8 @@ class LayerTable:
     forward: IntArray  # (L,) composite
     backward: IntArray  # (L,) composite, with the first tier's extra
     state: IntArray  # (L,) bytes
-    transient: IntArray  # (L,)
+    transient: IntArray  # (L,) bytes of its backward beside what is saved, on the first tier
+    workspace: IntArray  # (L,) the same where what is computed again is counted elsewhere
     saved_first: IntArray  # (L,) bytes of the first tier
     saved_least: IntArray  # (L,) bytes of the smallest tier
     whole: IntArray  # (L,) bytes on tier "none"
@@ -83,7 +84,9 @@ class LayerTable:
             saved_first=self.prefix(self.saved_first),
             saved_least=self.prefix(self.saved_least),
             num_alike=self.prefix(one_hot),
-            transient=_range_max(np.maximum.reduceat(self.transient, self.positions[:-1])),
+            transient=_range_max(
+                np.maximum.reduceat(self.workspace if pending.any() else self.transient, self.positions[:-1])
+            ),
             whole=self.prefix(self.whole),
             in_flight=in_flight,
             pending=pending,
@@ -124,7 +127,16 @@ def layer_table(
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
     first, upgrades = [], []
-    alike: dict[tuple[tuple[int, int], ...], int] = {}
+    alike: dict[tuple[tuple[int, int, int], ...], int] = {}
+    workspace = profile.transients(most)
+    whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
+    transient = np.zeros(len(layers), np.int64)
+
+    def reach(i: int, tier: RecomputeTier) -> int:
+        """Bytes that the layer's backward needs beside what `tier` saves: its workspace and what is computed again."""
+        again = whole[i] - max(0.0, float(np.dot(tier.saved_bytes, most)))
+        return math.ceil(float(workspace[i]) + max(0.0, again))
+
     layer_class = np.full(len(layers), -1, np.int64)
     columns = np.zeros((3, len(layers)), np.int64)  # composite time of the first tier, its bytes, the least bytes
     for i, tiers in enumerate(offered):
@@ -134,17 +146,19 @@ def layer_table(
         for k in sorted(range(len(tiers)), key=lambda k: (cost[k], saved[i][k])):
             if not chosen or saved[i][k] < saved[i][chosen[-1]]:
                 chosen.append(k)
-        assert len(chosen) <= 3, "a layer offers at most three tiers"
         first.append(tiers[chosen[0]])
         upgrades.append(tuple(tiers[k] for k in chosen[1:]))
+        transient[i] = reach(i, tiers[chosen[0]])
         columns[:, i] = cost[chosen[0]], saved[i][chosen[0]], saved[i][chosen[-1]]
         if len(chosen) > 1:
-            key = tuple((saved[i][chosen[0]] - saved[i][k], cost[k] - cost[chosen[0]]) for k in chosen[1:])
+            key = tuple(
+                (saved[i][chosen[0]] - saved[i][k], cost[k] - cost[chosen[0]], reach(i, tiers[k])) for k in chosen[1:]
+            )
             layer_class[i] = alike.setdefault(key, len(alike))
-    gain, price = np.zeros((len(alike), 2), np.int64), np.zeros((len(alike), 2), np.int64)
+    # (gain, price, reach), class, upgrade
+    upgrade = np.zeros((3, len(alike), max(map(len, alike), default=1)), np.int64)
     for key, g in alike.items():
-        for k, (bytes_saved, time) in enumerate(key):
-            gain[g, k], price[g, k] = bytes_saved, time
+        upgrade[:, g, : len(key)] = np.array(key).T
 
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
@@ -153,16 +167,15 @@ def layer_table(
         forward=composite(forward),
         backward=composite(backward) + columns[0],
         state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
-        transient=np.ceil(np.maximum(profile.matrix("transient_bytes") @ most, 0.0)).astype(np.int64),
+        transient=transient,
+        workspace=np.ceil(workspace).astype(np.int64),
         saved_first=columns[1],
         saved_least=columns[2],
-        whole=np.maximum(
-            columns[1], [math.ceil(max(0.0, float(np.dot(x.tiers[0].saved_bytes, most)))) for x in layers]
-        ),
+        whole=np.maximum(columns[1], [math.ceil(x) for x in whole]),
         layer_class=layer_class,
         first_tier=tuple(first),
         upgrades=tuple(upgrades),
-        tiers=tier_table(gain, price),
+        tiers=tier_table(*np.ascontiguousarray(upgrade)),
     )
 
 

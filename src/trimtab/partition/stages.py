@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult, assess_stages
 from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight, peak_pending
-from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
+from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, RecomputedTier, Stage
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:  # numba comes with these: only when something is solved
@@ -193,10 +193,10 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
         return None
     start, stop = int(table.positions[first]), int(table.positions[last])
-    by_tier: dict[Literal["selective", "full"], list[int]] = {"selective": [], "full": []}
+    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": []}
     for i in range(start, stop):
         g, tier = int(table.layer_class[i]), table.first_tier[i]
-        for k in (1, 0):
+        for k in reversed(range(counts.shape[1])):
             if g >= 0 and counts[g, k] > 0:
                 counts[g, k] -= 1
                 tier = table.upgrades[i][k]

@@ -1,10 +1,10 @@
 """Compiled: the least extra backward time that brings a stage's saved bytes under its room, exactly.
 
-Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has two
-*upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none; both rise.
-A *step* is one edge of the convex hull of a class's tiers: taking steps in order of cost per byte, the last in part, is
-the linear relaxation, a bound from below on every whole choice (Sinha and Zoltners 1979, "The multiple-choice
-knapsack problem").
+Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has up to U
+*upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none; both rise. A *prefix*
+p allows a class its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking
+steps in order of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice
+(Sinha and Zoltners 1979, "The multiple-choice knapsack problem").
 """
 
 from __future__ import annotations
@@ -21,24 +21,38 @@ IMPOSSIBLE = 2**62
 
 
 class TierTable(NamedTuple):
-    """Upgrades of every class and the hull steps of all classes, cheapest per byte first."""
+    """Upgrades of every class, and the hull steps of all classes and prefixes, cheapest per byte first."""
 
-    gain: IntArray  # (C, 2) bytes of one layer and micro-batch
-    cost: IntArray  # (C, 2) composite time units
+    gain: IntArray  # (C, U) bytes of one layer and micro-batch
+    cost: IntArray  # (C, U) composite time units
+    reach: IntArray  # (C, U) bytes that the backward of one such layer needs beside what is saved
+    levels: IntArray  # (V,) the different values of `reach`, rising
     step_class: IntArray  # (H,)
-    step_upgrade: IntArray  # (H,) 0 or 1: where the step leads
-    step_from: IntArray  # (H,) -1 or 0: where it starts
+    step_prefix: IntArray  # (H,) under which the step lies on the hull
+    step_upgrade: IntArray  # (H,) where the step leads
+    step_from: IntArray  # (H,) the upgrade where it starts; -1: the first tier
     step_gain: IntArray  # (H,)
     step_cost: IntArray  # (H,)
 
 
 @njit(cache=True)
-def relax(tiers: TierTable, num_alike: IntArray, level_of: IntArray, level: int, need: int) -> float:
-    """Least cost of saving `need` bytes with the classes of level >= `level`, layers divisible; inf if impossible."""
+def allowed(tiers: TierTable, transient: int) -> IntArray:
+    """(C,) upgrades of each class whose backward needs at most `transient` bytes: a prefix, for `reach` rises."""
+    C, U = tiers.gain.shape
+    prefix = np.zeros(C, np.int64)
+    for g in range(C):
+        while prefix[g] < U and tiers.gain[g, prefix[g]] > 0 and tiers.reach[g, prefix[g]] <= transient:
+            prefix[g] += 1
+    return prefix
+
+
+@njit(cache=True)
+def relax(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int) -> float:
+    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
     cost, rest = 0.0, float(need)
     for h in range(tiers.step_class.shape[0]):
         g = tiers.step_class[h]
-        if num_alike[g] == 0 or level_of[g] < level:
+        if num_alike[g] == 0 or prefix[g] != tiers.step_prefix[h]:
             continue
         gain = float(num_alike[g] * tiers.step_gain[h])
         if gain >= rest:
@@ -49,17 +63,17 @@ def relax(tiers: TierTable, num_alike: IntArray, level_of: IntArray, level: int,
 
 
 @njit(cache=True)
-def round_up(tiers: TierTable, num_alike: IntArray, need: int, counts: IntArray) -> int:
+def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, counts: IntArray) -> int:
     """Cost of the relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum."""
     counts[:] = 0
     cost, rest = np.int64(0), np.int64(need)
     for h in range(tiers.step_class.shape[0]):
         g = tiers.step_class[h]
-        if num_alike[g] == 0:
+        if num_alike[g] == 0 or prefix[g] != tiers.step_prefix[h]:
             continue
         layers = min(num_alike[g], -(-rest // tiers.step_gain[h]))
-        if tiers.step_from[h] == 0:
-            counts[g, 0] -= layers
+        if tiers.step_from[h] >= 0:
+            counts[g, tiers.step_from[h]] -= layers
         counts[g, tiers.step_upgrade[h]] += layers
         cost += layers * tiers.step_cost[h]
         rest -= layers * tiers.step_gain[h]
@@ -69,127 +83,99 @@ def round_up(tiers: TierTable, num_alike: IntArray, need: int, counts: IntArray)
 
 
 @njit(cache=True)
-def finish(tiers: TierTable, g: int, num_layers: int, need: int, best: int, counts: IntArray) -> int:
-    """Least cost below `best` of saving `need` > 0 bytes with class g alone, else `best`; sets counts[g] if below."""
-    for second in range(num_layers + 1 if tiers.gain[g, 1] > 0 else 1):
-        cost = second * tiers.cost[g, 1]
-        if cost >= best:
-            break
-        rest = need - second * tiers.gain[g, 1]
-        first = max(0, -(-rest // tiers.gain[g, 0]))
-        if first + second <= num_layers and cost + first * tiers.cost[g, 0] < best:
-            best = int(cost + first * tiers.cost[g, 0])
-            counts[g, 0], counts[g, 1] = first, second
-        if rest <= 0:
-            break
-    return best
+def least_extra(
+    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, counts: IntArray
+) -> int:
+    """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
 
-
-@njit(cache=True)
-def least_extra(tiers: TierTable, num_alike: IntArray, need: int, limit: int, counts: IntArray) -> int:
-    """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, 2) says how.
-
-    `num_alike` (C,) layers of each class. Exact: branch and bound over the counts of each class, the largest class in
-    closed form; a branch is dropped only when the relaxation of what is left (with slack for its rounding) cannot
-    undercut the best choice known. Microseconds where the classes' seconds per byte differ; exponential in the number
-    of classes at worst (four of fifty layers each, all within 1e-4 of one ratio: a second).
+    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take. Exact: branch and bound over the
+    number of layers of each class and upgrade, small classes first, strong upgrades first, the last number in closed
+    form. A branch is dropped only when the relaxation of what is left (the class's other layers under its weaker
+    upgrades, and the classes to come), with slack for its rounding, cannot undercut the best choice known. Microseconds
+    where the seconds per byte differ; exponential in the number of classes at worst.
     """
     counts[:] = 0
     if need <= 0:
         return 0
-    C = num_alike.shape[0]
-    level_of = np.zeros(C, np.int64)
-    bound = relax(tiers, num_alike, level_of, 0, need)
+    bound = relax(tiers, num_alike, prefix, need)
     if bound * (1.0 - 1e-14) > limit:
         return IMPOSSIBLE
-    best = round_up(tiers, num_alike, need, counts)
+    best = round_up(tiers, num_alike, prefix, need, counts)
     found = best <= limit
     if found and best <= bound:
         return int(best)
     if not found:
         best = limit + 1
 
-    order = np.argsort(num_alike, kind="mergesort")
-    while num_alike[order[0]] == 0:
-        order = order[1:]
-    n = order.shape[0]
-    for j in range(n):
-        level_of[order[j]] = j
-    trial = np.zeros_like(counts)
+    # one item for each number to be chosen: a class, strongest upgrade first
+    C, U = tiers.gain.shape
+    item_class, item_upgrade = np.zeros(C * U, np.int64), np.zeros(C * U, np.int64)
+    n = 0
+    for g in np.argsort(num_alike, kind="mergesort"):
+        for u in range(prefix[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
+            item_class[n], item_upgrade[n] = g, u
+            n += 1
+    chosen, available = np.zeros(n, np.int64), np.zeros(n, np.int64)
     rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    rest[0] = need
-    if n == 1:
-        cost = finish(tiers, order[0], num_alike[order[0]], need, best, trial)
-        if cost < best:
-            counts[:] = trial
-            best, found = cost, True
-        return int(best) if found else IMPOSSIBLE
-
+    open_layers, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
     level = 0
-    trial[order[0], 0] = -1
+    chosen[0], available[0], rest[0] = -1, num_alike[item_class[0]], need
     while level >= 0:
-        g = order[level]
-        trial[g, 0] += 1
-        if trial[g, 0] + trial[g, 1] > num_alike[g]:
-            trial[g, 0] = 0
-            trial[g, 1] += 1
-            if trial[g, 1] > num_alike[g] or tiers.gain[g, 1] == 0:
-                trial[g, 1] = 0
-                level -= 1
-                continue
-        cost = spent[level] + trial[g, 0] * tiers.cost[g, 0] + trial[g, 1] * tiers.cost[g, 1]
-        if cost >= best:
-            if trial[g, 0] == 0:  # more of the dearer upgrade costs more still
-                trial[g, 1] = 0
-                level -= 1
-            else:
-                trial[g, 0] = num_alike[g]
+        g, u = item_class[level], item_upgrade[level]
+        last = level + 1 == n
+        chosen[level] += 1
+        if last:  # fewer do not save enough, more cost more
+            chosen[level] = max(chosen[level], -(-rest[level] // tiers.gain[g, u]))
+        cost = spent[level] + chosen[level] * tiers.cost[g, u]
+        if chosen[level] > available[level] or cost >= best:
+            open_layers[g], open_prefix[g] = num_alike[g], prefix[g]
+            level -= 1
             continue
-        left = rest[level] - trial[g, 0] * tiers.gain[g, 0] - trial[g, 1] * tiers.gain[g, 1]
+        left = rest[level] - chosen[level] * tiers.gain[g, u]
         if left <= 0:
-            counts[:] = trial
-            for j in range(level + 1, n):
-                counts[order[j]] = 0
+            counts[:] = 0
+            for j in range(level + 1):
+                counts[item_class[j], item_upgrade[j]] = chosen[j]
             best, found = cost, True
-            trial[g, 0] = num_alike[g]
+            open_layers[g], open_prefix[g] = num_alike[g], prefix[g]
+            level -= 1
             continue
-        below = cost + relax(tiers, num_alike, level_of, level + 1, left)
+        same = item_class[level + 1] == g
+        open_layers[g], open_prefix[g] = (available[level] - chosen[level] if same else 0), u
+        below = cost + relax(tiers, open_layers, open_prefix, left)
         if below * (1.0 - 1e-14) > best - 1:
             continue
-        if level + 2 == n:
-            last = order[n - 1]
-            total = cost + finish(tiers, last, num_alike[last], left, best - cost, trial)
-            if total < best:
-                counts[:] = trial
-                best, found = total, True
-            trial[last] = 0
-            continue
         level += 1
-        rest[level], spent[level] = left, cost
-        trial[order[level], 0], trial[order[level], 1] = -1, 0
+        rest[level], spent[level], chosen[level] = left, cost, -1
+        available[level] = open_layers[g] if same else num_alike[item_class[level]]
     return int(best) if found else IMPOSSIBLE
 
 
-def tier_table(gain: IntArray, cost: IntArray) -> TierTable:
-    """Hull steps of the upgrades (C, 2); ties in cost per byte keep the order of the classes."""
-    steps: list[tuple[float, int, int, int, int, int]] = []
+def tier_table(gain: IntArray, cost: IntArray, reach: IntArray | None = None) -> TierTable:
+    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes. `reach` None: zeros."""
+    reach = np.zeros_like(gain) if reach is None else reach
+    steps: list[tuple[float, int, int, int, int, int, int]] = []
     for g in range(len(gain)):
-        (gain_1, gain_2), (cost_1, cost_2) = (int(x) for x in gain[g]), (int(x) for x in cost[g])
-        if gain_2 == 0:
-            steps.append((cost_1 / gain_1, g, 0, -1, gain_1, cost_1))
-        elif cost_1 * gain_2 < cost_2 * gain_1:  # the first upgrade lies below the chord to the second
-            steps.append((cost_1 / gain_1, g, 0, -1, gain_1, cost_1))
-            steps.append(((cost_2 - cost_1) / (gain_2 - gain_1), g, 1, 0, gain_2 - gain_1, cost_2 - cost_1))
-        else:
-            steps.append((cost_2 / gain_2, g, 1, -1, gain_2, cost_2))
-    steps.sort(key=lambda step: step[:3])
-    columns: list[npt.NDArray[np.int64]] = [np.array([s[i] for s in steps], np.int64) for i in range(1, 6)]
+        for p in range(1, int((gain[g] > 0).sum()) + 1):
+            points = [(0, 0), *zip(gain[g, :p].tolist(), cost[g, :p].tolist(), strict=True)]
+            at = 0
+            while at < p:  # the hull's next corner: least cost per byte from here, the furthest of equals
+                bytes_at, cost_at = points[at]
+                to = min(range(at + 1, p + 1), key=lambda k: ((points[k][1] - cost_at) / (points[k][0] - bytes_at), -k))
+                more, dearer = points[to][0] - bytes_at, points[to][1] - cost_at
+                steps.append((dearer / more, g, p, to - 1, at - 1, more, dearer))
+                at = to
+    steps.sort(key=lambda step: step[:4])
+    columns: list[npt.NDArray[np.int64]] = [np.array([s[i] for s in steps], np.int64) for i in range(1, 7)]
     return TierTable(
         gain=gain,
         cost=cost,
+        reach=reach,
+        levels=np.unique(reach[gain > 0]).astype(np.int64),
         step_class=columns[0],
-        step_upgrade=columns[1],
-        step_from=columns[2],
-        step_gain=columns[3],
-        step_cost=columns[4],
+        step_prefix=columns[1],
+        step_upgrade=columns[2],
+        step_from=columns[3],
+        step_gain=columns[4],
+        step_cost=columns[5],
     )

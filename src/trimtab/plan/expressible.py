@@ -144,7 +144,7 @@ def _without_selective(case: Case) -> Case:
     """The case whose layers recompute in full or not at all: split and recompute are then solved for that."""
     profile = case.setting.profile
     layers = tuple(
-        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name != "selective"))
+        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
         for layer in profile.layers
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))

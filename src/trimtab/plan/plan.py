@@ -14,7 +14,7 @@ from trimtab.balance.packing import Oversize
 from trimtab.costs.settings import Attention
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
-from trimtab.specs import Tower
+from trimtab.specs import RecomputedTier, Tower
 
 PLAN_VERSION = "1.0"
 
@@ -143,7 +143,7 @@ class RecomputeDecision:
     """Layers whose activations are computed again in the backward; layers not listed keep theirs."""
 
     stage: int
-    granularity: Literal["selective", "full"]
+    granularity: RecomputedTier
     modules: tuple[str, ...]
 
 

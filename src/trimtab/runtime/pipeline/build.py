@@ -21,7 +21,7 @@ from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.module import StageModule, take_stage
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage
-from trimtab.runtime.recompute import recompute
+from trimtab.runtime.recompute import apply
 
 
 def build_pipeline(
@@ -61,7 +61,7 @@ def build_pipeline(
         models[i].to(device)
         for choice in layout.recompute:
             held = [name for name in choice.modules if name in layout.stages[i] and name in cuts.read]
-            recompute(models[i], held, granularity=choice.granularity)
+            apply(models[i], held, granularity=choice.granularity)
         module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
         stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
     # the first collective of a group: batched sends need it

@@ -101,11 +101,11 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
             f"1F1B with {M} micro-batches on {S} stages was asked for, but torch's Schedule1F1B needs at least as many "
             f"micro-batches as stages: take {S} micro-batches, or schedule GPipe"
         )
-    selective = [choice for choice in layout.recompute if choice.granularity == "selective"]
-    if selective and layout.schedule in SPLIT_BACKWARD:
+    in_part = sorted({choice.granularity for choice in layout.recompute} - {"full"})
+    if in_part and layout.schedule in SPLIT_BACKWARD:
         problems.append(
-            f"selective recompute was asked for under {layout.schedule}, which runs through a layer's graph twice, "
-            "for its inputs and for its weights, while torch's selective checkpointing allows one pass: "
+            f"{' and '.join(in_part)} recompute was asked for under {layout.schedule}, which runs through a layer's "
+            "graph twice, for its inputs and for its weights, while torch's selective checkpointing allows one pass: "
             "plan with --recompute full or none"
         )
     return problems

@@ -1,0 +1,329 @@
+"""Recompute switched on in real models: exactly the chosen layers, the same gradients. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs tiny models")
+transformers = pytest.importorskip("transformers", reason="holds the models that recompute")
+
+from recompute_checks import (  # noqa: E402
+    assert_recompute_holds,
+    count_forwards,
+    gradients,
+    make_model,
+    switch_all_on,
+    trace_of,
+)
+from recompute_ranks import run_ranks  # noqa: E402
+from tiny_packs import one_thread  # noqa: E402, F401
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from traced_families import FAMILIES, find_layers  # noqa: E402
+
+from trimtab.errors import PlanError, TrimtabError  # noqa: E402
+from trimtab.plan.file import load_plan  # noqa: E402
+from trimtab.plan.plan import RecomputeDecision  # noqa: E402
+from trimtab.runtime.recompute import apply  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).parents[2]
+TEXT, TOWER = "model.language_model", "model.visual"
+
+
+@pytest.mark.filterwarnings("ignore:.*hidden_state.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_bit_equal_and_nothing_is_left_behind(family):
+    assert_recompute_holds(family, "sdpa", "full")
+
+
+@pytest.mark.parametrize(
+    ("attention", "granularity"), [("eager", "full"), ("sdpa", "selective"), ("sdpa", "attention")]
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3", "qwen3_vl_moe"])
+def test_gradients_are_bit_equal_with_eager_attention_and_what_is_held_in_part(family, attention, granularity):
+    assert_recompute_holds(family, attention, granularity)
+
+
+# -- what a granularity repeats ---------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts products and fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(operator)
+        self.counts["products"] += name in ("aten.mm.default", "aten.addmm.default")
+        self.counts["attention"] += "scaled_dot_product" in name and "backward" not in name
+        return operator(*args, **(kwargs or {}))
+
+
+def test_selective_repeats_neither_products_nor_attention_and_attention_repeats_the_products():
+    family, model = make_model("internvl", "sdpa")
+    for module in model.modules():  # with dropout SDPA is no fused operation on the CPU
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    counts = {}
+    for granularity in (None, "selective", "attention", "full"):
+        handle = apply(model, find_layers(model) if granularity else [], granularity=granularity or "full")
+        with handle, Operations() as operations:
+            gradients(model, family.inputs)
+        counts[granularity] = operations.counts
+    assert counts["selective"] == counts[None]
+    assert counts["attention"]["attention"] == counts[None]["attention"] < counts["full"]["attention"]
+    assert counts["attention"]["products"] == counts["full"]["products"] > counts[None]["products"]
+
+
+# -- frozen towers ----------------------------------------------------------------------------------------------------
+
+
+class Backwards:
+    """Backwards that come through each layer, and what its forwards keep."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.counts: Counter[str] = Counter()
+        for name in names:
+            model.get_submodule(name).register_forward_hook(
+                lambda _, __, result, name=name: self._watch(result[0] if isinstance(result, tuple) else result, name)
+            )
+
+    def _watch(self, result: torch.Tensor, name: str) -> None:
+        if result.requires_grad:
+            result.register_hook(lambda _: self.counts.update([name]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision", "gemma3"])
+def test_a_frozen_tower_costs_nothing_where_transformers_own_switch_recomputes_it(family):
+    seen = {}
+    for way in ("ours", "transformers"):
+        made, model = make_model(family, "sdpa")
+        layers = find_layers(model)
+        tower = [name for name in layers if "language_model" not in name]
+        for name in tower:
+            model.get_submodule(name).requires_grad_(False)
+        first = tower[0].split(".")[1]
+        getattr(model.model, first).requires_grad_(False)
+        if way == "ours":
+            apply(model, layers)
+        else:
+            switch_all_on(model)
+        forwards, backwards = count_forwards(model, layers), Backwards(model, layers)
+        gradients(model, made.inputs)
+        text = [name for name in layers if name not in tower]
+        assert all(forwards[name] == 2 for name in text)
+        seen[way] = (sum(forwards[name] for name in tower), sum(backwards.counts[name] for name in tower), len(tower))
+    num_forwards, num_backwards, num_layers = seen["ours"]
+    assert (num_forwards, num_backwards) == (num_layers, 0)
+    num_forwards, num_backwards, num_layers = seen["transformers"]
+    assert num_forwards > num_layers
+    assert num_backwards > 0
+
+
+def test_a_frozen_layer_behind_a_trained_one_recomputes():
+    family, model = make_model("llava", "sdpa")
+    layers = find_layers(model)
+    model.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(True)
+    expected = gradients(model, family.inputs)
+    apply(model, layers)
+    forwards = count_forwards(model, layers)
+    found = gradients(model, family.inputs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(forwards[name] == (2 if "language_model" in name else 1) for name in layers)
+
+
+# -- caches, copies, other wrappers -----------------------------------------------------------------------------------
+
+
+def test_a_cache_is_filled_once():
+    family, model = make_model("qwen2_5_vl", "sdpa")
+    inputs = {**family.inputs, "use_cache": True}
+    expected = gradients(model, inputs)
+    apply(model, find_layers(model))
+    found = gradients(model, inputs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result = model.eval()(**inputs)
+    assert result.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
+    result.loss.backward()
+
+
+def test_generation_is_what_it_was():
+    family, model = make_model("qwen3_vl", "sdpa")
+    model.eval()
+    inputs = {name: x for name, x in family.inputs.items() if name not in ("labels", "use_cache")}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    apply(model, find_layers(model))
+    assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_a_copy_of_the_model_recomputes_with_its_own_weights():
+    family, model = make_model("qwen2_vl", "sdpa")
+    expected = gradients(model, family.inputs)
+    apply(model, find_layers(model))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    found = gradients(other, family.inputs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_forward_of_another_wrapper_comes_back():
+    _, model = make_model("llava", "sdpa")
+    name = find_layers(model)[0]
+    layer = model.get_submodule(name)
+    others = layer.forward
+    layer.forward = others
+    before = trace_of(model)
+    handle = apply(model, [name])
+    handle.remove()
+    handle.remove()
+    assert layer.__dict__["forward"] is others
+    assert trace_of(model) == before
+    handle = apply(model, [name])
+    layer.forward = lambda *args, **kwargs: others(*args, **kwargs)
+    with pytest.raises(
+        TrimtabError, match=rf"recompute of {name} was to be removed, but another wrapper .*remove that"
+    ):
+        handle.remove()
+
+
+class Plain(nn.Module):
+    """A layer that knows nothing of checkpoints, as those of remote code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, *, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x * scales["scale"])))
+
+
+def test_plain_modules_recompute_and_inputs_in_a_mapping_count():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Plain() for _ in range(3))
+    scale = torch.randn(8, requires_grad=True)
+    x = torch.randn(4, 8)
+
+    def step() -> list[torch.Tensor]:
+        layers.zero_grad(set_to_none=True)
+        scale.grad = None
+        torch.manual_seed(2)
+        result = x
+        for layer in layers:
+            result = layer(result, scales={"scale": scale})
+        result.square().sum().backward()
+        return [scale.grad, *(p.grad for p in layers.parameters() if p.grad is not None)]
+
+    layers[0].requires_grad_(False)  # reached through `scale` alone
+    expected = step()
+    apply(layers, ["0", "2"])
+    counts = count_forwards(layers, ["0", "1", "2"])
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert counts == {"0": 2, "1": 1, "2": 2}
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plans_decision_is_read_with_its_ranges():
+    _, model = make_model("qwen2_5_vl", "sdpa")
+    decisions = [
+        RecomputeDecision(stage=0, granularity="full", modules=(f"{TOWER}.blocks[0..2]",)),
+        RecomputeDecision(stage=1, granularity="attention", modules=(f"{TEXT}.layers.1",)),
+    ]
+    handle = apply(model, decisions)
+    full = {f"{TOWER}.blocks.{i}": "full" for i in range(3)}
+    assert handle.granularity == {**full, f"{TEXT}.layers.1": "attention"}
+    handle.remove()
+    assert apply(model, f"{TEXT}.layers[0..1]").granularity == {f"{TEXT}.layers.{i}": "full" for i in range(2)}
+
+
+def test_a_whole_plan_names_layers_of_the_model_it_was_made_for():
+    plan = load_plan(ROOT / "tests/golden/plan_v1_0.yaml")
+    _, model = make_model("qwen2_5_vl", "sdpa")
+    with pytest.raises(PlanError, match=r"recompute was asked for model\.\S+, .* and \d+ more, which the model lacks"):
+        apply(model, plan)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    _, model = make_model("qwen2_5_vl", "sdpa")
+    handle = apply(model, [f"{TEXT}.layers.0"])
+    switch_all_on(model)
+    names = ["visual.blocks.0", f"{TEXT}.layers.0", f"{TEXT}.layers.1", f"{TEXT}.layers.1", f"{TEXT}.layers.1.mlp"]
+    with pytest.raises(PlanError) as caught:
+        apply(model, names, granularity="most")  # type: ignore[arg-type]
+    lines = str(caught.value).splitlines()
+    assert lines == [
+        "granularity 'most' was asked for, which is unknown: choose selective, attention, full",
+        "recompute was asked for visual.blocks.0, which the model lacks: plan with its own config, or give names as "
+        "`model.named_modules()` spells them",
+        f"recompute was asked for {TEXT}.layers.1 more than once: name each layer once",
+        f"recompute was asked for {TEXT}.layers.1.mlp and for a module that holds it, which would run it three times: "
+        "name the outer or the inner one",
+        f"recompute was asked for {TEXT}.layers.0, which recomputes already: remove() that first",
+        "recompute of single layers was asked for, but the model's own gradient checkpointing is on, which would run "
+        "layers three times: switch it off first (model.gradient_checkpointing_disable())",
+    ]
+    assert list(handle.granularity) == [f"{TEXT}.layers.0"]
+    assert "forward" not in model.get_submodule(f"{TEXT}.layers.1").__dict__
+
+
+# -- trainers and wrappers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_transformers_trainer_trains_to_the_same_weights(tmp_path, dtype):
+    trained = []
+    for recomputed in (False, True):
+        family, model = make_model("qwen2_5_vl", "sdpa")
+        if recomputed:
+            apply(model, find_layers(model)[::2])
+            forwards = count_forwards(model, find_layers(model))
+        row = {name: x for name, x in family.inputs.items() if name != "use_cache"}
+        trainer = transformers.Trainer(
+            model=model,
+            args=transformers.TrainingArguments(
+                output_dir=str(tmp_path / str(recomputed)),
+                max_steps=2,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=2,
+                learning_rate=1e-2,
+                report_to=[],
+                save_strategy="no",
+                use_cpu=True,
+                bf16=dtype == "bf16",
+                remove_unused_columns=False,
+                disable_tqdm=True,
+            ),
+            train_dataset=[row] * 4,
+            data_collator=lambda rows: rows[0],
+        )
+        trainer.train()
+        trained.append(model.state_dict())
+    assert forwards == {name: 8 if i % 2 == 0 else 4 for i, name in enumerate(find_layers(model))}
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def test_under_ddp_and_fsdp2_gradients_are_bit_equal(tmp_path):
+    results = run_ranks(tmp_path)
+    assert {(r["wrapper"], r["when"], r["rank"]) for r in results} == {
+        (wrapper, when, rank) for wrapper in ("ddp", "fsdp2") for when in ("before", "after") for rank in (0, 1)
+    }
+    for r in results:
+        assert r["equal"], r
+        assert r["forwards"] == r["wanted"], r
+        assert r["gathers"][0] >= r["gathers"][1], r  # recompute gathers no weights a further time
