@@ -28,7 +28,10 @@ FLOORS = {
     "demo": 4,
     "cli": 5,
 }
-TORCH_FILES = {"costs/traced.py", "costs/timed.py", "costs/timed_model.py"}
+TORCH_FILES = {
+    *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
+    *("costs/traced_weights.py", "costs/traced_inputs.py", "costs/timed.py", "costs/timed_model.py"),
+}
 FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "ray", "pandas"}
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "registry.py", "constants.py", "helpers.py"}
 

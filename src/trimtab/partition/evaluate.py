@@ -96,7 +96,8 @@ class Evaluator:
 
         seconds = np.ascontiguousarray(np.stack([entry.seconds for entry in priced], axis=1))
         sends = np.zeros((2, *seconds.shape[1:]))
-        sends[0, :-1] = sends[1, 1:] = [entry.send for entry in priced[:-1]]
+        if len(priced) > 1:
+            sends[0, :-1] = sends[1, 1:] = [entry.send for entry in priced[:-1]]
         order = self.order
         steps = replay_steps(order.stage, order.microbatch, order.kind, self.device, seconds, sends, self.slots)
         return float(steps.mean())

@@ -1,0 +1,301 @@
+"""Traced steps of several sizes -> a Profile: bytes as they were counted, seconds as the formulas give them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.costs.analytic import find_columns
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.traced_saved import SavedStorage, Trace
+from trimtab.errors import TrimtabError
+from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, FloatArray, LayerCost, LayerSpec, ModelSpec, Profile
+
+PATCHES, TOKENS = WORK_TERMS.index("patches"), WORK_TERMS.index("tokens")
+PATCHES_SQ, PATCHES_WINDOWED = WORK_TERMS.index("patches_sq"), WORK_TERMS.index("patches_windowed")
+TOKENS_SQ = WORK_TERMS.index("tokens_sq")
+
+Terms = tuple[float, ...]
+"""Coefficients of WORK_TERMS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One traced step, and the work it was for each layer (number in the model), per WORK_TERMS."""
+
+    trace: Trace
+    numbers: tuple[int, ...]  # of `trace.layers`, in the model
+    work: Mapping[int, Terms]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindCounts:
+    """What one layer, which stands for all of its group, was counted to keep and compute; per WORK_TERMS."""
+
+    layer: int  # number in the model
+    group: int
+    num_params: int
+    kept_bytes: Terms  # nothing recomputed; with what the code behind the layer keeps
+    recomputed_bytes: Terms  # the layer recomputed
+    context_bytes: Terms  # tables and masks it is handed, shared by the layers of its tower; of code between blocks
+    output_bytes: Terms
+    transient_bytes: Terms
+    forward_flops: Terms
+    backward_flops: Terms
+    recompute_flops: Terms
+    fused_bytes: Terms | None = None  # kept_bytes if norms and gates were single kernels; None: they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedProfile:
+    """A profile whose bytes were counted, and the counts behind it."""
+
+    profile: Profile
+    kinds: tuple[KindCounts, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """One layer's share of a trace, so that shares add up to what the step keeps."""
+
+    kept: int
+    recomputed: int
+    context: int
+
+
+def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
+    """Each storage of `trace` to one layer, the first that saved it; that of code outside to the layer before it.
+
+    Where one layer is recomputed the shares are exact; where several are that hold the same storage, it counts for
+    each. Context is what layers are handed by keyword and without gradient, and what code between `blocks` keeps (one
+    block stands for many, and such code need not run behind each): it is held once, whatever is recomputed.
+    """
+    kept, recomputed, context = ([0] * len(trace.layers) for _ in range(3))
+    for storage in trace.storages:
+        if _is_context(storage):
+            context[min(storage.savers | storage.named)] += storage.num_bytes
+            continue
+        owner = min(storage.savers) if storage.savers else storage.behind or 0
+        if storage.saved_outside and not storage.savers and trace.layers[owner].name in blocks:
+            context[owner] += storage.num_bytes
+            continue
+        if storage.savers or storage.saved_outside:
+            kept[owner] += storage.num_bytes
+        held = set(storage.entered)
+        if storage.follows_gradient:
+            held |= storage.named
+        if storage.saved_outside:
+            held.add(owner)
+        for place in held:
+            recomputed[place] += storage.num_bytes
+    return tuple(
+        LayerBytes(kept=k, recomputed=r if layer.keeps else k, context=c)
+        for k, r, c, layer in zip(kept, recomputed, context, trace.layers, strict=True)
+    )
+
+
+def _is_context(storage: SavedStorage) -> bool:
+    return bool(storage.named) and not storage.follows_gradient and not storage.entered
+
+
+def fit_counts(
+    model: ModelSpec,
+    settings: CostSettings,
+    groups: Mapping[int, int],
+    kept: Sequence[Probe],
+    recomputed: Sequence[Probe],
+    fused: Sequence[Probe],
+) -> tuple[KindCounts, ...]:
+    """Counts of each traced layer as coefficients of WORK_TERMS.
+
+    `groups`: of the layer that stands for each. `kept`: steps in which nothing was recomputed; bytes and FLOPs are
+    sums of their terms, so the fit must leave nothing (`TrimtabError` if it leaves 0.1 %). `recomputed`: larger ones
+    with every block recomputed; transients are maxima of sums, so these are lines through large sizes. `fused`: the
+    first of the steps `kept`, with fused kernels; what those save is a sum of rows alone.
+    """
+    blocks = {x.name for x in model.layers if x.kind == "block"}
+    shares = [share_bytes(probe.trace, blocks=blocks) for probe in kept]
+    fused_shares = [share_bytes(probe.trace, blocks=blocks) for probe in fused]
+    counts = []
+    for number in sorted(set(groups) & set(kept[0].numbers)):
+        place, layer = kept[0].numbers.index(number), model.layers[number]
+        work = np.array([probe.work[number] for probe in kept])
+        columns = _columns(layer, settings)
+        traced = [probe.trace.layers[place] for probe in kept]
+
+        def fit(values: Sequence[int], what: str, *, work=work, columns=columns, layer=layer) -> Terms:  # type: ignore[no-untyped-def]
+            return _fit(work, values, columns, f"{what} of {layer.name}")
+
+        kept_bytes = fit([s[place].kept for s in shares], "kept bytes")
+        less = [a[place].kept - b[place].kept for a, b in zip(shares, fused_shares, strict=False)]
+        counts.append(
+            KindCounts(
+                layer=number,
+                group=groups[number],
+                num_params=traced[0].num_params,
+                kept_bytes=kept_bytes,
+                recomputed_bytes=fit([s[place].recomputed for s in shares], "bytes kept under recompute"),
+                context_bytes=fit([s[place].context for s in shares], "tables and masks"),
+                output_bytes=fit([x.output_bytes for x in traced], "output bytes"),
+                transient_bytes=_fit_transient(layer, settings, number, recomputed, kept_bytes),
+                forward_flops=fit([x.forward_flops for x in traced], "forward FLOPs"),
+                backward_flops=fit([x.backward_flops for x in traced], "backward FLOPs"),
+                recompute_flops=fit([x.recompute_flops for x in traced], "recompute FLOPs"),
+                fused_bytes=_without(kept_bytes, less, work, find_columns(layer, settings).rows) if fused else None,
+            )
+        )
+    return tuple(counts)
+
+
+def _columns(layer: LayerSpec, settings: CostSettings) -> list[int]:
+    """Terms that what is counted for `layer` may depend on: rows of both towers, pairs of its own."""
+    return [0, PATCHES, TOKENS, find_columns(layer, settings).pairs]
+
+
+def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: str) -> Terms:
+    """Coefficients that give `values`."""
+    y = np.array(values, dtype=np.float64)
+    terms = [0.0] * NUM_WORK_TERMS
+    if not y.any():
+        return tuple(terms)
+    # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
+    for chosen in (columns[:-1], columns):
+        X = work[:, chosen]
+        scale = X.max(axis=0)
+        found = np.round(np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, 7)
+        left = np.abs(X @ found - y).max() / y.max()
+        if left < 1e-6:
+            break
+    if left > 1e-3:
+        raise TrimtabError(
+            f"{what} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave {left:.2%}: "
+            "this model does not keep the same for each row; profile without --traced, and please report it"
+        )
+    for column, value in zip(chosen, found, strict=True):
+        terms[column] = float(value)
+    return tuple(terms)
+
+
+def _without(kept: Terms, less: Sequence[int], work: FloatArray, rows: int) -> Terms:
+    """`kept` less what each row saves."""
+    terms = list(kept)
+    terms[rows] -= max(saved / work[i, rows] for i, saved in enumerate(less))
+    return tuple(terms)
+
+
+def _fit_transient(
+    layer: LayerSpec, settings: CostSettings, number: int, probes: Sequence[Probe], kept: Terms
+) -> Terms:
+    """The larger of backward's transient and what forward's leaves above what is kept, as a line through the sizes.
+
+    Two sizes: each pair costs what is kept for it (SDPA's masks, made again with the layer). Three: what they say.
+    """
+    values = []
+    for probe in probes:
+        place = probe.numbers.index(number)
+        traced, share = probe.trace.layers[place], share_bytes(probe.trace)[place]
+        values.append(max(traced.backward_transient_bytes, traced.forward_transient_bytes - share.recomputed))
+    columns = find_columns(layer, settings)
+    work = np.array([probe.work[number] for probe in probes])
+    y = np.array(values, dtype=np.float64)
+    terms = [0.0] * NUM_WORK_TERMS
+    chosen = [0, columns.rows, columns.pairs]
+    if len(probes) == 2:
+        terms[columns.pairs] = kept[columns.pairs]
+        y -= work[:, columns.pairs] * kept[columns.pairs]
+        chosen = chosen[:2]
+    X = work[:, chosen]
+    scale = X.max(axis=0)
+    for column, value in zip(chosen, np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, strict=True):
+        terms[column] = float(value)
+    return tuple(terms)
+
+
+def traced_profile(
+    analytic: Profile,
+    model: ModelSpec,
+    settings: CostSettings,
+    kinds: Sequence[KindCounts],
+    *,
+    how: str,
+    warnings: Sequence[str] = (),
+) -> TracedProfile:
+    """`analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
+
+    The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
+    short of; "selective" stays the formula's. Context of a tower is held by its first layer. A group
+    without a module of its own (a bare parameter) keeps its formula.
+    """
+    counted = {kind.group: kind for kind in kinds}
+    context: dict[int, FloatArray] = {}
+    for kind in kinds:
+        tower = model.layers[kind.layer].tower
+        first = model.indices("vision" if tower == "projector" else tower)[0]
+        context[first] = np.maximum(context.get(first, 0.0), np.array(kind.context_bytes))
+    rate = analytic.device.peak_flops * settings.efficiency.matmul * (0.5 if settings.dtype == "fp32" else 1.0)
+    layers = []
+    for number, (cost, layer) in enumerate(zip(analytic.layers, model.layers, strict=True)):
+        found = counted.get(cost.group)
+        shared = context.get(number)
+        layers.append(cost if found is None else _with_bytes(cost, layer, found, settings, rate, shared))
+    uncounted = sorted({x.name for x in analytic.layers if x.group not in counted})
+    said = [
+        f"Bytes kept and transient were counted on the real layers, without weights: {how}.",
+        "Tables and masks that a tower's layers share, and what code between its blocks keeps, are its first layer's.",
+        *warnings,
+    ]
+    if uncounted:
+        said.append(f"No module of its own, so bytes by formula: {', '.join(uncounted)}.")
+    return TracedProfile(
+        profile=replace(
+            analytic,
+            layers=_ungroup(layers),
+            method="traced",
+            assumptions=(analytic.assumptions[0], *said, *analytic.assumptions[1:]),
+        ),
+        kinds=tuple(kinds),
+        warnings=tuple(warnings),
+    )
+
+
+def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Groups anew: the first layer of a tower may hold more than those that were like it."""
+    groups: dict[tuple[object, ...], int] = {}
+    return tuple(
+        replace(x, group=groups.setdefault((x.group, x.tiers), len(groups)))  # tiers alone were changed unlike
+        for x in layers
+    )
+
+
+def _with_bytes(
+    cost: LayerCost,
+    layer: LayerSpec,
+    found: KindCounts,
+    settings: CostSettings,
+    rate: float,
+    shared: FloatArray | None,
+) -> LayerCost:
+    more = np.zeros(NUM_WORK_TERMS) if shared is None else shared
+    rows = find_columns(layer, settings).rows
+    skipped = max(0.0, found.forward_flops[rows] - found.recompute_flops[rows]) / rate
+    tiers = []
+    for tier in cost.tiers:
+        if tier.name == "none":
+            tiers.append(replace(tier, saved_bytes=_sum(found.kept_bytes, more)))
+        elif tier.name == "full":
+            extra = list(tier.extra_backward_s)
+            extra[rows] = max(0.0, extra[rows] - skipped)
+            tiers.append(replace(tier, saved_bytes=_sum(found.recomputed_bytes, more), extra_backward_s=tuple(extra)))
+        else:
+            tiers.append(replace(tier, saved_bytes=_sum(tier.saved_bytes, more)))
+    once = list(found.transient_bytes)
+    if settings.zero_stage == 3:
+        once[0] += 2.0 * cost.num_params * settings.item_bytes
+    return replace(cost, tiers=tuple(tiers), output_bytes=found.output_bytes, transient_bytes=tuple(once))
+
+
+def _sum(terms: Terms, more: FloatArray) -> Terms:
+    return tuple(float(x) for x in np.array(terms) + more)

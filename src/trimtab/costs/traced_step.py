@@ -1,0 +1,373 @@
+"""One step of a model, forward and backward, traced: who saved what, how much lived, how many FLOPs.
+
+The model may be real or weightless (`traced_weights`): bytes and FLOPs are the same.
+Needs torch, loaded when this module is.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.costs.traced_mode import StepMode
+from trimtab.costs.traced_saved import SavedStorage, Trace, TracedLayer
+from trimtab.errors import TrimtabError
+
+
+def trace_step(
+    module: nn.Module,
+    layers: Sequence[str],
+    inputs: Mapping[str, Any],
+    *,
+    recomputed: Collection[str] = (),
+    rng_state_bytes: int | None = None,
+    accumulate: bool = False,
+    backward: bool = True,
+) -> Trace:
+    """What `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (module paths).
+
+    `recomputed` are checkpointed while the step runs (non-reentrant), each with `rng_state_bytes` of random state, by
+    default that of the CPU's generator: so `peak_bytes` is the peak of that choice. `accumulate`: gradients of an
+    earlier micro-batch are there (and not counted), so those of this one live only until they are added. The gradients
+    of `module` are cleared. Without `backward` its counts are 0. Layers must not lie in one another.
+    """
+    _refuse_unusable(module, layers, recomputed)
+    fixed = [*module.parameters(), *module.buffers()]
+    gradients: list[Tensor] = []
+    module.zero_grad(set_to_none=True)
+    if accumulate:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.device.type != "meta":
+                parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+    mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
+    recorder = _Recorder(mode, len(layers), fixed)
+    state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
+    with ExitStack() as stack:
+        for place, name in enumerate(layers):
+            part = module.get_submodule(name)
+            stack.enter_context(recorder.watch(place, part))
+            if name in recomputed:
+                stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
+        stack.enter_context(_young_garbage())
+        stack.enter_context(mode)
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Kept.unpack):
+            loss = module(**inputs).loss
+        gc.collect(0)
+        recorder.end_forward()
+        forward_bytes, forward_flops = mode.live_bytes, mode.flops
+        storages, keepers = recorder.list_storages(), recorder.list_keepers()
+        if backward:
+            recorder.begin_backward()
+            loss.backward()
+            recorder.end_backward()
+    del loss
+    module.zero_grad(set_to_none=True)
+    records = recorder.records
+    return Trace(
+        layers=tuple(
+            TracedLayer(
+                name=name,
+                num_params=sum(p.numel() for p in module.get_submodule(name).parameters()),
+                num_calls=record.num_calls,
+                keeps=place in keepers,
+                output_bytes=record.output_bytes,
+                forward_flops=record.forward_flops,
+                backward_flops=record.backward_flops,
+                recompute_flops=record.recompute_flops if place in keepers else 0,
+                forward_transient_bytes=record.forward_transient,
+                backward_transient_bytes=record.backward_transient,
+            )
+            for place, (name, record) in enumerate(zip(layers, records, strict=True))
+        ),
+        storages=storages,
+        recomputed=frozenset(recomputed),
+        outside_flops=forward_flops - sum(record.forward_flops for record in records),
+        forward_bytes=forward_bytes,
+        peak_bytes=mode.step_peak_bytes,
+    )
+
+
+@contextmanager
+def _young_garbage() -> Iterator[None]:
+    """No collection of cycles but those asked for: all that the step makes stays in the youngest generation.
+
+    Models leave tensors in cycles of Python objects; whether those still hold memory would be a matter of chance.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _refuse_unusable(module: nn.Module, layers: Sequence[str], recomputed: Collection[str]) -> None:
+    known = dict(module.named_modules())
+    missing = [name for name in layers if name not in known]
+    if missing:
+        raise TrimtabError(
+            f"{', '.join(missing)} cannot be traced: {type(module).__name__} has no such modules; "
+            "give names as in named_modules()"
+        )
+    unknown = sorted(set(recomputed) - set(layers))
+    if unknown:
+        raise TrimtabError(
+            f"{', '.join(unknown)} cannot be recomputed: not among the {len(layers)} layers to trace; name it there too"
+        )
+    chosen = set(layers)
+    for name in layers:
+        parts = name.split(".")
+        outer = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in chosen), None)
+        if outer is not None:
+            raise TrimtabError(f"{name} cannot be traced beside {outer}, which it is a part of: give one of the two")
+
+
+# -- who saves ------------------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """What autograd holds in place of a saved tensor; it lives as long as the graph needs it."""
+
+    __slots__ = ("__weakref__", "behind", "call", "tensor")
+
+    def __init__(self, tensor: Tensor, call: _Call | None, behind: int | None) -> None:
+        self.tensor = tensor.detach()  # without its graph: an operation that saves its own result would never be freed
+        self.call, self.behind = call, behind
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(eq=False)
+class _Call:
+    """One run of a layer, and the storages it was handed, by number."""
+
+    place: int
+    entered: frozenset[int]
+    named: frozenset[int]
+    start_flops: int
+    start_bytes: int
+    last_saved_flops: int | None = None
+
+
+@dataclass
+class _Storage:
+    num_bytes: int
+    follows_gradient: bool = False
+    savers: set[int] = field(default_factory=set)
+    saved_outside: bool = False
+    behind: int | None = None
+    entered: set[int] = field(default_factory=set)
+    named: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Record:
+    num_calls: int = 0
+    output_bytes: int = 0
+    forward_flops: int = 0
+    recompute_flops: int = 0
+    backward_flops: int = 0
+    forward_transient: int = 0
+    backward_transient: int = 0
+
+
+class _Recorder:
+    """Hooks around layers, and what they saw."""
+
+    def __init__(self, mode: StepMode, num_layers: int, fixed: Iterable[Tensor]) -> None:
+        self.mode = mode
+        self.records = [_Record() for _ in range(num_layers)]
+        self.storages: dict[int, _Storage] = {}  # by number
+        self.open_calls: list[_Call] = []
+        self.calls: list[_Call] = []
+        self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        self.fixed = {mode.identify(tensor) for tensor in fixed}
+        self.in_backward: int | None = None
+        self.backward_start = (0, 0)  # FLOPs, bytes
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        call = self.open_calls[-1] if self.open_calls else None
+        if call is not None:
+            call.last_saved_flops = self.mode.flops
+        self._number(tensor)
+        kept = _Kept(tensor, call, self.calls[-1].place if self.calls else None)
+        self.kept.add(kept)
+        return kept
+
+    @contextmanager
+    def watch(self, place: int, module: nn.Module) -> Iterator[None]:
+        """Hooks on `module` while the context lasts: its calls, and the gradients that enter and leave it."""
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._enter(place, args, kwargs), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda _, __, result: self._leave(place, result)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def end_forward(self) -> None:
+        """The code behind the last layer entered, up to now, was part of that layer's forward."""
+        if self.calls:
+            record, call = self.records[self.calls[-1].place], self.calls[-1]
+            record.forward_transient = max(record.forward_transient, self.mode.peak_bytes - call.start_bytes)
+
+    def _enter(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.end_forward()
+        call = _Call(
+            place=place,
+            entered=frozenset(self._number(x) for x in _tensors(args)),
+            named=frozenset(self._number(x) for x in _tensors(kwargs)),
+            start_flops=self.mode.flops,
+            start_bytes=self.mode.live_bytes,
+        )
+        self.mode.mark()
+        self.open_calls.append(call)
+        self.calls.append(call)
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._leave_backward(place))  # type: ignore[no-untyped-call]
+
+    def _leave(self, place: int, result: Any) -> None:
+        call, mode, record = self.open_calls.pop(), self.mode, self.records[place]
+        outputs = _tensors(result)
+        record.num_calls += 1
+        record.output_bytes += sum(x.numel() * x.element_size() for x in outputs)
+        record.forward_flops += mode.flops - call.start_flops
+        if call.last_saved_flops is not None:
+            record.recompute_flops += call.last_saved_flops - call.start_flops
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter_backward(place))  # type: ignore[no-untyped-call]
+
+    # a layer's backward runs from the gradient of its result to that of what entered it
+
+    def begin_backward(self) -> None:
+        """What comes before the first gradient enters a layer, the loss, is part of the last layer's backward."""
+        if self.calls:
+            self._enter_backward(self.calls[-1].place)
+
+    def _enter_backward(self, place: int) -> None:
+        if self.in_backward != place:
+            self.end_backward()
+            self.mode.mark()
+            self.in_backward, self.backward_start = place, (self.mode.flops, self.mode.live_bytes)
+
+    def _leave_backward(self, place: int) -> None:
+        if self.in_backward == place:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        if self.in_backward is not None:
+            record, (flops, live) = self.records[self.in_backward], self.backward_start
+            record.backward_flops += self.mode.flops - flops
+            record.backward_transient = max(record.backward_transient, self.mode.peak_bytes - live)
+            self.in_backward = None
+
+    # what the graph holds now
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self.mode.identify(tensor)
+        storage = self.storages.setdefault(number, _Storage(tensor.untyped_storage().nbytes()))
+        storage.follows_gradient |= tensor.requires_grad
+        return number
+
+    def list_keepers(self) -> frozenset[int]:
+        return frozenset(kept.call.place for kept in self.kept if kept.call is not None)
+
+    def list_storages(self) -> tuple[SavedStorage, ...]:
+        """In the order they were first met; those of parameters and buffers left out."""
+        keeping: set[_Call] = set()
+        for kept in self.kept:
+            storage = self.storages[self.mode.identify(kept.tensor)]
+            if kept.call is None:
+                storage.behind = _earlier(storage, kept.behind)
+                storage.saved_outside = True
+            else:
+                storage.savers.add(kept.call.place)
+                keeping.add(kept.call)
+        for call in keeping:
+            for number in call.entered:
+                self.storages[number].entered.add(call.place)
+            for number in call.named:
+                self.storages[number].named.add(call.place)
+        return tuple(
+            SavedStorage(
+                num_bytes=x.num_bytes,
+                savers=frozenset(x.savers),
+                saved_outside=x.saved_outside,
+                entered=frozenset(x.entered),
+                named=frozenset(x.named),
+                follows_gradient=x.follows_gradient,
+                behind=x.behind,
+            )
+            for number, x in self.storages.items()
+            if number not in self.fixed and (x.savers or x.saved_outside or x.entered or x.named)
+        )
+
+
+def _earlier(storage: _Storage, behind: int | None) -> int | None:
+    """Where code outside first saved it: handles come in no order."""
+    if not storage.saved_outside:
+        return behind
+    return None if storage.behind is None or behind is None else min(storage.behind, behind)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+# -- recompute ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointed(module: nn.Module, random_state: Callable[[], Tensor] | None = None) -> Iterator[None]:
+    """`module` under non-reentrant checkpointing while the context lasts; its hooks stay outside.
+
+    `random_state` makes a tensor of a random-number state's size: one lives with each call, one more while it is
+    computed again, as those do that torch makes where no dispatch mode sees it.
+    """
+    forward = module.forward
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _RandomStates(random_state) if random_state is not None else nullcontext()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
+
+    module.forward = again
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+class _RandomStates:
+    """Lives as long as one checkpointed call does."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make, self.of_forward = make, make()
+        self.of_backward: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self.of_backward = self.make()
+
+    def __exit__(self, *_: object) -> None:
+        self.of_backward = None

@@ -1,0 +1,209 @@
+"""Traced steps against what autograd keeps and the allocator hands out; traced profiles against whole traced models.
+
+Needs torch and Transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs Transformers")
+
+import numpy as np  # noqa: E402
+from tiny_models import as_saved, make_tiny_model  # noqa: E402
+from traced_families import FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
+
+from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
+from trimtab.costs.traced import profile_traced  # noqa: E402
+from trimtab.costs.traced_fit import share_bytes  # noqa: E402
+from trimtab.costs.traced_inputs import check_family, find_unit, make_batch  # noqa: E402
+from trimtab.costs.traced_step import trace_step  # noqa: E402
+from trimtab.costs.traced_weights import build_weightless  # noqa: E402
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
+from trimtab.models.describe import describe  # noqa: E402
+from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+H200 = DEVICES["H200"]
+TOKENS, TOKENS_SQ = WORK_TERMS.index("tokens"), WORK_TERMS.index("tokens_sq")
+ROTATION = [(torch.bfloat16, "sdpa"), (torch.float32, "eager"), (torch.float32, "sdpa"), (torch.bfloat16, "eager")]
+
+
+def weightless(family, dtype, attention):
+    return build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "attention"), [(name, *ROTATION[i % len(ROTATION)]) for i, name in enumerate(FAMILIES)]
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, on making real tensors of a graph fake
+def test_bytes_of_every_subset_are_those_autograd_keeps(name, dtype, attention):
+    family = make_family(name, dtype)
+    real = family.make_real(dtype=dtype, attention=attention)
+    layers = find_layers(real)
+    trace = trace_step(weightless(family, dtype, attention), layers, family.inputs)
+    chance = random.Random(name)
+    for subset in ([], layers, layers[::2], [x for x in layers if chance.random() < 0.5]):
+        assert trace.saved_bytes(subset) == kept_bytes(real, family.inputs, subset)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.filterwarnings("ignore")  # the profiler's own
+def test_peak_is_the_allocators(name):
+    family = make_family(name, torch.bfloat16, more_text=300)  # so much text that no kernel's workspace is the peak
+    real = family.make_real(dtype=torch.bfloat16, attention="sdpa")
+    layers = find_layers(real)
+    model = weightless(family, torch.bfloat16, "sdpa")
+    for subset in ([], layers, layers[::2]):
+        traced = trace_step(model, layers, family.inputs, recomputed=subset).peak_bytes
+        assert traced == pytest.approx(allocated_peak_bytes(real, family.inputs, subset), rel=1e-3)
+
+
+def test_recompute_flops_are_those_that_recompute_adds():
+    family = make_family("qwen3_vl", torch.bfloat16)
+    model = weightless(family, torch.bfloat16, "sdpa")
+    layers = find_layers(model)
+    kept = trace_step(model, layers, family.inputs)
+    again = trace_step(model, layers, family.inputs, recomputed=layers)
+    for before, after in zip(kept.layers, again.layers, strict=True):
+        assert 0 < before.recompute_flops <= before.forward_flops
+        assert after.backward_flops == before.backward_flops + before.recompute_flops
+    assert kept.layers[-1].recompute_flops < kept.layers[-1].forward_flops  # it stops before the last product
+
+
+def test_a_frozen_tower_keeps_nothing():
+    family = make_family("internvl", torch.bfloat16)
+    model = weightless(family, torch.bfloat16, "sdpa")
+    layers = find_layers(model)
+    vision = [name for name in layers if "vision" in name]
+    model.model.vision_tower.requires_grad_(False)
+    trace = trace_step(model, layers, family.inputs)
+    assert not any(x.keeps or x.backward_flops for x in trace.layers if x.name in vision)
+    assert trace.saved_bytes(vision) == trace.saved_bytes()
+    assert trace.freed_bytes(layers[-1]) > 0
+
+
+# -- profiles -------------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("qwen3_vl_moe", "flash"),
+    ("internvl qwen3, rms, qk norm, mask token, pooled by class token, tied", "sdpa"),
+    ("gemma3", "eager"),
+]
+
+
+@functools.cache
+def profile_of(case, attention, **more):
+    tiny = make_tiny_model(case)
+    return tiny, profile_traced(as_saved(tiny.model.config), tiny.spec, H200, attention=attention, **more)
+
+
+@pytest.mark.parametrize(("case", "attention"), CASES)
+def test_layers_add_up_to_a_whole_model_of_another_size(case, attention):
+    tiny, traced = profile_of(case, attention, compare_fused=False)
+    spec, profile = tiny.spec, traced.profile
+    whole = build_weightless(copy.deepcopy(tiny.model.config), dtype=torch.bfloat16, attention=attention)
+    parts = dict(whole.named_modules())
+    names = [x.name for x in spec.layers if x.name in parts]
+    unit = find_unit(whole, spec, torch.bfloat16)
+    batch = make_batch(whole, spec, unit, size=unit.patches * 6, num_text=301, packed=True, dtype=torch.bfloat16)
+    trace = trace_step(whole, names, batch.inputs)
+    block = next(x for x in spec.layers if x.tower == "vision" and x.kind == "block")
+    rows = trace.layers[names.index(block.name)].output_bytes / (2 * block.hidden_size)
+    work = np.zeros((1, len(WORK_TERMS)))
+    work[0, :4] = 1, rows, rows**2, rows**2  # pairs of vision count for eager attention alone
+    work[0, TOKENS:] = batch.num_tokens, batch.num_tokens**2, batch.num_tokens**2
+    if attention == "eager":
+        work[0, 2:4] = rows**2 / 6  # six tiles
+    blocks = {x.name for x in spec.layers if x.kind == "block"}
+    shares = share_bytes(trace, blocks=blocks)
+    kept = sum(x.kept + x.context for x in shares)
+    again = sum((x.recomputed if name in blocks else x.kept) + x.context for name, x in zip(names, shares, strict=True))
+    layers = [x for x in profile.layers if x.name in parts]
+    assert sum(evaluate(x.tiers[0].saved_bytes, work)[0] for x in layers) == pytest.approx(kept, rel=5e-3)
+    full = sum(evaluate(x.tiers[-1 if x.name in blocks else 0].saved_bytes, work)[0] for x in layers)
+    assert full == pytest.approx(again, rel=0.015)  # a tapped block's rows are two layers' input
+    # masks are counted even where recompute alone would hold them
+    assert trace.saved_bytes() <= kept <= 1.03 * trace.saved_bytes()
+    assert trace.saved_bytes(blocks) <= again <= 1.07 * trace.saved_bytes(blocks)
+
+
+def test_flash_keeps_neither_masks_nor_repeated_keys():
+    _, sdpa = profile_of("internvl qwen2", "sdpa", compare_fused=False)
+    tiny, flash = profile_of("internvl qwen2", "flash")
+    place = tiny.spec.indices("language", "block")[0]
+    kept = {name: x.profile.layers[place].tiers[0].saved_bytes for name, x in {"sdpa": sdpa, "flash": flash}.items()}
+    assert kept["flash"][TOKENS_SQ] == 0
+    assert kept["sdpa"][TOKENS_SQ] == 2  # the mask, cast to bf16
+    # k and v of 2 heads each copied to 4, q copied by the join of rotary halves either way: 2 x 2 heads x 16 x 2 bytes
+    assert kept["sdpa"][TOKENS] - kept["flash"][TOKENS] == pytest.approx(2 * 2 * 16 * 2, abs=1)
+
+
+def test_fused_kernels_save_norm_copies_and_an_activation():
+    tiny, traced = profile_of("internvl qwen2", "flash")
+    place = tiny.spec.indices("language", "block")[0]
+    kind = next(x for x in traced.kinds if x.layer == place)
+    h, f = 64, 112
+    # each norm: fp32 copy and normed rows become the input; the gate: its activated half
+    assert kind.kept_bytes[TOKENS] - kind.fused_bytes[TOKENS] == 2 * 4 * h + 2 * f
+    _, fused = profile_of("internvl qwen2", "flash", fused_kernels=True)
+    assert fused.profile.layers[place].tiers[0].saved_bytes == pytest.approx(kind.fused_bytes, abs=1e-3)
+    assert next(x for x in fused.kinds if x.layer == place).fused_bytes is None
+
+
+def test_profile_is_saved_and_says_how_it_was_made(tmp_path):
+    tiny, traced = profile_of("gemma3", "eager", compare_fused=False)
+    profile = traced.profile
+    assert profile.method == "traced"
+    assert any("grow with the square" in x for x in traced.warnings)
+    assert any("counted on the real layers" in x for x in profile.assumptions)
+    save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+    formulas = profile_model(tiny.spec, H200, attention="eager")
+    for ours, theirs in zip(profile.layers, formulas.layers, strict=True):
+        assert ours.forward_s == theirs.forward_s
+        assert ours.state_bytes == theirs.state_bytes
+        if len(theirs.tiers) > 1:
+            assert ours.tiers[-1].extra_backward_s <= theirs.tiers[-1].extra_backward_s
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_layers_are_refused():
+    family = make_family("llava", torch.float32)
+    model = weightless(family, torch.float32, "sdpa")
+    layers = find_layers(model)
+    with pytest.raises(TrimtabError, match=r"nowhere\.3 cannot be traced: LlavaForConditionalGeneration has no such"):
+        trace_step(model, [*layers, "nowhere.3"], family.inputs)
+    with pytest.raises(TrimtabError, match=r"cannot be traced beside model\.vision_tower"):
+        trace_step(model, ["model.vision_tower", *layers], family.inputs)
+    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 6 layers to trace"):
+        trace_step(model, layers, family.inputs, recomputed=["lm_head"])
+    trace = trace_step(model, layers, family.inputs)
+    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 6 layers traced"):
+        trace.saved_bytes(["lm_head"])
+    with pytest.raises(TrimtabError, match="asked of a step in which 6 were recomputed"):
+        trace_step(model, layers, family.inputs, recomputed=layers).saved_bytes()
+
+
+def test_bad_models_are_refused():
+    tiny = make_tiny_model("qwen2_5_vl")
+    config = as_saved(tiny.model.config)
+    without = copy.deepcopy(config)
+    del without["text_config"]["rope_parameters"]["mrope_section"]
+    with pytest.raises(ConfigError, match="mrope_section of text_config is missing"):
+        profile_traced(without, tiny.spec, H200)
+    wider = copy.deepcopy(config)
+    wider["text_config"]["intermediate_size"] = 128
+    with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
+        profile_traced(wider, tiny.spec, H200)
+    with pytest.raises(UnknownModelError, match="'internvl_chat' were to be traced"):
+        check_family(describe("InternVL-Chat-V1-5"))
