@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,15 @@ _MIB = 2**20
 def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write that takes the name `path` at the end of the block, or never: a reader never sees half of it.
 
-    That holds when the process dies; with `sync` also when the machine does, at the cost of waiting for the disk.
+    That holds when the process dies; with `sync` also when the machine does, at the cost of waiting for the disk. Of
+    writers of one path, on whatever machines, the last one wins.
     """
+    refuse_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # not tempfile's: the file keeps the permissions that the user's umask gives
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("wb", buffering=_MIB) as file:
+        with temporary.open("xb", buffering=_MIB) as file:
             yield file
             file.flush()
             if sync:
@@ -29,6 +34,12 @@ def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_folder(path: Path) -> None:
+    """Raises `IsADirectoryError` where a file is to be written and `path` names a folder."""
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
 
 def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> None:

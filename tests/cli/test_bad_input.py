@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trimtab.costs.devices import find_device
+from trimtab.costs.profile import TIME_ERROR, profile_model, save_profile
+from trimtab.models.describe import describe
+
 Run = Any
 
 PLAN = ["plan", "Qwen2.5-VL-7B", "{data}", "--cluster"]
 A100 = [*PLAN, "8xA100-80GB"]
+FLAGS = ["check", "--for", "megatron", "--config", "Qwen2.5-VL-7B", "--flags"]
 
 CASES = [
     (["describe", "no-such-model"], "config.json"),
@@ -62,6 +69,27 @@ CASES = [
     (["report", "{missing}"], "give a plan.yaml"),
     (["export", "megatron", "{missing}"], "give a plan.yaml"),
     (["demo", "--model", "no-such-model"], "config.json"),
+    (
+        ["profile", "Qwen2.5-VL-7B", "--device", "H200", "--out", "."],
+        r"cannot use \.: is a directory; name another file",
+    ),
+    (["export", "megatron", "{plan}", "--out", "."], r"cannot use \.: is a directory; name another file"),
+    (["export", "npy", "{plan}", "--out", "{text}"], "cannot use .*text.txt"),
+    (["export", "jsonl", "{plan}", "--out", "."], r"cannot use \.: is a directory; name another file"),
+    (
+        ["export", "megatron", "{plan}", "--fit", "{plan}"],
+        "the plan that it is made from lies there: name another folder",
+    ),
+    (
+        [*FLAGS, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size -1"],
+        "-1 was given, and it counts",
+    ),
+    ([*FLAGS, "--num-virtual-stages-per-pipeline-rank -2"], "-2 was given, and it counts something: give 1 or more"),
+    ([*FLAGS, "--num-layers-per-virtual-pipeline-stage 0"], "0 was given, and it counts something: give 1 or more"),
+    (["profile", "Qwen2.5-VL-7B", "--device", "H200", "--from-logs", "{logs}"], "iteration_s is 1e-300: give seconds"),
+    ([*A100, "--profile", "{profile}"], "time_error: expected a finite number of 0 or more, found -5"),
+    (["check", "{nan}"], "estimates.step_ms is nan, and a plan has finite numbers"),
+    (["report", "{plan}", "--run", "{log}"], "line 1 of the run log .* is no record"),
 ]
 
 
@@ -70,7 +98,25 @@ def places(drawn: Path, planned: Path, tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "empty.json").write_text("", encoding="utf-8")
     (tmp_path / "text.txt").write_text("just words\n", encoding="utf-8")
     (tmp_path / "tiles.json").write_text('[{"vit_num": 2, "token_num": 600, "image_flags": 2}]', encoding="utf-8")
+    run = {
+        "iteration_s": 1e-300,
+        "num_microbatches": 2,
+        "stages": [{"vision": 32, "language": 28}],
+        "work": {"patches": 9, "tokens": 9},
+    }
+    (tmp_path / "logs.json").write_text(json.dumps({"format": "trimtab-runs 1.0", "runs": [run]}))
+    (tmp_path / "run.jsonl").write_text('{"kind": "run", "plan": null}\n')
+    a_profile = tmp_path / "profile.json"
+    save_profile(profile_model(describe("Qwen2.5-VL-7B"), find_device("A100-80GB")), a_profile)
+    a_profile.write_text(a_profile.read_text().replace(f'"time_error": {TIME_ERROR}', '"time_error": -5'))
+    text = (planned / "plan.yaml").read_text(encoding="utf-8")
+    (tmp_path / "nan.yaml").write_text(re.sub("\n  step_ms: .*", "\n  step_ms: .nan", text, count=1), encoding="utf-8")
     return {
+        "plan": planned,
+        "logs": tmp_path / "logs.json",
+        "log": tmp_path / "run.jsonl",
+        "nan": tmp_path / "nan.yaml",
+        "profile": a_profile,
         "empty": tmp_path / "empty.json",
         "text": tmp_path / "text.txt",
         "tiles": tmp_path / "tiles.json",
@@ -93,8 +139,6 @@ def test_bad_input_is_one_sentence(
     assert result.code == 2, result
     assert "Traceback" not in result.err
     assert result.err.startswith("trimtab: ")
-    import re
-
     assert re.search(message, result.json["error"]), result.json["error"]
     assert set(tmp_path.rglob("*")) == before, "something was written"
 

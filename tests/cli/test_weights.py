@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,52 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     assert Counter(json.loads(lines[i])["id"] for i in record[indices].tolist()) == expected
     preset = run("export", "xtuner", tmp_path / "plan", "--out", tmp_path / "preset", "--allow-images", "--json").json
     assert preset["num_records"] == 240
+
+
+@pytest.fixture(scope="module")
+def mixed(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from trimtab.cli.main import app
+
+    out = tmp_path_factory.mktemp("mixed") / "plan"
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
+    app([str(word) for word in (*words, "--weights", WEIGHTS, "--out", out)], standalone_mode=False)
+    return out
+
+
+def test_a_mixed_plan_fitted_to_a_framework_is_mixed_and_holds(run: Run, mixed: Path, tmp_path: Path) -> None:
+    fitted = run("export", "torch-pipelining", mixed, "--fit", tmp_path / "fit", "--json")
+    assert fitted.code == 0, fitted.err
+    assert run("check", tmp_path / "fit").code == 0
+    before, after = ((folder / "plan.yaml").read_text(encoding="utf-8") for folder in (mixed, tmp_path / "fit"))
+    assert after[after.index("    mixture:") : after.index("  cluster:")] in before
+
+
+def without_mixture(plan: Any) -> Any:
+    return replace(plan, inputs=replace(plan.inputs, data=replace(plan.inputs.data, mixture=())))
+
+
+def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the mixture lost, it would not pass for a plan."""
+    from trimtab.plan import expressible
+
+    assemble = expressible.assemble_plan
+    monkeypatch.setattr(expressible, "assemble_plan", lambda **parts: without_mixture(assemble(**parts)))
+    result = run("export", "torch-pipelining", mixed, "--fit", tmp_path / "fit", "--json")
+    assert result.code == 2
+    assert "fit, and it does not hold: make it again from a plan that `trimtab check` passes" in result.json["error"]
+
+
+def test_what_refine_writes_is_checked(
+    run: Run, drawn: Path, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.plan.reload import load_details
+
+    details = load_details(mixed)
+    monkeypatch.setattr("trimtab.cli.plan._refined", lambda *_: replace(details, plan=without_mixture(details.plan)))
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
+    result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan", "--refine", "2", "--json")
+    assert result.code == 2
+    assert "plan, and it does not hold: make it again" in result.json["error"]
 
 
 def test_plan_refuses_wrong_weights_before_it_reads_data(run: Run, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.conversations import ReadingOptions, open_conversations
+from trimtab.runtime.missing import UnreadableSampleError
 from trimtab.samples.tokens import MARKUPS
 
 pytestmark = pytest.mark.torch
@@ -192,6 +193,14 @@ def test_another_model_than_the_plans_is_refused(tmp_path):
         open_conversations(tmp_path / "plan", tmp_path / "other")
 
 
+def test_a_model_without_its_preprocessor_is_told_so(tmp_path):
+    write_planned(tmp_path, "internvl")
+    for file in (tmp_path / "model").glob("*processor*_config.json"):
+        file.unlink()
+    with pytest.raises(PlanError, match=r"says of no image how it is cut, .*: put preprocessor_config.json"):
+        open_conversations(tmp_path / "plan", tmp_path / "model")
+
+
 def test_other_token_counts_than_the_plans_are_refused(tmp_path):
     write_planned(tmp_path, "internvl")
     plain = tmp_path / "plain.jinja"
@@ -206,7 +215,7 @@ def test_an_image_that_is_gone_or_broken_is_named(tmp_path):
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
     whole = (tmp_path / "data" / "1-0.png").read_bytes()
     (tmp_path / "data" / "1-0.png").write_bytes(whole[:60] + bytes(len(whole) - 80) + whole[-20:])
-    with pytest.raises(SampleError, match=r"sample s1 .*cannot be decoded .*replace or drop it"):
+    with pytest.raises(UnreadableSampleError, match=r"sample s1 .*cannot be decoded .*replace or drop it"):
         rows[1]
     (tmp_path / "data" / "1-0.png").unlink()
     with pytest.raises(SampleError, match=r"sample s1 .*1-0.png cannot be opened"):
@@ -218,5 +227,5 @@ def test_a_family_without_packs_is_refused(tmp_path):
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"the family kimi_vl .* no packed collator: choose a model of"):
         type(rows)(
-            rows.records, replace(rows._model, family="kimi_vl"), rows._tokenizer, tmp_path, options=ReadingOptions()
+            rows.records, replace(rows.model, family="kimi_vl"), rows._tokenizer, tmp_path, options=ReadingOptions()
         )

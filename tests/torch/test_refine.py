@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from trimtab.plan.candidates import candidate_splits
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.reload import load_details, reload_plan
 from trimtab.plan.run_log import line_of
-from trimtab.runtime.refine import RefineSettings, refine
+from trimtab.runtime.refine import RefineSettings, _run, refine
 
 pytestmark = pytest.mark.torch
 
@@ -94,6 +97,66 @@ def test_no_split_that_runs_is_an_error(folder, monkeypatch):
     monkeypatch.setattr("trimtab.runtime.refine._command", lambda *_: words)
     with pytest.raises(PlanError, match=r"2 splits were to be timed, and none of them ran \(ValueError: no such"):
         refine(folder / "plan", settings_of(folder))
+
+
+_PARENT = """
+import signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+def end(*_):
+    worker.terminate()
+    worker.wait()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+print(worker.pid, file=open(sys.argv[1] + ".new", "w"), flush=True)
+import os
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""  # a launcher as torchrun is one: its worker has a session of its own, and it ends it when it is told to end
+
+
+def worker_of(path):
+    while not path.exists():
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_run_over_its_time_is_stopped_with_its_workers(tmp_path):
+    pid = tmp_path / "pid"
+    assert _run([sys.executable, "-c", _PARENT, str(pid)], 5.0) == "it had not ended after 5.00 s"
+    assert not is_alive(worker_of(pid))
+
+
+def test_an_interrupt_stops_the_run_and_its_workers(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    communicate = subprocess.Popen.communicate
+
+    def interrupted(process, *words, timeout=None, **more):
+        if timeout == 99.0:
+            worker_of(pid)
+            raise KeyboardInterrupt
+        return communicate(process, *words, timeout=timeout, **more)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _run([sys.executable, "-c", _PARENT, str(pid)], 99.0)
+    assert not is_alive(worker_of(pid))
+
+
+def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("trimtab.runtime.refine._GRACE_S", 0.2)
+    pid = tmp_path / "pid"
+    stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    stubborn += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    assert _run([sys.executable, "-c", stubborn, str(pid)], 3.0) == "it had not ended after 3.00 s"
+    assert not is_alive(int(pid.read_text()))
 
 
 def test_too_few_devices_are_refused(folder, monkeypatch):

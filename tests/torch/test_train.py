@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -17,6 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
+import numpy as np
 import transformers
 from train_runs import (
     Torchrun,
@@ -29,15 +31,21 @@ from train_runs import (
     write_variant,
 )
 
-from trimtab.errors import PlanError, SampleError, TrimtabError
-from trimtab.plan.file import load_plan
+from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.file import load_plan, name_table, plan_to_yaml
+from trimtab.plan.plan import RecomputeDecision
 from trimtab.plan.reload import load_details
 from trimtab.plan.run_log import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
 from trimtab.runtime.checkpoint import list_checkpoints, read_progress
-from trimtab.runtime.train import fit_layout, train
+from trimtab.runtime.conversations import ReadingOptions
+from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.ranks import process_group
+from trimtab.runtime.train import fit_layout, refuse_unshared, refuse_useless, train
 from trimtab.runtime.train_settings import TrainSettings, rate_factor
+from trimtab.runtime.verify import verify_plan
 
 pytestmark = pytest.mark.torch
 
@@ -178,7 +186,7 @@ def test_the_report_takes_the_run(folder, pairs):
         read_run_of(load_plan(folder / "plan"), settings.out / "run.jsonl")
 
 
-def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path):
+def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path, capsys):
     write_run(tmp_path, "internvl")
     plan = write_variant(tmp_path, "one", num_stages=1)
     whole = settings_of(tmp_path, plan, "run", steps=None)
@@ -190,14 +198,41 @@ def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path):
     filled = settings_of(tmp_path, plan, "run-filled", steps=None, on_bad_sample="filler")
     train(filled)
     assert values_of(filled, "num_tokens") == values_of(whole, "num_tokens")  # the plan's steps, of the plan's size
+    assert sum(values_of(filled, "num_fillers")) == 1
+    assert "1 samples could not be read, and fillers" in capsys.readouterr().err
+    assert sum(values_of(whole, "num_fillers")) == 0
+    plain = tmp_path / "plain.jinja"
+    plain.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    other = replace(filled, out=tmp_path / "run-other", reading=ReadingOptions(chat_template=plain))
+    with pytest.raises(SampleError, match=r"sample s\d+ .* has \d+ tokens and was sized at \d+: train with the"):
+        train(other)
     assert values_of(filled) != values_of(whole)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_without_a_checkpoint(folder, alone):
-    settings = settings_of(folder, folder / "alone", "run-nan", learning_rate=1e30, max_grad_norm=None, save_every=1)
-    with pytest.raises(TrimtabError, match=r"the loss of step [234] is (nan|inf): resume from the last checkpoint"):
+    settings = settings_of(
+        folder, folder / "alone", "run-nan", learning_rate=1e30, max_grad_norm=None, save_every=1, keep=None
+    )
+    with pytest.raises(TrimtabError, match=r"the (loss|gradient norm) of step [234] is (nan|inf): resume from the"):
         train(settings)
-    assert len(list_checkpoints(settings.out)) == len(values_of(settings)) - 1
+    assert len(list_checkpoints(settings.out)) == len(values_of(settings)) > 0
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_gradients_that_are_no_numbers_reach_no_weight(folder, alone, monkeypatch, clip):
+    """A finite loss may have infinite gradients, which clipping scales to 0 x inf."""
+    monkeypatch.setattr(Pipeline, "gradient_norm", lambda _: torch.tensor(float("inf")))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("weights were changed"))
+    settings = settings_of(folder, folder / "alone", f"run-inf {clip}", max_grad_norm=clip, save_every=1)
+    with pytest.raises(TrimtabError, match="the gradient norm of step 1 is inf: resume from the last checkpoint"):
+        train(settings)
+    assert list_checkpoints(settings.out) == []
+
+
+def test_a_step_without_labels_ends_the_run():
+    nothing = StepResult(loss=torch.zeros(()), denominator=torch.zeros(()))
+    with pytest.raises(TrimtabError, match="no token of step 7 has a label, so there is nothing to learn"):
+        refuse_useless(7, nothing, torch.zeros(()))
 
 
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, alone):
@@ -279,9 +314,14 @@ def test_the_log_can_be_read_while_it_is_written(folder, alone):
     [
         ({"optimizer": "Adamm"}, "optimizer 'Adamm' is no class of torch.optim"),
         ({"steps": 0, "keep": 0}, r"steps 0 was asked for(.|\n)*keep 0 was asked for"),
-        ({"learning_rate": float("nan")}, "learning_rate nan was asked for: give a number above 0"),
+        ({"learning_rate": float("nan")}, r"learning_rate \(--lr\) nan was asked for: give a number above 0"),
         ({"optimizer": "LBFGS"}, "needs closures"),
-        ({"max_grad_norm": -1.0, "warmup_steps": -1}, r"warmup_steps -1(.|\n)*max_grad_norm -1.0"),
+        (
+            {"max_grad_norm": -1.0, "warmup_steps": -1},
+            r"warmup_steps \(--warmup\) -1(.|\n)*max_grad_norm \(--clip\) -1.0",
+        ),
+        ({"seed": 99999999999999999999}, "seed 99999999999999999999 was asked for, but torch takes"),
+        ({"save_every": 2, "save": False}, r"\(--save-every\) and save=False \(--no-save\)"),
     ],
 )
 def test_bad_settings_are_named_together(folder, change, message):
@@ -299,6 +339,11 @@ def test_packs_that_ranks_cannot_share_are_refused(folder, alone):
     plan = load_plan(folder / "alone")
     with pytest.raises(PlanError, match="holds 4 packs, which 3 data-parallel ranks cannot share evenly"):
         fit_layout(plan, dp=3)
+    two = load_plan(folder / "plan")
+    with pytest.raises(
+        PlanError, match=r"8 processes make 4 data-parallel ranks, .*: start 4 processes as planned, or"
+    ):
+        fit_layout(two, dp=4)
 
 
 def test_a_folder_without_weights_is_refused(folder, alone):
@@ -323,6 +368,212 @@ def test_a_broken_checkpoint_is_refused(folder, alone):
     (broken / "progress.json").write_text('{"step": 1}')
     with pytest.raises(PlanError, match=r"is no checkpoint of `trimtab train`"):
         train(settings_of(folder, folder / "alone", "run-broken", resume=True))
+
+
+@pytest.mark.parametrize("change", [{"step": "x"}, {"step": -5}, {"loader": []}, {"num_tokens": "a"}])
+def test_progress_that_is_none_is_refused(folder, alone, tmp_path, change):
+    whole = json.loads((list_checkpoints(folder / "run-alone")[-1] / "progress.json").read_text())
+    (tmp_path / "progress.json").write_text(json.dumps(whole | change))
+    with pytest.raises(PlanError, match=rf"is no checkpoint of `trimtab train` \({next(iter(change))} is "):
+        read_progress(tmp_path)
+
+
+def test_a_checkpoint_that_lost_tensors_is_refused(folder, alone):
+    settings = settings_of(folder, folder / "alone", "run-cut", resume=True, steps=6)
+    shutil.copytree(list_checkpoints(folder / "run-alone")[-1], settings.out / "step-00000004")
+    (file,) = (settings.out / "step-00000004").glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(PlanError, match=r"its tensors cannot be read .*: remove this folder and resume from the one"):
+        train(settings)
+    file.write_bytes(whole)
+    progress = settings.out / "step-00000004" / "progress.json"
+    number = json.loads(progress.read_text())["num_tensors"]
+    assert number > 10
+    progress.write_text(progress.read_text().replace(f'"num_tensors": {number}', f'"num_tensors": {number + 3}'))
+    with pytest.raises(PlanError, match=rf"{number} of its {number + 3} tensors are there"):
+        train(settings)
+
+
+def test_ranks_that_do_not_see_the_checkpoint_are_counted(tmp_path):
+    with process_group("cpu") as device:
+        refuse_unshared(None, device)
+        with pytest.raises(PlanError, match=r"which 1 of 1 ranks do not see: give a folder that all nodes share"):
+            refuse_unshared(tmp_path / "step-00000004", device)
+
+
+def test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie(tmp_path):
+    """On one device, on two, and both again on the first of two (ZBV); Adam's state moves along."""
+    write_run(tmp_path, "qwen2_5_vl", tie_word_embeddings=True)
+    one = write_variant(tmp_path, "one", num_stages=1)
+    two = write_variant(tmp_path, "two", num_stages=2)
+    fold = write_variant(tmp_path, "fold", num_stages=4, name="ZBVZeroBubble", num_chunks=2)
+    whole = settings_of(tmp_path, one, "run-whole", steps=6, learning_rate=1e-2, export=tmp_path / "exported")
+    train(whole)
+    moved = replace(whole, out=tmp_path / "run-two", steps=2, export=None)
+    train(moved)
+    folded = replace(moved, out=tmp_path / "run-fold")
+    shutil.copytree(moved.out, folded.out)
+    further = [
+        replace(moved, plan=two, steps=4, resume=True),
+        replace(folded, plan=fold, steps=4, resume=True, export=tmp_path / "folded"),
+    ]
+    run_on_ranks(tmp_path, further, 2)
+    for settings in further:
+        names = {name for path in list_checkpoints(settings.out)[-1:] for name in load_tensors(path, "")}
+        assert "model/model.language_model.embed_tokens.weight" in names
+        assert "model/lm_head.weight" not in names
+        train(replace(settings, plan=one, steps=6, export=None))
+        assert values_of(settings) == pytest.approx(values_of(whole), rel=5e-6)
+    for folder in (tmp_path / "exported", tmp_path / "folded"):
+        model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_resuming_gives_the_same_losses_under_dropout(alone, tmp_path):
+    write_run(tmp_path, "internvl", attention_dropout=0.5)
+    plan = write_variant(tmp_path, "one", num_stages=1)
+    whole = settings_of(tmp_path, plan, "run-whole")
+    train(whole)
+    assert values_of(whole) != alone  # something was dropped
+    half = replace(whole, out=tmp_path / "run-half", steps=2)
+    train(half)
+    train(replace(half, steps=4, resume=True))
+    assert values_of(half) == values_of(whole)
+
+
+@pytest.mark.parametrize("name", ["model", "alone", "model/config.json"])
+def test_an_export_covers_nothing(folder, alone, name):
+    content = sorted((folder / "model").iterdir())
+    with pytest.raises(PlanError, match="which is there already: name a new or an empty folder"):
+        train(settings_of(folder, folder / "alone", "no", export=folder / name))
+    assert sorted((folder / "model").iterdir()) == content
+    assert not (folder / "no").exists()
+
+
+# -- what has changed since the plan was made -----------------------------------------------------------------------
+
+
+def change_table(folder, name, change):
+    """The table changed, and its hash in the plan with it."""
+    table = np.load(folder / name)
+    change(table)
+    np.save(folder / name, table)
+    plan = load_plan(folder)
+    named = name_table(name, (folder / name).read_bytes())
+    packing = replace(plan.decisions.packing, **{name.removesuffix(".npy"): named})
+    write_decisions(folder, packing=packing)
+
+
+def write_decisions(folder, **change):
+    plan = load_plan(folder)
+    (folder / "plan.yaml").write_text(plan_to_yaml(replace(plan, decisions=replace(plan.decisions, **change))))
+
+
+def repeat_sample(indices):
+    indices[0] = indices[1]
+
+
+def write_negative_pack(schedule):
+    schedule[0, 0, 0] = -7
+
+
+def write_far_row(indices):
+    indices[0] = 10**6
+
+
+CHANGES = {
+    "bytes": (
+        lambda f: (f / "indices.npy").write_bytes((f / "indices.npy").read_bytes()[:-8] + bytes(8)),
+        "is not the one the plan was made with",
+    ),
+    "twice": (lambda f: change_table(f, "indices.npy", repeat_sample), "do not hold every sample as often as it is"),
+    "negative": (lambda f: change_table(f, "schedule.npy", write_negative_pack), "point outside the sample table"),
+    "far": (lambda f: change_table(f, "indices.npy", write_far_row), "point outside the sample table"),
+    "pp": (
+        lambda f: write_decisions(f, parallel=replace(load_plan(f).decisions.parallel, pp=2)),
+        "there are 1 stages for pp x chunks = 2",
+    ),
+    "recompute": (
+        lambda f: write_decisions(f, recompute=(RecomputeDecision(stage=5, granularity="full", modules=("lm_head",)),)),
+        "recompute names layers that stage 5 does not hold",
+    ),
+    "no stages": (lambda f: write_decisions(f, stages=()), "decisions.stages is empty"),
+    "no chunks": (
+        lambda f: write_decisions(f, schedule=replace(load_plan(f).decisions.schedule, num_chunks=0)),
+        "num_chunks is 0, and a plan has 1 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_plan_that_was_changed_is_not_trained(folder, alone, tmp_path, name, monkeypatch):
+    change, message = CHANGES[name]
+    plan = tmp_path / "plan"
+    shutil.copytree(folder / "alone", plan)
+    verify_plan(plan, describe(folder / "model"))
+    change(plan)
+    monkeypatch.setattr("trimtab.runtime.train.load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(PlanError, match=message):
+        train(settings_of(folder, plan, "no"))
+
+
+def test_a_data_file_that_was_changed_is_not_trained(folder, alone, tmp_path):
+    file = tmp_path / "data.jsonl"
+    shutil.copy(folder / "data" / "data.jsonl", file)
+    plan = load_plan(folder / "alone")
+    shutil.copytree(folder / "alone", tmp_path / "plan")
+    data = replace(plan.inputs.data, files=(replace(plan.inputs.data.files[0], path=str(file)),))
+    changed = replace(plan, inputs=replace(plan.inputs, data=data))
+    (tmp_path / "plan" / "plan.yaml").write_text(plan_to_yaml(changed))
+    verify_plan(tmp_path / "plan", describe(folder / "model"))
+    file.write_text(file.read_text().replace("what is in", "WHAT is in"))
+    with pytest.raises(PlanError, match=r"data file .*data.jsonl has changed since the plan was made"):
+        train(settings_of(folder, tmp_path / "plan", "no"))
+
+
+def test_a_plan_file_of_another_name_is_the_one_that_is_run(folder, alone, tmp_path):
+    shutil.copytree(folder / "plan", tmp_path / "plan")
+    (tmp_path / "plan" / "other.yaml").write_bytes((folder / "alone" / "plan.yaml").read_bytes())
+    (tmp_path / "plan" / "plan.yaml").unlink()
+    other = settings_of(folder, tmp_path / "plan" / "other.yaml", "run-other", steps=2)
+    train(other)
+    assert values_of(other) == alone[:2]
+
+
+def test_a_model_that_cannot_be_loaded_is_named(folder, alone, tmp_path):
+    base = replace(settings_of(folder, folder / "alone", "no"), model=tmp_path / "model")
+    with pytest.raises(ConfigError):
+        train(base)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    if not transformers.utils.is_flash_attn_2_available():
+        with pytest.raises(ConfigError, match=r"with attention flash_attention_2, which fails \(ImportError"):
+            train(replace(base, attention="flash_attention_2"))
+    (exported,) = (folder / "exported").glob("*.safetensors")
+    weights = exported.read_bytes()
+    (tmp_path / "model" / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(
+        ConfigError, match=r"was to be loaded with attention sdpa, which fails \(\w+: .*: mend its files"
+    ):
+        train(replace(base, random_weights=False))
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        train(base)
+
+
+def test_a_run_at_its_end_says_so(folder, alone, capsys):
+    assert train(settings_of(folder, folder / "alone", "run-alone", steps=1, resume=True)) == []
+    assert f"nothing is left to train: the run in {folder / 'run-alone'} is at step 4 of 1" in capsys.readouterr().err
+
+
+def test_the_log_of_a_run_without_checkpoints_is_kept(folder, alone, capsys):
+    settings = settings_of(folder, folder / "alone", "run-measured", save=False, steps=1)
+    train(settings)
+    first = (settings.out / "run.jsonl").read_bytes()
+    train(replace(settings, seed=1))
+    assert (settings.out / "run.1.jsonl").read_bytes() == first
+    assert "is now run.1.jsonl" in capsys.readouterr().err
+    assert len(values_of(settings)) == 1
 
 
 def test_a_folder_with_another_runs_checkpoints_is_refused(folder, alone):

@@ -17,6 +17,7 @@ import torch
 from test_conversations import write_data, write_model
 
 import trimtab
+from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
@@ -30,9 +31,16 @@ from trimtab.specs import Tower
 NUM_SAMPLES = 24
 
 
-def write_run(folder: Path, family: str, *, dp: int = 2) -> None:
-    """model/ and data/, and plan/: dp x pp 2 with 2 micro-batches, cut inside the text model."""
+def write_run(folder: Path, family: str, *, dp: int = 2, **text: Any) -> None:
+    """model/ and data/, and plan/: dp x pp 2 with 2 micro-batches, cut inside the text model.
+
+    `text`: fields of the text model's configuration; tie_word_embeddings stands in the outer one as well.
+    """
     write_model(folder / "model", family)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["text_config"] |= text
+    config |= {key: value for key, value in text.items() if key == "tie_word_embeddings"}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
     data = write_data(folder / "data", num=NUM_SAMPLES)
     spec = describe(folder / "model")
     sized = trimtab.size_samples(
@@ -43,7 +51,9 @@ def write_run(folder: Path, family: str, *, dp: int = 2) -> None:
     )
     limits = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
     options = PlanOptions(dp=dp, pp=2, tp=1, num_microbatches=2, dtype="fp32", attention="sdpa", **limits)
-    origin = PlanOrigin(data_files=(DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=""),))
+    origin = PlanOrigin(
+        data_files=(DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data)),)
+    )
     details = trimtab.make_plan(spec, sized.table, trimtab.parse_cluster(f"{2 * dp}xA100-80GB"), options, origin=origin)
     trimtab.write_plan(details, folder / "plan")
 

@@ -72,6 +72,16 @@ def test_the_fastest_of_the_best_ranked_is_taken_and_never_beats_the_search():
         assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
 
 
+def test_one_stage_has_one_candidate():
+    profile, work = random_profile(np.random.default_rng(0), 6, 4), work_of(1, 4)
+    problem = problem_of(profile, 1, 4, work)
+    (candidate,) = bmp_candidates(problem, bmp_anchor(problem), radius=3)
+    assert (candidate.cuts, candidate.spread_ms, candidate.sent_mib) == ((), 0.0, 0.0)
+    result = bmp_split(problem, lambda _: 1.0)
+    assert [(stage.start, stage.stop) for stage in result.split.stages] == [(0, 6)]
+    assert (result.anchor, result.seconds, result.num_candidates) == ((), 1.0, 1)
+
+
 def test_what_cannot_be_listed_or_does_not_fit_is_refused():
     profile, work = random_profile(np.random.default_rng(0), 40, 4), work_of(1, 4)
     problem = problem_of(profile, 12, 4, work)

@@ -263,3 +263,14 @@ def test_no_variant_beats_the_plan() -> None:
         made = make_plan(MODEL, tile_samples(400), CLUSTER, options)
         epochs = [v.epoch_s for v in made.variants if v.fits]
         assert epochs[-1] <= min(epochs) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("what", "missing"), [("model", "config"), ("preprocessor", "preprocessor")])
+def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
+    made: PlanDetails, tmp_path: Path, what: str, missing: str
+) -> None:
+    given = dataclasses.replace(made.plan.inputs.model, **{missing: "somewhere/model"})
+    inputs = dataclasses.replace(made.plan.inputs, model=given)
+    write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
+    with pytest.raises(PlanError, match=f"names its {what} somewhere/model, which is neither here nor beside the plan"):
+        load_details(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,29 @@ def test_a_file_written_in_pieces_appears_at_the_end_or_not_at_all(tmp_path: Pat
         file.writelines([b"half", "text"])  # type: ignore[list-item]
     assert target.read_bytes() == b"one two"
     assert [p.name for p in target.parent.iterdir()] == ["data.jsonl"]
+
+
+def test_writers_of_one_name_do_not_meet_and_the_last_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of two machines that share a folder may have one number."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    target = tmp_path / "run.jsonl"
+    with open_atomically(target) as first, open_atomically(target) as second:
+        first.write(b"first")
+        second.write(b"second")
+        assert len(list(tmp_path.iterdir())) == 2
+    assert target.read_bytes() == b"first"
+    assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert target.stat().st_mode == plain.stat().st_mode, "what the umask gives"
+
+
+def test_a_folder_is_no_file_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("."), Path(".."), Path("/"), tmp_path):
+        with pytest.raises(IsADirectoryError, match="Is a directory"):
+            write_atomically(path, "text")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fingerprint_sees_size_head_and_tail(tmp_path: Path) -> None:

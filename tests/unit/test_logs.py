@@ -114,6 +114,21 @@ def test_recompute_takes_the_first_blocks_of_a_stage_and_costs_time(tmp_path):
     assert slower > 1.005
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"iteration_s": 1e-300}, r"iteration_s is 1e-300: give seconds, from 1e-06 to 1e\+07"),
+        ({"iteration_s": 10**400}, "iteration_s is 1000"),
+        ({"stage_s": [1e-300, 1.0]}, r"stage_s is \[1e-300, 1.0\]: give a list of seconds, from 1e-06 to 1e\+07"),
+        ({"peak_bytes": [1e-9, 1e9]}, r"peak_bytes is .*: give a list of bytes, from 1 to 1e\+18, one for each stage"),
+        ({"work": {"patches": 1e300, "tokens": 1}}, "work's patches cannot be read"),
+    ],
+)
+def test_amounts_that_no_run_logs_are_refused(tmp_path, changes, message):
+    with pytest.raises(TrimtabError, match=message):
+        read_runs(write(tmp_path, entry((3, 0), (0, 4), **changes)), MODEL, A100)
+
+
 def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     path = write(
         tmp_path,
@@ -137,14 +152,14 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     text = str(caught.value)
     for part in (
         "a: the key 'colour' is unknown: use name, stages",
-        "a: iteration_s is -1: give seconds above 0",
+        "a: iteration_s is -1: give seconds, from 1e-06 to 1e+07",
         "a: tp is 0: give a whole number from 1 to 65536",
         "b: a stage has vision blocks behind a stage with language blocks: the vision tower runs first",
         'c: its stages hold 5 blocks, and the model declares 7: place them all, or say "partial": true',
         "d: stage_s has 1 numbers for 2 stages: give one for each stage",
         "d: schedule 'ZBV' cannot be fitted: log runs of 1F1B or GPipe",
         "e: work holds pixels: use patches",
-        "e: work's patches cannot be read: give numbers, none negative",
+        "e: work's patches cannot be read: give numbers, from 0 to 1e+18",
         "f: neither iteration_s nor stage_s is given",
         "g: its stages name head where the model continues with vision.0: name every layer once, in forward order",
         "h: stage 0 recomputes 4 of its 3 blocks: give at most those",

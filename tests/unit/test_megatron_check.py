@@ -50,6 +50,14 @@ def test_all_unreadable_flags_are_named_at_once():
         "--decoder-first-pipeline-num-layers '' is no whole number: give one, or leave the flag out",
         "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
     ]
+    for name in (
+        "num-virtual-stages-per-pipeline-rank",
+        "virtual-pipeline-model-parallel-size",
+        "num-layers-per-virtual-pipeline-stage",
+    ):
+        for count in (0, -1, -2):
+            with pytest.raises(PlanError, match=f"--{name} {count} was given, and it counts something: give 1 or more"):
+                parse_megatron_flags(f"--pipeline-model-parallel-size 2 --{name} {count}")
     with pytest.raises(PlanError, match=r"the flags cannot be read \(No closing quotation\): close every quote"):
         parse_megatron_flags("--pipeline-model-parallel-layout 'Et")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,32 @@ def test_all_wrong_types_are_named_at_once() -> None:
 def test_what_is_no_plan_is_refused_in_one_sentence(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *(("estimates.step_ms", value) for value in (".nan", ".inf", "-1.0")),
+        *(("estimates.time_error", value) for value in ("-1", ".inf")),
+        *(("inputs.cluster.latency_s", value) for value in ("-1", ".nan")),
+        *(("inputs.cluster.node_link_bytes_per_s", value) for value in ("0.0", "-2.5e10")),
+        *(("decisions.schedule.num_chunks", value) for value in ("0", "-1")),
+        ("decisions.parallel.pp", "0"),
+        ("estimates.stages.0.forward_ms", ".nan"),
+        ("decisions.stages", "[]"),
+    ],
+)
+def test_numbers_that_no_plan_holds_are_refused_with_their_place(place: str, value: str) -> None:
+    import yaml
+
+    content = yaml.safe_load(plan_to_yaml(small_plan()))
+    *path, last = place.split(".")
+    inner = content
+    for key in path:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner[last] = yaml.safe_load(value)
+    with pytest.raises(PlanError, match=rf"the plan: {re.escape(place)} is .*: make the plan again"):
+        plan_from_yaml(yaml.safe_dump(content))
 
 
 def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.check import check_plan
+from trimtab.plan.check import check_plan, refuse_broken
 from trimtab.plan.details import PlanDetails
+from trimtab.plan.expressible import replan
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.mixture import describe_draw, draw_sources
 from trimtab.plan.options import PlanOptions
@@ -143,6 +144,31 @@ def test_a_mixed_plan_checks_and_simulates_to_the_same_figures(made: PlanDetails
     path.write_text(text.replace(f"num_drawn: {num_drawn}}}", f"num_drawn: {num_drawn + 1}}}"), encoding="utf-8")
     problems = check_plan(tmp_path)
     assert "the mixture has other counts in the plan than its weights give: run `trimtab plan` again" in problems
+
+
+def test_a_plan_split_again_keeps_its_mixture(made: PlanDetails, tmp_path: Path) -> None:
+    """With its own split: nothing may change but what is said of where that comes from."""
+    write_plan(made, tmp_path / "made")
+    found = reload_plan(tmp_path / "made")
+    again = replan(found, found.stages, forbidden_cuts=frozenset(), note="Split again, for a test.")
+    assert made.plan.inputs.data.mixture
+    for part in ("inputs", "decisions", "estimates", "summary"):
+        assert getattr(again.plan, part) == getattr(made.plan, part), part
+    old = [said for said in made.plan.assumptions if said.startswith("Splits were simulated")]
+    assert len(old) == 1
+    kept = tuple(said for said in made.plan.assumptions if said not in old)
+    assert again.plan.assumptions == (*kept, "Split again, for a test.")
+    write_plan(again, tmp_path / "again")
+    assert check_plan(tmp_path / "again") == []
+    refuse_broken(tmp_path / "again")
+    without = dataclasses.replace(
+        again.plan,
+        inputs=dataclasses.replace(again.plan.inputs, data=dataclasses.replace(again.plan.inputs.data, mixture=())),
+    )
+    write_plan(dataclasses.replace(again, plan=without), tmp_path / "without")
+    with pytest.raises(PlanError, match=r"was written to .*without, and it does not hold: make it again") as error:
+        refuse_broken(tmp_path / "without")
+    assert "samples are packed more than once" in str(error.value)
 
 
 def test_a_pack_too_many_of_a_sample_is_found(made: PlanDetails, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 
 import pytest
 from cost_models import small_model
@@ -119,6 +121,12 @@ def spoil(path, change):
         (lambda d: d["layers"][1].update(forward_s="fast"), "layers.1.forward_s: expected a list"),
         (lambda d: d["layers"][1]["tiers"][0].update(name=3), "layers.1.tiers.0.name: 3 is none of none, selective"),
         (lambda d: d["layers"][0]["forward_s"].pop(), r"layers.0 \(patches\): 6 coefficients, expected 7"),
+        (lambda d: d.update(time_error=-5), r"time_error: expected a finite number of 0 or more, found -5"),
+        (lambda d: d.update(memory_error=math.inf), "memory_error: expected a finite number|no number of a cost"),
+        (lambda d: d.update(time_error=10**400), "time_error: expected a number that a float holds"),
+        (lambda d: d["device"].update(peak_flops=0), "device.peak_flops: expected a number above 0"),
+        (lambda d: d["device"].update(memory_bytes=10**20), "device.memory_bytes: expected a whole number of 64 bits"),
+        (lambda d: d["layers"][0]["forward_s"].__setitem__(1, -1e-9), "layers.0.forward_s.1: expected a finite number"),
         (lambda d: d["dims"].update(tp=0), "tp 0 is not a degree of parallelism"),
         (lambda d: d["dims"].update(tp=True), "dims.tp: expected int, found bool"),
         (lambda d: d.update(device=None), "device.: expected an object"),
@@ -133,6 +141,16 @@ def test_a_spoilt_profile_is_refused_with_the_place(tmp_path, change, message):
     save_profile(profile_model(small_model(), A100), path)
     spoil(path, change)
     with pytest.raises(TrimtabError, match=message):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("name", ["time_error", "device.link_bytes_per_s"])
+def test_a_number_beyond_all_floats_is_refused(tmp_path, name):
+    path = tmp_path / "p.json"
+    save_profile(profile_model(small_model(), A100), path)
+    key = name.rpartition(".")[2]
+    path.write_text(re.sub(rf'"{key}": [0-9.e+]+', f'"{key}": 1e999', path.read_text()))
+    with pytest.raises(TrimtabError, match=f"{name}: expected a finite number of 0 or more, found inf"):
         load_profile(path)
 
 

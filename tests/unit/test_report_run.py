@@ -96,6 +96,42 @@ def test_what_the_run_held_otherwise_than_planned_is_told():
     assert "The plan's memory is for" not in told("float32", dtype="fp32", zero_stage=0)
 
 
+@pytest.mark.parametrize("lost", [(1,), (4,), (2, 3), (1, 2, 3, 4, 5)])
+def test_losses_that_are_no_numbers_are_left_out_of_the_drawing(lost):
+    run = fixtures.make_run(5)
+    bad = replace(run, steps=tuple(replace(x, loss=float("nan")) if x.step in lost else x for x in run.steps))
+    html = html_report(fixtures.tiny_details(), run=bad)
+    assert not re.search(r' d="[^"]*(nan|inf)', html)
+    number = f"{len(lost)} step{'s' if len(lost) > 1 else ''}"
+    assert f"{number} without a finite loss left out" in " ".join(Page(html).text)
+    assert "without a finite loss" not in " ".join(page_of(run).text)
+    assert run_lines(fixtures.tiny_details(), bad)
+    huge = replace(run, steps=tuple(replace(x, loss=1.7e308) if x.step in lost else x for x in run.steps))
+    assert not re.search(r' d="[^"]*(nan|inf)', html_report(fixtures.tiny_details(), run=huge))
+
+
+def test_steps_of_another_split_are_told_and_not_compared():
+    """On two devices at first, then on one: tables and lines are of the one."""
+    run = fixtures.make_run(6, pp=1, planned_memory_bytes=(10 * 2**30,))
+    steps = [replace(x, peak_memory_bytes=(9 * 2**30,)) if x.step > 4 else x for x in run.steps]
+    mixed = replace(run, steps=tuple(steps), starts=(1, 5), others=(1, 2, 3, 4))
+    lines = "\n".join(run_lines(fixtures.tiny_details(), mixed))
+    assert lines.startswith("2 steps on NVIDIA A100-SXM4-80GB as dp 1 x pp 1")
+    assert "4 other steps of this run, on other devices or with other settings, count in the loss alone." in lines
+    assert "rank 0 9.0 of 10.0 GiB" in lines
+    assert "rank 1" not in lines
+    assert "4 other steps" in " ".join(page_of(mixed).text)
+
+
+def test_fillers_are_told_where_there_are_any():
+    run = fixtures.make_run(5)
+    filled = replace(run, steps=tuple(replace(x, num_fillers=2 * (x.step in (2, 4))) for x in run.steps))
+    sentence = "4 fillers in 2 steps stood for samples that could not be read"
+    assert sentence in "\n".join(run_lines(fixtures.tiny_details(), filled))
+    assert sentence in " ".join(page_of(filled).text)
+    assert "filler" not in "\n".join(run_lines(fixtures.tiny_details(), run))
+
+
 def test_hostile_device_names_are_text():
     html = html_report(fixtures.tiny_details(), run=fixtures.make_run(device="<script>alert('x')</script> A100"))
     assert "<script>alert" not in html

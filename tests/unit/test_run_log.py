@@ -33,7 +33,28 @@ def test_steps_of_a_resumed_run_count_as_they_were_run_last(tmp_path):
     assert [record.step_s for record in log.steps] == [1.0, 1.0, 2.0, 2.0]
     assert log.header.dp == 2
     assert log.starts == (1, 3)
-    assert [record.step for record in log.warm] == [2, 4]
+
+
+def test_steps_of_another_split_are_compared_with_nothing(tmp_path):
+    """Three steps on two devices, resumed on one behind the second and killed before the third's end, then again."""
+    header, later = fixtures.make_header(), fixtures.make_header(pp=1, planned_memory_bytes=(9,))
+    first = [fixtures.make_step(i, 1.0) for i in (1, 2, 3)]
+    again = [fixtures.make_step(i, 2.0, peak_memory_bytes=(8,)) for i in (3, 4, 5)]
+    path = write(tmp_path / "run.jsonl", (header, *first, later, *again))
+    log = read_run_log(path)
+    assert (log.header, log.others) == (later, (1, 2))
+    assert [record.step for record in log.own] == [3, 4, 5]
+    assert [record.step for record in log.warm] == [4, 5]
+    assert log.median_step_s() == 2.0
+    found = compare_times(log, band=0.1)
+    assert found is not None
+    assert found.num_steps == 2
+    one = read_run_log(write(path, (header, *first, later, again[0])))
+    assert one.warm == (again[0],), "the only step of its kind, though it warms up"
+    none = read_run_log(write(path, (header, *first, later)))
+    assert (none.header, none.others) == (header, ()), "no step has run as the last header says"
+    upgraded = replace(header, versions="another")
+    assert read_run_log(write(path, (header, *first, upgraded, fixtures.make_step(4, 1.0)))).others == ()
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 6))
@@ -63,6 +84,48 @@ def test_no_half_written_log_is_taken_for_one(tmp_path):
         read_run_log(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("loss", value) for value in (None, "a", 10**400, True)),
+        *(("step", value) for value in (0, 1.5, "1", None)),
+        *(("step_s", value) for value in (0, -1.0, None, float("nan"))),
+        *(("data_s", -0.5), ("planned_s", "x"), ("num_tokens", 1e3), ("num_tokens", 2**70), ("grad_norm", [])),
+        *(("peak_memory_bytes", value) for value in (None, [1.5, 2], ["a", 1], [1], [1, -2])),
+    ],
+)
+def test_values_that_no_run_logs_are_refused(tmp_path, name, value):
+    run = fixtures.make_run(2)
+    path = write(tmp_path / "run.jsonl", (run.header, *run.steps))
+    wrong = {"kind": "step", **json.loads(line_of(run.steps[1])), name: value}
+    path.write_text(line_of(run.header) + json.dumps(wrong) + "\n")
+    with pytest.raises(PlanError, match=rf"line 2 of the run log .* is no record \({name} .*: name the log"):
+        read_run_log(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", 3), ("pp", 0), ("planned_step_s", None), ("versions", None)])
+def test_headers_that_no_run_logs_are_refused(tmp_path, name, value):
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({**json.loads(line_of(fixtures.make_header())), name: value}) + "\n")
+    with pytest.raises(PlanError, match=rf"line 1 of the run log .* is no record \({name} is"):
+        read_run_log(path)
+
+
+def test_a_log_without_fillers_and_with_a_loss_that_is_no_number_is_read(tmp_path):
+    run = fixtures.make_run(2)
+    line = json.loads(line_of(replace(run.steps[1], loss=float("nan"), grad_norm=float("inf"), planned_s=None)))
+    del line["num_fillers"]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(map(line_of, (run.header, run.steps[0]))) + json.dumps(line) + "\n")
+    record = read_run_log(path).steps[1]
+    assert record.num_fillers == 0
+    assert np.isnan(record.loss)
+    assert record.grad_norm == float("inf")
+    path.write_text(line_of(run.steps[0]))
+    with pytest.raises(PlanError, match=r"line 1 .* is no record \(no run is named before it\)"):
+        read_run_log(path)
+
+
 def test_a_run_of_another_plan_is_refused(tmp_path):
     plan = fixtures.tiny_details().plan
     run = fixtures.make_run(3, plan=digest_of(plan))
@@ -80,6 +143,13 @@ def test_a_run_of_another_plan_is_refused(tmp_path):
         ("NVIDIA H200", "H200", True),
         ("NVIDIA H100 80GB HBM3", "A100-80GB", False),
         ("CPU, x86_64", "A100-80GB", False),
+        ("CPU, x86_64", "cpu", True),
+        ("cpu", "cpu", True),
+        ("NVIDIA H20", "H200", False),
+        ("NVIDIA H200", "H20", False),
+        ("NVIDIA A100-SXM4-40GB", "A100-80GB", False),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090", True),
+        ("NVIDIA GeForce RTX 4090", "H100-80GB", False),
     ],
 )
 def test_times_are_compared_on_the_planned_device_alone(device, planned, same):

@@ -118,6 +118,18 @@ def test_a_profile_of_something_else_is_refused(changes: dict[str, object], mess
         refuse_unlike(dataclasses.replace(target, **changes), MODEL, target)
 
 
+def test_a_profile_that_lost_a_layer_or_a_tier_is_refused() -> None:
+    """Whatever its fingerprint says: files are edited."""
+    target = profile_model(MODEL, A100)
+    short = dataclasses.replace(target, layers=target.layers[:-1])
+    with pytest.raises(TrimtabError, match="the profile is of 10 layers that are not those of small"):
+        refuse_unlike(short, MODEL, target)
+    block = dataclasses.replace(target.layers[1], tiers=target.layers[1].tiers[:1])
+    bare = dataclasses.replace(target, layers=(target.layers[0], block, *target.layers[2:]))
+    with pytest.raises(TrimtabError, match=r"has no recompute \w+.* of vision.0, and the plan may choose it: run"):
+        refuse_unlike(bare, MODEL, target)
+
+
 def test_all_that_is_unlike_is_said_at_once() -> None:
     target = profile_model(MODEL, A100)
     with pytest.raises(TrimtabError) as caught:

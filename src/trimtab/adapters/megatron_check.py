@@ -78,7 +78,11 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
             found[name] = int(value)
         else:
             problems.append(f"--{name.replace('_', '-')} {value!r} is no whole number: give one, or leave the flag out")
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"):
+    for name in (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"),
+        *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
+        "num_layers_per_virtual_pipeline_stage",
+    ):
         if isinstance(number := found.get(name, 1), int) and number < 1:
             problems.append(f"--{name.replace('_', '-')} {number} was given, and it counts something: give 1 or more")
     if problems:

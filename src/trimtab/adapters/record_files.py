@@ -8,7 +8,7 @@ samples, and no record is held.
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -90,7 +90,7 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
                     "pack while reading with the Energon adapter"
                 )
             if kind != "jsonl":
-                source = folder / f".records-{number}.{os.getpid()}.tmp.jsonl"
+                source = folder / f".records-{number}.{secrets.token_hex(8)}.tmp.jsonl"
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.callback(source.unlink, missing_ok=True)
                 with source.open("wb") as spill:

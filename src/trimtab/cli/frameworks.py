@@ -42,15 +42,20 @@ def _command(name: str) -> Callable[..., None]:
 
 def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: bool) -> None:
     from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
-    from trimtab.files import write_atomically
+    from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
+    from trimtab.plan.check import refuse_broken
     from trimtab.plan.expressible import relative_time
     from trimtab.plan.reload import reload_plan
 
+    if out is not None:
+        refuse_folder(out)
     target, found = TARGETS[name], reload_plan(plan)
     notes: list[str] = []
     if fit is not None:
+        _refuse_own_folder(plan, fit)
         write_plan(fit_plan(found, target), fit)
+        refuse_broken(fit)
         fitted = reload_plan(fit)
         ratio = relative_time(found.case, fitted.stages, found.stages)
         notes.append(f"the best plan found for {target.title} is in {fit}: a step takes {ratio:.3f} x that of {plan}")
@@ -68,3 +73,11 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
     if exported.beside is not None:
         log(exported.beside)
     print(exported.text if out is None else out)
+
+
+def _refuse_own_folder(plan: Path, fit: Path) -> None:
+    from trimtab.errors import PlanError
+
+    own = plan if plan.is_dir() else plan.parent
+    if fit.resolve() == own.resolve():
+        raise PlanError(f"--fit {fit} was asked for, and the plan that it is made from lies there: name another folder")

@@ -127,6 +127,7 @@ def plan(
     from trimtab.costs.profile import load_profile
     from trimtab.errors import PlanError
     from trimtab.models.describe import describe
+    from trimtab.plan.check import refuse_broken
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.units import parse_bytes
 
@@ -205,6 +206,7 @@ def plan(
         }
         details = _refined(out, model_dir or Path(config), refine, refine_steps, refine_on, reading)
         paths = write_all(details, out)
+        refuse_broken(out)
     if as_json:
         print_json(plan_json(details, paths))
         return

@@ -46,10 +46,13 @@ def profile(
     from trimtab.costs.profile import profile_model, save_profile
     from trimtab.costs.settings import CostSettings
     from trimtab.errors import TrimtabError, join_problems
+    from trimtab.files import refuse_folder
     from trimtab.models.describe import describe
     from trimtab.report.profile_table import kind_rows, print_kinds, print_runs
     from trimtab.specs import ParallelDims
 
+    if out is not None:
+        refuse_folder(out)  # before anything is timed
     problems = []
     if timed and from_logs is not None:
         problems.append("--timed and --from-logs were both given, and each gives the seconds: give one of them")

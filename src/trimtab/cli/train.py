@@ -51,7 +51,9 @@ def train(
     no_save: Annotated[bool, typer.Option("--no-save", help="Write no checkpoint: a run that only measures.")] = False,
     keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Folder for the trained model, as Transformers loads it.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="New folder for the trained model, as Transformers loads it.")
+    ] = None,
     on_bad: Annotated[
         Literal["error", "filler"], typer.Option(help="A sample that cannot be read: stop, or a filler without weight.")
     ] = "error",

@@ -33,6 +33,11 @@ FORMAT = "trimtab-runs 1.0"
 
 MAX_COUNT = 2**16  # of micro-batches, or ranks of a dimension: a file must not make us fill the memory
 
+MIN_S, MAX_S = 1e-6, 1e7
+"""Of what was logged: no stage is over sooner, no step takes a season, and squares of other ratios overflow."""
+
+_MOST = 1e18  # of what a micro-batch holds, and of bytes
+
 _RUN_KEYS = (
     *("name", "stages", "tp", "dp", "num_microbatches", "work", "iteration_s"),
     *("stage_s", "peak_bytes", "recompute", "schedule", "partial"),
@@ -161,8 +166,8 @@ class _RunReader:
         num_stages = len(placed[1]) if placed else None
         work = self.work(M)
         iteration_s = self.entry.get("iteration_s")
-        if iteration_s is not None and not _is_positive(iteration_s):
-            self.wrong(f"iteration_s is {iteration_s!r}: give seconds above 0")
+        if iteration_s is not None and not _is_seconds(iteration_s):
+            self.wrong(f"iteration_s is {str(iteration_s)[:60]}: give seconds, from {MIN_S:g} to {MAX_S:g}")
         stage_s, peak_bytes = self.per_stage("stage_s", num_stages), self.per_stage("peak_bytes", num_stages)
         if iteration_s is None and self.entry.get("stage_s") is None:
             self.wrong("neither iteration_s nor stage_s is given: give the seconds of a step, or of each stage")
@@ -199,8 +204,12 @@ class _RunReader:
         values = self.entry.get(key)
         if values is None:
             return None
-        if not isinstance(values, list) or not values or not all(map(_is_positive, values)):
-            self.wrong(f"{key} is {str(values)[:60]}: give a list of numbers above 0, one for each stage")
+        sound, what = {
+            "stage_s": (_is_seconds, f"seconds, from {MIN_S:g} to {MAX_S:g}"),
+            "peak_bytes": (_is_bytes, f"bytes, from 1 to {_MOST:g}"),
+        }[key]
+        if not isinstance(values, list) or not values or not all(map(sound, values)):
+            self.wrong(f"{key} is {str(values)[:60]}: give a list of {what}, one for each stage")
             return None
         if num_stages is not None and len(values) != num_stages:
             self.wrong(f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage")
@@ -285,7 +294,7 @@ class _RunReader:
             if unknown:
                 self.wrong(f"work holds {', '.join(unknown)}: use {', '.join(_WORK_KEYS)}")
             if bad:
-                self.wrong(f"work's {', '.join(bad)} cannot be read: give numbers, none negative")
+                self.wrong(f"work's {', '.join(bad)} cannot be read: give numbers, from 0 to {_MOST:g}")
             if unknown or bad:
                 return None
             found.append(_work_row(row))
@@ -312,15 +321,19 @@ def _unfold(entry: str) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+def _is_seconds(value: Any) -> bool:
+    return _is_number(value) and MIN_S <= value <= MAX_S
+
+
+def _is_bytes(value: Any) -> bool:
+    return _is_number(value) and 1 <= value <= _MOST
 
 
 def _is_amount(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return _is_number(value) and 0 <= value <= _MOST
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

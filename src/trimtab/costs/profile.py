@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -230,4 +231,25 @@ def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     plain = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}[kind]
     if not isinstance(value, plain) or isinstance(value, bool) != (kind is bool):
         problems.append(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
-    return float(value) if kind is float and isinstance(value, (int, float)) else value
+    elif kind in (float, int):
+        value = _read_number(place, kind, value, problems)
+    return value
+
+
+_ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
+
+
+def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
+    """Costs, errors and a device's figures are finite and not negative; rates are more than 0, whole numbers 64 bit."""
+    if kind is int and abs(value) >= 2**63:
+        problems.append(f"{place}: expected a whole number of 64 bits")
+    elif not 0 <= value < math.inf:
+        problems.append(f"{place}: expected a finite number of 0 or more, found {str(value)[:40]}")
+    elif value == 0 and place.rpartition(".")[2] in _ABOVE_ZERO:
+        problems.append(f"{place}: expected a number above 0")
+    elif kind is float:
+        try:
+            return float(value)
+        except OverflowError:
+            problems.append(f"{place}: expected a number that a float holds")
+    return value

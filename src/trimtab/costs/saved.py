@@ -12,11 +12,14 @@ from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier
 def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
     """Raises with a sentence for each thing that `saved` was priced for and `target`, the plan's formulas, is not."""
     problems = []
-    if saved.layers_blake2b != layers_fingerprint(model):
+    names = [layer.name for layer in saved.layers]
+    if saved.layers_blake2b != layers_fingerprint(model) or names != [layer.name for layer in target.layers]:
         problems.append(
             f"the profile is of {len(saved.layers)} layers that are not those of {model.name}: "
             "run `trimtab profile` on this model's config"
         )
+    elif problem := _unlike_tiers(saved, target):
+        problems.append(problem)
     for what, has, wanted, cure in (
         ("device", saved.device.name, target.device.name, "give --cluster that device, or profile on this one"),
         ("dtype", saved.dtype, target.dtype, "plan with that --dtype, or profile with this one"),
@@ -38,6 +41,17 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
             problems.append(f"the profile is for {what} {has}, and the plan for {wanted}: {cure}")
     if problems:
         raise TrimtabError(join_problems(problems))
+
+
+def _unlike_tiers(saved: Profile, target: Profile) -> str | None:
+    for has, wanted in zip(saved.layers, target.layers, strict=True):
+        missing = [tier.name for tier in wanted.tiers if tier.name not in {own.name for own in has.tiers}]
+        if missing:
+            return (
+                f"the profile has no recompute {' or '.join(missing)} of {has.name}, and the plan may choose it: "
+                "run `trimtab profile` again"
+            )
+    return None
 
 
 def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: Profile) -> Profile:

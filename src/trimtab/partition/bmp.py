@@ -112,7 +112,8 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
     before, positions = _forward_before(problem)
     at = np.searchsorted(positions, anchor)
     ranges = [range(max(1, a - radius), min(len(positions) - 1, a + radius + 1)) for a in at.tolist()]
-    inner = np.array(list(itertools.product(*ranges)), np.int64).reshape(-1, S - 1)
+    listed = list(itertools.product(*ranges))
+    inner = np.array(listed, np.int64).reshape(len(listed), S - 1)
     inner = inner[(np.diff(inner, axis=1) > 0).all(axis=1)]
     ends = np.full((len(inner), 1), len(positions) - 1)
     spread = np.diff(before[np.hstack([np.zeros_like(ends), inner, ends])], axis=1).std(axis=1) * 1e3

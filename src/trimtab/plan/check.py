@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.assemble import model_fingerprint
 from trimtab.plan.file import load_plan
@@ -31,6 +31,25 @@ def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: Clu
         found = reload_plan(path, model=model, cluster=cluster)
     except TrimtabError as error:
         return [*problems, str(error)]
+    return [*problems, *reloaded_problems(found)]
+
+
+def refuse_broken(path: Path) -> None:
+    """Raises `PlanError` where a plan that was just written into the folder `path` does not hold.
+
+    Data files are left out: the plan that it was made from names the same ones.
+    """
+    problems = reloaded_problems(reload_plan(path))
+    if problems:
+        raise PlanError(
+            f"a plan was written to {path}, and it does not hold: make it again from a plan that `trimtab check` "
+            f"passes\n{join_problems(problems)}"
+        )
+
+
+def reloaded_problems(found: ReloadedPlan) -> list[str]:
+    """What does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
+    problems: list[str] = []
     for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory):
         try:
             problems += check(found)

@@ -20,7 +20,7 @@ from trimtab.plan.file import name_table
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.packs import pack_contents
 from trimtab.plan.reload import ReloadedPlan
-from trimtab.plan.split import epoch_s, split_case, uniform_splits
+from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
 from trimtab.specs import ModelSpec, Stage
@@ -175,7 +175,10 @@ def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
-    """The plan with other stages: packs, degrees and inputs unchanged, estimates made anew; `write_plan` saves it."""
+    """The plan with other stages: packs, degrees and inputs unchanged, estimates made anew; `write_plan` saves it.
+
+    What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
+    """
     plan = found.plan
     model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
     case = replace(found.case, model=model)
@@ -192,13 +195,19 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
     )
     return PlanDetails(
         plan=assemble_plan(
-            inputs=describe_inputs(case, origin, table=files[SAMPLES_FILE], profile=files.get(PROFILE_FILE)),
+            inputs=describe_inputs(
+                case,
+                origin,
+                table=files[SAMPLES_FILE],
+                profile=files.get(PROFILE_FILE),
+                mixture=plan.inputs.data.mixture,
+            ),
             decisions=describe_decisions(case, stages, files=files),
             estimates=describe_estimates(
                 case.setting, report_packing(case.samples, packed, cost=cost), split, variants
             ),
             origin=origin,
-            assumptions=(*plan.assumptions, note),
+            assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
         ),
         model=model,
         samples=case.samples,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import types
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -171,7 +172,13 @@ def load_plan(path: Path | str) -> Plan:
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
-    return record_from_yaml(text, Plan, origin=origin, version=("plan_version", PLAN_VERSION), verb="plan")
+    plan = record_from_yaml(text, Plan, origin=origin, version=("plan_version", PLAN_VERSION), verb="plan")
+    problems = [f"{origin}: {problem}" for problem in _number_problems(plan, "")]
+    if not plan.decisions.stages:
+        problems.append(f"{origin}: decisions.stages is empty: make the plan again")
+    if problems:
+        raise PlanError(join_problems(problems))
+    return plan
 
 
 _Record = TypeVar("_Record")
@@ -212,6 +219,29 @@ def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tu
     except pydantic.ValidationError as error:
         problems = [f"{origin}: {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise PlanError(join_problems(problems)) from error
+
+
+_CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
+_ABOVE_ZERO = (
+    *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
+    *("node_link_bytes_per_s", "memory_bytes"),
+)
+
+
+def _number_problems(value: Any, where: str) -> Iterator[str]:
+    """Numbers that no plan holds: all are finite and none is negative, and what others are divided by is not 0."""
+    name = where.rpartition(".")[2]
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _number_problems(getattr(value, field.name), f"{where}.{field.name}" if where else field.name)
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from _number_problems(item, f"{where}.{number}")
+    elif isinstance(value, int | float) and not isinstance(value, bool) and name not in _CHECKED_ELSEWHERE:
+        if not 0 <= value < math.inf:
+            yield f"{where} is {str(value)[:40]}, and a plan has finite numbers of 0 or more: make the plan again"
+        elif value == 0 and name in _ABOVE_ZERO:
+            yield f"{where} is 0, and a plan has 1 or more: make the plan again"
 
 
 def _unknown_keys(content: Any, kind: Any, *, prefix: str) -> list[str]:

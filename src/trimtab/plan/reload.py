@@ -8,7 +8,7 @@ from pathlib import Path
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
-from trimtab.models.describe import describe
+from trimtab.models.describe import describe, shipped_models
 from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.case import Case, Setting
@@ -114,6 +114,12 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
     other = None if preprocessor is None else Path(preprocessor)
     if other is not None and not other.exists() and (folder / other).exists():
         other = folder / other
+    for what, place in (("model", None if source in shipped_models() else source), ("preprocessor", other)):
+        if place is not None and not Path(place).exists():
+            raise PlanError(
+                f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "
+                f"folder that the plan was made in, or put the {what} there"
+            )
     return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
-from trimtab.errors import PlanError
+from trimtab.costs.devices import find_device
+from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray
@@ -48,6 +49,7 @@ class StepRecord:
     data_s: float  # of it waiting for samples, slowest rank
     planned_s: float | None  # simulated for these very packs; null where the plan's model or device is not at hand
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
+    num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,14 +60,22 @@ class StepRecord:
 class RunLog:
     """A run from its first step to its last; a step that was run twice counts as it was run last."""
 
-    header: RunHeader
+    header: RunHeader  # of the process that ran the latest step
     steps: tuple[StepRecord, ...]
     starts: tuple[int, ...]  # steps that a process began with: they pay for warming up
+    others: tuple[int, ...] = ()  # steps of processes that ran otherwise than `header` says: comparable with nothing
+
+    @property
+    def own(self) -> tuple[StepRecord, ...]:
+        """The steps that ran as `header` says: one or more."""
+        others = frozenset(self.others)
+        return tuple(record for record in self.steps if record.step not in others)
 
     @property
     def warm(self) -> tuple[StepRecord, ...]:
-        """All steps but those that pay for warming up; all, where there are no others."""
-        return tuple(record for record in self.steps if record.step not in self.starts) or self.steps
+        """`own` but those that pay for warming up; all of them, where there are no others."""
+        starts = frozenset(self.starts)
+        return tuple(record for record in self.own if record.step not in starts) or self.own
 
     def median_step_s(self) -> float:
         return float(np.median([record.step_s for record in self.warm]))
@@ -73,7 +83,7 @@ class RunLog:
     @property
     def comparable(self) -> bool:
         """Whether the run was on the device that the plan's times are for."""
-        return _letters(self.header.planned_device) in _letters(self.header.device)
+        return _same_device(self.header.device, self.header.planned_device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +102,10 @@ class TimeComparison:
 
 def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
     """None where no step was simulated."""
-    pairs = [(record.planned_s, record.step_s) for record in log.warm if record.planned_s is not None]
+    pairs = [(record.planned_s, record.step_s) for record in log.warm if record.planned_s]
     if not pairs:
         return None
     planned, measured = np.array(pairs, np.float64).T
-    planned = np.maximum(planned, 1e-30)
     ratios = measured / planned
     return TimeComparison(
         num_steps=len(pairs),
@@ -124,8 +133,10 @@ def read_run_log(path: Path) -> RunLog:
     """Raises `PlanError` for a file that is none. Lines cut by a kill are left out, wherever a resumed run went on."""
     header: RunHeader | None = None
     steps: dict[int, StepRecord] = {}
+    ran_as: dict[int, RunHeader] = {}
     starts: set[int] = set()
     fresh = True  # no step since the last header
+    latest: RunHeader | None = None
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +144,7 @@ def read_run_log(path: Path) -> RunLog:
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if header is not None:
                 continue
             raise PlanError(
@@ -144,17 +155,27 @@ def read_run_log(path: Path) -> RunLog:
                 header, fresh = _record(RunHeader, found), True
                 continue
             record = _record(StepRecord, found)
-        except (KeyError, TypeError) as error:
+            if header is None:
+                raise ValueError("no run is named before it")
+            if len(record.peak_memory_bytes) != len(header.planned_memory_bytes):
+                raise ValueError(f"peak_memory_bytes are of {len(record.peak_memory_bytes)} devices")
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"line {number} of the run log {path} is no record ({error}): name the log that `trimtab train` wrote"
             ) from None
-        steps[record.step] = record
+        steps[record.step], ran_as[record.step], latest = record, header, header
         (starts.add if fresh else starts.discard)(record.step)
         fresh = False
-    if header is None or not steps:
+    if latest is None:
         raise PlanError(f"the run log {path} holds no step: name the log of a run that finished one")
     # steps behind the checkpoint that a run was resumed from are run again, with the same losses
-    return RunLog(header=header, steps=tuple(steps[step] for step in sorted(steps)), starts=tuple(sorted(starts)))
+    alike = replace(latest, versions="")
+    return RunLog(
+        header=latest,
+        steps=tuple(steps[step] for step in sorted(steps)),
+        starts=tuple(sorted(starts)),
+        others=tuple(step for step in sorted(steps) if replace(ran_as[step], versions="") != alike),
+    )
 
 
 def read_run_of(plan: Plan, path: Path) -> RunLog:
@@ -168,9 +189,33 @@ def read_run_of(plan: Plan, path: Path) -> RunLog:
     return log
 
 
+_NO_NUMBER = ("loss", "grad_norm")  # what a run that diverged may log as NaN or infinite
+_AT_LEAST_ONE = ("step", "dp", "pp", "num_microbatches")
+
+
 def _record(kind: type[Any], found: dict[str, Any]) -> Any:
-    values = {field.name: found[field.name] for field in fields(kind)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    """Raises `KeyError` for a field that is missing, `ValueError` for a value that no run logs."""
+    hints, values = get_type_hints(kind), {}
+    for field in fields(kind):
+        if field.name in found or field.default is MISSING:
+            values[field.name] = _value(field.name, hints[field.name], found[field.name])
+    return kind(**values)
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    if kind == tuple[int, ...] and isinstance(value, list):
+        return tuple(_value(name, int, item) for item in value)
+    if kind is str and isinstance(value, str):
+        return value
+    if kind == float | None and value is None:
+        return None
+    number = isinstance(value, int) or (isinstance(value, float) and kind is not int)
+    if kind in (int, float, float | None) and number and not isinstance(value, bool):
+        low = 1 if name in _AT_LEAST_ONE else 0
+        sound = low <= value < 2**63 and (name != "step_s" or value > 0)
+        if sound or (name in _NO_NUMBER and isinstance(value, float)):
+            return value if kind is int else float(value)
+    raise ValueError(f"{name} is {json.dumps(value)[:40]}")
 
 
 def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:
@@ -187,7 +232,12 @@ def _ranks(values: FloatArray) -> FloatArray:
     return ranks
 
 
-def _letters(name: str) -> str:
-    """NVIDIA A100-SXM4-80GB and A100-80GB: the model's own name."""
-    words = name.upper().replace("-", " ").replace("_", " ").split()
-    return next((word for word in words if any(c.isdigit() for c in word) and not word.endswith("GB")), name.upper())
+def _same_device(run: str, planned: str) -> bool:
+    """Whether torch's name of a device means the plan's: both name one published row, or they are one name."""
+    run = "cpu" if run.lower().startswith("cpu,") else run  # its architecture stands behind the comma
+    if run.casefold() == planned.casefold():
+        return True
+    try:
+        return find_device(run) == find_device(planned)
+    except TrimtabError:
+        return False

@@ -16,6 +16,9 @@ from trimtab.plan.times import stage_link, steps_of, times_of
 from trimtab.specs import IntArray, Stage
 from trimtab.units import format_seconds
 
+ABOUT_SPLIT = ("Splits were ", "Split again, ")
+"""How sentences begin that say where a plan's split comes from: they go when it gets another one."""
+
 _SAMPLED_STEPS = 32  # of one rank each: with 8, half of what the search gains is lost on other steps
 _MAX_SIMULATED = 1500  # candidate splits: about 2 s at 16 stages x 64 micro-batches
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+import numpy.typing as npt
 
 from trimtab.report.svg import axis, drawing, grid, nice_ticks
 from trimtab.report.words import Scale, count_scale
@@ -14,6 +15,7 @@ from trimtab.specs import FloatArray
 
 MAX_POINTS = 300  # of a line; of a longer one each point is the mean of its neighbours
 _TOP, _PLOT = 10.0, 150.0
+_MOST = 1e100  # beyond it a plot's range overflows
 _WIDTH = 10_000  # columns of the grid that points lie on
 
 
@@ -30,7 +32,10 @@ class Curve:
 def curves(
     steps: FloatArray, lines: Sequence[Curve], *, scale: Scale, title: str, from_zero: bool, description: str
 ) -> str:
-    """Lines over `steps`, one time axis, values in the unit of `scale`; from 0, or from below the smallest."""
+    """Lines over `steps`, one time axis, values in the unit of `scale`; from 0, or from below the smallest.
+
+    Values that are no finite number, or beyond all that a plot can scale, are left out.
+    """
     low, high = _range(lines, scale, from_zero=from_zero)
     bottom, span = _TOP + _PLOT, float(steps[-1])
     shown, names = count_scale([span]), []
@@ -45,7 +50,10 @@ def curves(
             names.append(f'<text class="tick halo" x="2" y="{y(tick) - 3:.1f}">{_tick_text(tick, scale)}</text>')
     shapes = []
     for line in lines:
-        points = list(zip(_thin(steps) / span * _WIDTH, _thin(line.values), strict=True))
+        drawn = _is_drawn(line.values)
+        if not drawn.any():
+            continue
+        points = list(zip(_thin(steps[drawn]) / span * _WIDTH, _thin(line.values[drawn]), strict=True))
         if line.band:
             upper = [f"{x:.0f} {y(value * (1 + line.band)):.1f}" for x, value in points]
             lower = [f"{x:.0f} {y(value * (1 - line.band)):.1f}" for x, value in reversed(points)]
@@ -64,10 +72,18 @@ def curves(
     return drawing("".join(parts), height=height, title=title, description=description)
 
 
+def _is_drawn(values: FloatArray) -> npt.NDArray[np.bool_]:
+    drawn: npt.NDArray[np.bool_] = np.abs(values) < _MOST  # false for NaN
+    return drawn
+
+
 def _range(lines: Sequence[Curve], scale: Scale, *, from_zero: bool) -> tuple[float, float]:
     """Values that the plot shows; a few far off, as the first steps of a run are, are cut at its edge."""
-    values = np.concatenate([_thin(line.values) for line in lines])
-    high = float(max(np.max(_thin(line.values) * (1 + line.band)) for line in lines))
+    finite = [(_thin(line.values[_is_drawn(line.values)]), line.band) for line in lines]
+    values = np.concatenate([found for found, _ in finite])
+    if not len(values):
+        return 0.0, scale.factor
+    high = float(max(np.max(found * (1 + band)) for found, band in finite if len(found)))
     high = min(high, 2.5 * float(np.quantile(values, 0.9))) if from_zero else high
     low = 0.0 if from_zero else float(values.min())
     room = 0.06 * (high - low) or 0.1 * abs(high) or scale.factor

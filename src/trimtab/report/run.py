@@ -29,10 +29,22 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     """Where the run was, and what may be compared."""
     header, planned = log.header, details.plan.decisions
     where = (
-        f"{len(log.steps):,} steps on {clean(header.device, limit=80)} as dp {header.dp} x pp {header.pp}, "
+        f"{_count(len(log.own), 'step')} on {clean(header.device, limit=80)} as dp {header.dp} x pp {header.pp}, "
         f"{header.dtype}, {clean(header.attention, limit=40)} attention."
     )
     sentences = [where]
+    if log.others:
+        sentences.append(
+            f"{_count(len(log.others), 'other step')} of this run, on other devices or with other settings, count in "
+            "the loss alone."
+        )
+    num_fillers = sum(record.num_fillers for record in log.steps)
+    if num_fillers:
+        steps = sum(record.num_fillers > 0 for record in log.steps)
+        sentences.append(
+            f"{_count(num_fillers, 'filler')} in {_count(steps, 'step')} stood for samples that could not be read: "
+            "nothing was learnt from them."
+        )
     if not log.comparable:
         sentences.append(
             f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared but the shape: "
@@ -131,6 +143,8 @@ def _tile(name: str, big: str, small: str) -> str:
 
 def _loss(log: RunLog) -> str:
     losses = np.array([record.loss for record in log.steps])
+    lost = int((~np.isfinite(losses)).sum())
+    note = f"; {_count(lost, 'step')} without a finite loss left out" if lost else ""
     drawn = curves(
         _steps(log.steps),
         [Curve(look="new", name="loss", values=losses)],
@@ -139,7 +153,7 @@ def _loss(log: RunLog) -> str:
         from_zero=False,
         description=f"From {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps.",
     )
-    return f'<figure><h3>Loss <span class="note">{_last_loss(log)}{_thinned(log)}</span></h3>{drawn}</figure>'
+    return f'<figure><h3>Loss <span class="note">{_last_loss(log)}{note}{_thinned(log)}</span></h3>{drawn}</figure>'
 
 
 def _step_times(log: RunLog, found: TimeComparison | None) -> str:
@@ -172,7 +186,7 @@ def _step_times(log: RunLog, found: TimeComparison | None) -> str:
 
 
 def _memory(log: RunLog) -> str:
-    measured, planned = log.steps[-1].peak_memory_bytes, log.header.planned_memory_bytes
+    measured, planned = log.own[-1].peak_memory_bytes, log.header.planned_memory_bytes
     scale = memory_scale([*measured, *planned])
     most = max(*measured, *planned, 1)
     columns = (
@@ -198,11 +212,11 @@ def _steps(records: Sequence[StepRecord]) -> FloatArray:
 
 
 def _tokens_per_s(log: RunLog) -> float:
-    return sum(record.num_tokens for record in log.warm) / max(sum(record.step_s for record in log.warm), 1e-30)
+    return sum(record.num_tokens for record in log.warm) / sum(record.step_s for record in log.warm)
 
 
 def _waiting(log: RunLog) -> float:
-    return sum(record.data_s for record in log.warm) / max(sum(record.step_s for record in log.warm), 1e-30)
+    return sum(record.data_s for record in log.warm) / sum(record.step_s for record in log.warm)
 
 
 def _first_loss(log: RunLog) -> str:
@@ -211,6 +225,10 @@ def _first_loss(log: RunLog) -> str:
 
 def _last_loss(log: RunLog) -> str:
     return f"{log.steps[-1].loss:.4f} at step {log.steps[-1].step}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _thinned(log: RunLog) -> str:

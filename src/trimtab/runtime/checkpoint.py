@@ -1,8 +1,9 @@
 """Checkpoints of a training run: safetensors through torch.distributed.checkpoint, and a small JSON file of progress.
 
 A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
-those of the Hugging Face model, so another split of the model, or another number of data-parallel ranks, finds its own
-part. A folder is written beside its name and renamed when it is whole: a killed run leaves no half checkpoint.
+those of the Hugging Face model, of a tied weight the first one, so another split of the model, or another number of
+data-parallel ranks, finds its own part. A folder is written beside its name and renamed when it is whole: a killed run
+leaves no half checkpoint.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
+_TYPES = {"step": int, "loader": dict, "num_tokens": int, "optimizer": str, "world_size": int, "num_tensors": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,7 @@ class Progress:
     num_tokens: int  # LLM tokens seen, of all ranks
     optimizer: str
     world_size: int
+    num_tensors: int = 0  # of the whole checkpoint; `save_checkpoint` counts them
 
 
 def save_checkpoint(
@@ -66,6 +72,7 @@ def save_checkpoint(
     save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
     dist.barrier()
     if leader:
+        progress = replace(progress, num_tensors=len(_sizes(writing)))
         write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
         shutil.rmtree(path, ignore_errors=True)
         os.replace(writing, path)  # noqa: PTH105 (a folder over nothing: atomic)
@@ -87,6 +94,10 @@ def read_progress(path: Path) -> Progress:
     try:
         found = json.loads((path / _PROGRESS).read_bytes())
         progress = Progress(**{field.name: found[field.name] for field in fields(Progress)})
+        for name, wanted in _TYPES.items():
+            value = found[name]
+            if type(value) is not wanted or (isinstance(value, int) and value < 0):
+                raise ValueError(f"{name} is {shorten(repr(value), 40)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{path} was to be resumed, but is no checkpoint of `trimtab train` ({error}): name a step-... folder"
@@ -107,7 +118,12 @@ def load_checkpoint(
             f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
             "resume with the same, or start anew from its weights"
         )
-    metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
+    try:
+        metadata = _sizes(path)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise PlanError(_broken(path, error)) from None
+    if len(metadata) != progress.num_tensors:
+        raise PlanError(_broken(path, f"{len(metadata)} of its {progress.num_tensors} tensors are there"))
     target: dict[str, Tensor] = {
         f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
     }
@@ -125,7 +141,10 @@ def load_checkpoint(
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
     for name in (*mine, *(name for name in own if name in metadata)):
         target[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-    load(target, storage_reader=HuggingFaceStorageReader(str(path)))
+    try:
+        load(target, storage_reader=HuggingFaceStorageReader(str(path)))
+    except CheckpointException as error:
+        raise PlanError(_broken(path, next(iter(error.failures.values()))[0])) from None
     _restore_optimizer(parameters, optimizer, {name: target[name] for name in mine})
     if own[0] in target:
         torch.set_rng_state(target[own[0]])
@@ -135,16 +154,35 @@ def load_checkpoint(
 
 
 def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """The whole model as Transformers loads it: config.json and one model.safetensors; collective."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+    """The whole model as Transformers loads it: config.json and one model.safetensors; collective.
+
+    Written beside its name and renamed when it is whole; `folder` is new or empty.
+    """
+    writing = folder.with_name(f".{folder.name}.writing")
+    writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
     dist.barrier()
     save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder / "sharded", ignore_errors=True)
-        config.save_pretrained(folder)
+        shutil.rmtree(writing / "sharded", ignore_errors=True)
+        config.save_pretrained(writing)
+        os.replace(writing, folder)  # noqa: PTH105 (a folder over nothing or an empty one: atomic)
+    dist.barrier()
+
+
+def _sizes(path: Path) -> dict[str, Any]:
+    """Sizes and types of all tensors of a checkpoint, by name."""
+    return dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
+
+
+def _broken(path: Path, reason: object) -> str:
+    return (
+        f"{path} was to be resumed, but its tensors cannot be read ({shorten(str(reason), 200)}): remove this folder "
+        "and resume from the one before it"
+    )
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,10 +14,12 @@ from transformers import AutoImageProcessor
 
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
+from trimtab.models.images import UnsettledRule
 from trimtab.plan.assemble import model_fingerprint
 from trimtab.plan.file import load_plan
 from trimtab.runtime.formats import PACK_FORMATS, PackFormat
 from trimtab.runtime.loss import IGNORED
+from trimtab.runtime.missing import UnreadableSampleError
 from trimtab.runtime.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.headers import MAX_PIXELS, Exif
@@ -27,6 +29,9 @@ from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import MARKUPS, SpecialTokens, TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
+
+_UNREADABLE = ("json", "type", "path", "image")
+"""Kinds of bad records that say nothing about tokenizer and template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,11 @@ def open_conversations(
     given = load_plan(plan).inputs.model
     spec = describe(folder, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     if model_fingerprint(spec) != given.layers_blake2b:
+        if isinstance(spec.image_rule, UnsettledRule):
+            raise PlanError(
+                f"{folder} says of no image how it is cut, and the plan was made for {given.name}: put "
+                "preprocessor_config.json (or processor_config.json) beside its config.json"
+            )
         raise PlanError(
             f"the model in {folder} has other layers or counts images otherwise than {given.name}, which the plan was "
             "made for: name the folder of that model, or plan again"
@@ -94,7 +104,8 @@ class PlannedConversations:
 
     Ids are those that sizing counted; the assistant's turns are learnt, ends of turn included, nothing else. Images
     are decoded with Pillow and cut by the model's own image processor (its Pillow backend). A row that comes out with
-    another number of tokens than the plan counted raises `SampleError`. Objects go to worker processes.
+    another number of tokens than the plan counted raises `SampleError`, one whose record or media cannot be read
+    `UnreadableSampleError`. Objects go to worker processes.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class PlannedConversations:
         limits: _Limits | None = None,
     ) -> None:
         self.records = records
-        self._model = model
+        self.model = model
         self._tokenizer = tokenizer
         self._preprocessor = preprocessor
         self._options = options
@@ -126,7 +137,7 @@ class PlannedConversations:
         if self._opened is None:
             self._opened = _Opened(
                 ConversationEncoder(self._tokenizer),
-                image_counter(self._model.image_rule),
+                image_counter(self.model.image_rule),
                 _image_processor(self._preprocessor, self._limits),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
@@ -137,7 +148,8 @@ class PlannedConversations:
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             encoded = opened.encoder.encode(conversation, counts)
         except BadRecordError as error:
-            raise SampleError(f"sample {name} ({self.records.place(row)}): {error}") from None
+            kind = UnreadableSampleError if error.kind in _UNREADABLE else SampleError
+            raise kind(f"sample {name} ({self.records.place(row)}): {error}") from None
         expected = int(self.records.samples.num_tokens[row])
         if len(encoded.input_ids) != expected:
             raise SampleError(
@@ -168,7 +180,7 @@ class PlannedConversations:
 
     def _pixels(self, opened: _Opened, pictures: list[Image.Image]) -> dict[str, Tensor]:
         # one sample of several images, which LLaVA-OneVision's processor cuts otherwise than as many of one
-        nested = self._model.family == "llava_onevision" and len(pictures) > 1
+        nested = self.model.family == "llava_onevision" and len(pictures) > 1
         processed = opened.processor(images=[pictures] if nested else pictures, return_tensors="pt")
         return {key: processed[key] for key in self._format.joined if key in processed}
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import PlanError, SampleError, TrimtabError
 from trimtab.runtime.cursor import Cursor, ShortStep, cursor_from_state, cursor_to_state, make_deal
 from trimtab.runtime.missing import MissingSample, make_text_filler
 from trimtab.runtime.tables import PlanTables, open_tables
@@ -171,7 +171,8 @@ class PlanDataset(Dataset[Any]):
     """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
 
     `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
-    counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`.
+    counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
+    errors of this class are filled, any other is raised.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class PlanDataset(Dataset[Any]):
         *,
         on_error: Literal["raise", "filler"] = "raise",
         make_filler: Callable[[MissingSample], Any] = make_text_filler,
+        fill_for: type[Exception] = Exception,
     ) -> None:
         if on_error not in ("raise", "filler"):
             raise PlanError(f"on_error {on_error!r} is unknown: choose raise or filler")
@@ -188,6 +190,7 @@ class PlanDataset(Dataset[Any]):
         self._samples = samples
         self._on_error = on_error
         self._make_filler = make_filler
+        self._fill_for = fill_for
         # worker processes write, we read
         self._counts = torch.zeros(_COUNTERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
@@ -204,10 +207,17 @@ class PlanDataset(Dataset[Any]):
             return self._data[row]
         except Exception as error:  # whatever a user's own code raises: named here, and either raised or counted
             samples, reason = self._samples, f"{type(error).__name__}: {error}"
+            if not isinstance(error, self._fill_for):
+                if isinstance(error, TrimtabError):
+                    raise  # names the sample itself
+                raise SampleError(
+                    f"sample {samples.sample_id(row)} (row {row} of the plan) was read, but no input was made of it "
+                    f"({reason}): mend what makes it, the preprocessor of the model perhaps"
+                ) from error
             if self._on_error == "raise":
                 raise SampleError(
                     f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): mend it and "
-                    'resume, or have fillers take the place of such samples (on_error="filler")'
+                    'resume, or have fillers take the place of such samples (on_error="filler", --on-bad filler)'
                 ) from error
             missing = MissingSample.of(samples, row, reason=reason)
             worker = get_worker_info()

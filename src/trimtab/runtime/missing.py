@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimtab.errors import SampleError
 from trimtab.specs import SampleTable
 
 if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # label that the losses of torch and Transformers leave out
+
+
+class UnreadableSampleError(SampleError):
+    """A sample whose record or media cannot be read: a filler may stand for it, as for no sample that differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

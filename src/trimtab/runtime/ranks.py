@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.errors import PlanError, TrimtabError
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -47,3 +49,21 @@ def device_mesh(num_devices: int, device: torch.device) -> DeviceMesh:
             f"{num_devices}, or a multiple of it (torchrun --nproc-per-node {num_devices})"
         )
     return init_device_mesh(device.type, (num_devices, ranks // num_devices), mesh_dim_names=("pp", "dp"))
+
+
+def on_first_rank(find: Callable[[], Result], device: torch.device) -> Result:
+    """What `find` returns on rank 0, on every rank; what it raises of a user's input is raised on every rank.
+
+    Collective: a problem that rank 0 alone sees would leave the others waiting for it.
+    """
+    found: list[tuple[Result | None, Exception | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            found = [(find(), None)]
+        except (TrimtabError, OSError) as problem:
+            found = [(None, problem)]
+    dist.broadcast_object_list(found, src=0, device=device)
+    result, raised = found[0]
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[return-value]  # None only where `find` returned it

@@ -37,8 +37,9 @@ def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> Plann
     `files` are the data files, where they are no longer where the plan names them, or where the plan was made from
     sizes that were taken before.
     """
-    folder = Path(plan).parent if Path(plan).name == "plan.yaml" else Path(plan)
-    data = load_plan(folder).inputs.data
+    path = Path(plan)
+    folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
+    data = load_plan(path if path.is_file() else folder).inputs.data
     samples = table_from_bytes(
         read_table(folder, TableFile(file=data.table, blake2b=data.table_blake2b)), origin=str(folder / data.table)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class RefineSettings:
     num_steps: int = 5  # timed ones, of each candidate; one more warms it up
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     device: Literal["cpu", "cuda"] | None = None  # None: cuda where there is one
+    max_trial_s: float = 3600.0  # of one candidate, its start and the model's loading included; then it is stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +124,8 @@ def _try(found: ReloadedPlan, folder: Path, candidate: Candidate, settings: Refi
             if file.suffix in (".npy", ".npz", ".json"):
                 (trial / file.name).symlink_to(file.resolve())
         write_atomically(trial / "plan.yaml", plan_to_yaml(plan))
-        result = subprocess.run(  # noqa: S603 (this interpreter, a list of words, no shell)
-            _command(plan, trial, settings), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-        )
-        if result.returncode:
-            reason = _reason(result.stderr)
+        reason = _run(_command(plan, trial, settings), settings.max_trial_s)
+        if reason is not None:
             return Trial(candidate=candidate, median_step_s=None, problem=reason, peak_memory_bytes=None)
         log = read_run_log(trial / "run" / "run.jsonl")
     return Trial(
@@ -159,6 +158,36 @@ def _command(plan: Plan, folder: Path, settings: RefineSettings) -> list[str]:
     words += ["--allow-outside"] if settings.reading.allow_outside else []
     words += ["--device", settings.device] if settings.device is not None else []
     return words if any(settings.model.glob("*.safetensors")) else [*words, "--random-weights"]
+
+
+_GRACE_S = 45.0  # torchrun gives its workers 30 s to end before it kills them
+
+
+def _run(words: list[str], limit_s: float) -> str | None:
+    """Why the command failed; None where it did not. It is stopped with its workers at the limit, or with us."""
+    # a session of its own: Ctrl-C comes to us alone, and we end the launcher so that it can end its workers
+    with subprocess.Popen(  # noqa: S603 (this interpreter, a list of words, no shell)
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            return f"it had not ended after {format_seconds(limit_s)}"
+        except BaseException:
+            _stop(process)
+            raise
+    return _reason(errors) if process.returncode else None
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the launcher as torchrun expects it, with time to end its workers; then whatever is left of its group."""
+    process.terminate()
+    try:
+        process.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _reason(errors: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import resource
 import sys
 import time
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,12 @@ class RunRecorder:
         self._mesh, self._device, self._deal = mesh, pipeline.device, deal
         self._log = settings.out / "run.jsonl" if dist.get_rank() == 0 else None
         self._planned: PlannedSteps | None = None
+        self._fillers = 0  # up to the last step
         if self._log is not None:
             self._planned = _planned_steps(settings, plan, deal)
             self._log.parent.mkdir(parents=True, exist_ok=True)
             if not start:
-                self._log.unlink(missing_ok=True)
+                _put_aside(self._log)
             elif self._log.exists() and not self._log.read_bytes().endswith(b"\n"):
                 self._write("\n")  # ends a line that a kill has cut
             self._write(line_of(_header(settings, plan, pipeline, mesh)))
@@ -54,11 +56,18 @@ class RunRecorder:
         self._loaded = time.perf_counter()
 
     def end(
-        self, step: int, result: StepResult, *, learning_rate: float, norm: torch.Tensor | None, num_tokens: int
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        learning_rate: float,
+        norm: torch.Tensor,
+        num_tokens: int,
+        num_fillers: int,
     ) -> StepRecord:
         """The record of the step, the same on every rank but for `planned_s`, which rank 0 alone knows.
 
-        Raises `TrimtabError` on every rank for a loss that is no number, before a checkpoint could hold it.
+        `num_fillers`: all that this rank has made so far. Loader workers make samples ahead of their step.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -67,33 +76,31 @@ class RunRecorder:
         own[-2:] = torch.tensor([time.perf_counter() - self._began, self._loaded - self._began])
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
         *peaks, step_s, data_s = own.tolist()
-        tokens = torch.tensor(num_tokens, device=self._device)
-        dist.all_reduce(tokens, group=self._mesh.get_group("dp"))
+        counts = torch.tensor([num_tokens, num_fillers - self._fillers], device=self._device)
+        dist.all_reduce(counts, group=self._mesh.get_group("dp"))
+        self._fillers = num_fillers
         record = StepRecord(
             step=step,
             epoch=int(self._place["epoch"]),
             loss=float(result.loss),
             learning_rate=learning_rate,
-            grad_norm=None if norm is None else float(norm),
-            num_tokens=int(tokens),
+            grad_norm=float(norm),
+            num_tokens=int(counts[0]),
             step_s=step_s,
             data_s=data_s,
             planned_s=None if self._planned is None else self._planned.step_s(self._packs()),
             peak_memory_bytes=tuple(int(x) for x in peaks),
+            num_fillers=int(counts[1]),
         )
         if self._log is not None:
             self._write(line_of(record))
+            fillers = f"  {record.num_fillers} fillers" if record.num_fillers else ""
             planned = "" if record.planned_s is None else f" (planned {record.planned_s:.3g})"
             print(
                 f"step {step}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
-                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB",
+                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB{fillers}",
                 file=sys.stderr,
                 flush=True,
-            )
-        if not math.isfinite(record.loss):
-            raise TrimtabError(
-                f"the loss of step {step} is {record.loss}: resume from the last checkpoint with a lower learning rate "
-                "or a longer warm-up, or train in float32"
             )
         return record
 
@@ -111,7 +118,7 @@ class RunRecorder:
 
 
 def _planned_steps(settings: TrainSettings, plan: Plan, deal: Deal) -> PlannedSteps | None:
-    """None where the plan cannot be simulated here: a device known to its author alone, a plan changed by hand."""
+    """None where a plan that holds (`verify_plan`) cannot be simulated here: its device or profile is not at hand."""
     given = plan.inputs.model
     model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     try:
@@ -121,6 +128,15 @@ def _planned_steps(settings: TrainSettings, plan: Plan, deal: Deal) -> PlannedSt
         print(f"trimtab: steps are not compared with the plan: {problem}", file=sys.stderr)
         return None
     return planned
+
+
+def _put_aside(log: Path) -> None:
+    """The log of an earlier run that left no checkpoint keeps its lines under another name."""
+    if log.is_file() and log.stat().st_size:
+        names = (log.with_name(f"{log.stem}.{number}{log.suffix}") for number in count(1))
+        kept = next(name for name in names if not name.exists())
+        log.rename(kept)
+        print(f"trimtab: the log of an earlier run in {log.parent} is now {kept.name}", file=sys.stderr)
 
 
 def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh) -> RunHeader:

@@ -57,18 +57,19 @@ class PlanTables:
 
 
 def open_tables(folder: Path | str) -> PlanTables:
-    """The tables of a plan folder, or of a folder that `trimtab pack --out` wrote, mapped into memory.
+    """The tables of a plan's folder or file, or of a folder that `trimtab pack --out` wrote, mapped into memory.
 
     Costs the same for any number of samples: shapes are compared with the plan's, contents are `trimtab check`'s
     business. Raises `PlanError` where the tables are missing or of other shapes.
     """
-    folder = Path(folder)
-    folder = folder.parent if folder.name == "plan.yaml" else folder
-    if not (folder / "plan.yaml").is_file():
+    path = Path(folder)
+    folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
+    file = path if path.is_file() else folder / "plan.yaml"
+    if not file.is_file():
         arrays = [_map_array(folder, name) for name in _NAMES]
         digest = blake2b("".join(fingerprint_file(folder / name) for name in _NAMES).encode())
         return _tables(*arrays, digest=digest, seed=0, origin=str(folder))
-    decisions = load_plan(folder).decisions
+    decisions = load_plan(file).decisions
     packing = decisions.packing
     files = (packing.offsets, packing.indices, packing.schedule)
     offsets, indices, schedule = (_map_array(folder, file.file) for file in files)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.errors import PlanError, TrimtabError
+from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan
 from trimtab.plan.plan import Plan
@@ -31,10 +34,13 @@ from trimtab.runtime.checkpoint import (
 from trimtab.runtime.collate import Attention, PackedCollator
 from trimtab.runtime.conversations import open_conversations
 from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline, read_layout
-from trimtab.runtime.ranks import device_mesh, process_group
+from trimtab.runtime.missing import UnreadableSampleError
+from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.run_recorder import RunRecorder
 from trimtab.runtime.train_settings import TrainSettings
+from trimtab.runtime.verify import verify_plan
+from trimtab.samples.problems import shorten
 
 
 def train(settings: TrainSettings) -> list[StepRecord]:
@@ -45,22 +51,35 @@ def train(settings: TrainSettings) -> list[StepRecord]:
     gradients and its clipping are those of one process that computes every sample alone (see `runtime.loss`).
     Resuming gives the same losses as going on.
     """
-    plan, checkpoint = load_plan(settings.plan), newest_checkpoint(settings)
+    plan = load_plan(settings.plan)
     with process_group(settings.device) as device:
+        checkpoint = on_first_rank(lambda: check_folders(settings), device)
+        refuse_unshared(checkpoint, device)
+        conversations = open_conversations(settings.plan, settings.model, settings.reading)
+        on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
         mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
         layout = fit_layout(plan, dp=mesh["dp"].size())
         torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
+        model = load_model(settings, plan, device)
+        tied = tied_names(model)
         pipeline = build_pipeline(
-            load_model(settings, plan, device),
+            model,
             layout,
             device=device,
             pp_group=mesh.get_group("pp"),
             dp_group=mesh.get_group("dp"),
         )
-        parameters, buffers = dict(pipeline.named_parameters()), buffers_of(pipeline)
+        parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
+        buffers = buffers_of(pipeline)
         optimizer = make_optimizer(settings, list(parameters.values()))
         sampler = make_sampler(settings, layout, mesh)
-        loader = make_loader(settings, pipeline, sampler)
+        data = PlanDataset(
+            conversations,
+            conversations.records.samples,
+            on_error=settings.on_bad_sample,
+            fill_for=UnreadableSampleError,
+        )
+        loader = make_loader(settings, pipeline, data, sampler)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
 
         start = num_tokens = 0
@@ -69,6 +88,8 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             progress = load_checkpoint(checkpoint, parameters, buffers, optimizer)
             start, num_tokens = progress.step, progress.num_tokens
         num_steps = settings.steps or settings.epochs * len(sampler) // layout.num_microbatches
+        if start >= num_steps:
+            tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
 
         recorder = RunRecorder(settings, plan, pipeline, sampler.deal, mesh, start=start)
         batches = chain.from_iterable(repeat(loader))  # epoch after epoch
@@ -79,7 +100,9 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             recorder.loaded()
             with autocast(settings, device):
                 result = pipeline.step(microbatches)
-            norm = None if settings.max_grad_norm is None else pipeline.clip_gradients(settings.max_grad_norm)
+            clip = settings.max_grad_norm
+            norm = pipeline.gradient_norm() if clip is None else pipeline.clip_gradients(clip)
+            refuse_useless(step, result, norm)
             for group in optimizer.param_groups:
                 group["lr"] = settings.rate(step, num_steps)
             optimizer.step()
@@ -89,6 +112,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 learning_rate=settings.rate(step, num_steps),
                 norm=norm,
                 num_tokens=sum(batch["input_ids"].numel() for batch in microbatches),
+                num_fillers=data.num_fillers,
             )
             records.append(record)
             num_tokens += record.num_tokens
@@ -101,6 +125,9 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                     world_size=dist.get_world_size(),
                 )
                 save_checkpoint(settings.out, parameters, buffers, optimizer, progress, keep=settings.keep)
+        num_fillers = sum(record.num_fillers for record in records)
+        if num_fillers:
+            tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
             export_model(settings.export, parameters | buffers, pipeline.stages[0].model.config)
         return records
@@ -109,8 +136,16 @@ def train(settings: TrainSettings) -> list[StepRecord]:
 # -- the parts ------------------------------------------------------------------------------------------------------
 
 
-def newest_checkpoint(settings: TrainSettings) -> Path | None:
-    """The one to go on from; None: from the start."""
+def check_folders(settings: TrainSettings) -> Path | None:
+    """The checkpoint to go on from, None: from the start; refuses an export that would fail or cover something."""
+    export = settings.export
+    if export is not None:
+        if export.exists() and not (export.is_dir() and not any(export.iterdir())):
+            raise PlanError(
+                f"the trained model was to be exported to {export}, which is there already: name a new or an empty "
+                "folder (--export)"
+            )
+        export.parent.mkdir(parents=True, exist_ok=True)
     found = list_checkpoints(settings.out)
     if found and not settings.resume:
         raise PlanError(
@@ -120,33 +155,90 @@ def newest_checkpoint(settings: TrainSettings) -> Path | None:
     return found[-1] if found else None
 
 
+def refuse_unshared(checkpoint: Path | None, device: torch.device) -> None:
+    """Every rank sees the checkpoint that rank 0 found; collective."""
+    here = checkpoint is None or checkpoint in list_checkpoints(checkpoint.parent)
+    blind = torch.tensor(int(not here), device=device)
+    dist.all_reduce(blind)
+    if blind:
+        assert checkpoint is not None, "no rank lacks what is not asked for"
+        raise PlanError(
+            f"rank 0 goes on from {checkpoint}, which {int(blind)} of {dist.get_world_size()} ranks do not see: give a "
+            "folder that all nodes share (--out)"
+        )
+
+
+def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
+    """Before the optimizer makes weights of it; the same on every rank."""
+    if not result.denominator > 0:
+        raise TrimtabError(
+            f"no token of step {step} has a label, so there is nothing to learn from it: see which samples are read "
+            "(fillers have none), or plan with data that has answers"
+        )
+    for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
+        if not math.isfinite(value):
+            raise TrimtabError(
+                f"the {what} of step {step} is {value}: resume from the last checkpoint with a lower learning rate or "
+                "a longer warm-up, or train in float32"
+            )
+
+
+def tell(sentence: str) -> None:
+    """Once for all ranks."""
+    if dist.get_rank() == 0:
+        print(f"trimtab: {sentence}", file=sys.stderr, flush=True)
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
+
+    Checkpoints and exports know the first alone, so that they do not depend on which stage holds which half.
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
 def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any:
     """The Hugging Face model on the CPU in float32, towers frozen as the plan says; no code of its folder runs."""
     attention = settings.attention or attention_of(plan, device)
-    config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
-    cls = transformers.AutoModelForImageTextToText
-    if settings.random_weights:
-        model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    elif not any(settings.model.glob("*.safetensors")):
+    if not settings.random_weights and not any(settings.model.glob("*.safetensors")):
         raise PlanError(
             f"{settings.model} holds no weights (*.safetensors): name a folder that has them, or train from random "
             "ones (--random-weights)"
         )
-    else:
-        model = cls.from_pretrained(
-            settings.model,
-            attn_implementation=attention,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+    try:
+        model = _read_model(settings, attention)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # as Transformers does
+        raise ConfigError(
+            f"the model in {settings.model} was to be loaded with attention {attention}, which fails "
+            f"({type(error).__name__}: {shorten(str(error), 300)}): mend its files, or choose another --attention"
+        ) from error
     frozen = plan.inputs.training.frozen_towers
     if frozen:
         for layer in describe(settings.model).layers:
             if layer.tower in frozen:
                 model.get_submodule(layer.name).requires_grad_(False)
     return model.train()
+
+
+def _read_model(settings: TrainSettings, attention: Attention) -> Any:
+    cls = transformers.AutoModelForImageTextToText
+    if settings.random_weights:
+        config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
+        return cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return cls.from_pretrained(
+        settings.model,
+        attn_implementation=attention,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
 
 
 def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
@@ -159,7 +251,16 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
             f"many processes as give {planned} of them, or another divisor of {packs}"
         )
     own = replace(plan.decisions, schedule=replace(schedule, num_microbatches=packs // dp))
-    return read_layout(replace(plan, decisions=own))
+    try:
+        return read_layout(replace(plan, decisions=own))
+    except UnsupportedPlanError as problem:
+        if dp <= planned:
+            raise
+        pp = plan.decisions.parallel.pp
+        raise UnsupportedPlanError(
+            f"{dp * pp} processes make {dp} data-parallel ranks, which leaves each {packs // dp} of a step's {packs} "
+            f"packs ({problem}): start {planned * pp} processes as planned, or fewer"
+        ) from None
 
 
 def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -178,17 +279,21 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
 def make_sampler(settings: TrainSettings, layout: PipelineLayout, mesh: DeviceMesh) -> PlanBatchSampler:
     """The packs of this rank's data-parallel rank; every device of a pipeline reads the same ones."""
     return PlanBatchSampler(
-        settings.plan if settings.plan.is_dir() else settings.plan.parent,
+        settings.plan,
         dp=mesh["dp"].size(),
         rank=mesh.get_local_rank("dp"),
         num_microbatches=layout.num_microbatches,
     )
 
 
-def make_loader(settings: TrainSettings, pipeline: Pipeline, sampler: PlanBatchSampler) -> PlanDataLoader:
-    """Packs as the keyword arguments of the model's forward."""
-    conversations = open_conversations(settings.plan, settings.model, settings.reading)
-    data = PlanDataset(conversations, conversations.records.samples, on_error=settings.on_bad_sample)
+def make_loader(
+    settings: TrainSettings, pipeline: Pipeline, data: PlanDataset, sampler: PlanBatchSampler
+) -> PlanDataLoader:
+    """Packs as the keyword arguments of the model's forward.
+
+    Its workers are seeded apart: iterations that drew their seeds from torch's own generator would change what dropout
+    draws, and a resumed run begins one more of them.
+    """
     config: Any = pipeline.stages[0].model.config
     collator = PackedCollator(
         config,
@@ -196,12 +301,13 @@ def make_loader(settings: TrainSettings, pipeline: Pipeline, sampler: PlanBatchS
         loss_weighting=settings.loss_weighting,
         vision_in_every_pack=False,  # the pipeline sums gradients itself, so a tower may stay idle on a rank
     )
-    return PlanDataLoader(data, sampler, collate_fn=collator, num_workers=settings.workers)
+    return PlanDataLoader(data, sampler, collate_fn=collator, num_workers=settings.workers, generator=torch.Generator())
 
 
 def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
     """This rank's persistent buffers, under the model's names."""
-    names = {name for name, _ in pipeline.named_parameters()}
+    models = [stage.model for stage in pipeline.stages]
+    names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in pipeline.state_dict().items() if name not in names}
 
 

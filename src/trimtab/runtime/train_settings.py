@@ -16,6 +16,8 @@ from trimtab.runtime.conversations import ReadingOptions
 
 Decay = Literal["constant", "linear", "cosine"]
 
+_OPTIONS = {"save_every": "save_every (--save-every)", "warmup_steps": "warmup_steps (--warmup)"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
@@ -32,7 +34,7 @@ class TrainSettings:
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     decay: Decay = "constant"
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0  # None: as they are
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16: autocast over float32 weights
     attention: Attention | None = None  # None: the plan's, or sdpa where flash attention is not at hand
     loss_weighting: LossWeighting = "token"
@@ -42,7 +44,7 @@ class TrainSettings:
     save_every: int | None = None  # steps; None: only at the end
     keep: int | None = 2  # checkpoints
     resume: bool = False  # from the newest checkpoint in `out`, if there is one
-    export: Path | None = None  # folder for the trained model, as Transformers loads it
+    export: Path | None = None  # new folder for the trained model, as Transformers loads it
     on_bad_sample: Literal["raise", "filler"] = "raise"
     workers: int = 0  # processes that make samples, of each rank
     seed: int = 0
@@ -79,18 +81,25 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     for name in ("steps", "epochs", "save_every", "keep"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            problems.append(f"{name} {value} was asked for: give 1 or more")
+            problems.append(f"{_OPTIONS.get(name, name)} {value} was asked for: give 1 or more")
     if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
-        problems.append(f"learning_rate {settings.learning_rate} was asked for: give a number above 0")
+        problems.append(f"learning_rate (--lr) {settings.learning_rate} was asked for: give a number above 0")
     for name in ("warmup_steps", "workers"):
         if getattr(settings, name) < 0:
-            problems.append(f"{name} {getattr(settings, name)} was asked for: give 0 or more")
+            problems.append(f"{_OPTIONS.get(name, name)} {getattr(settings, name)} was asked for: give 0 or more")
     if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
-        problems.append(f"max_grad_norm {settings.max_grad_norm} was asked for: give a number above 0, or none")
+        problems.append(
+            f"max_grad_norm (--clip) {settings.max_grad_norm} was asked for: give a number above 0, or clip nothing"
+        )
     if settings.optimizer in ("LBFGS", "SparseAdam"):
         problems.append(
             f"optimizer {settings.optimizer} was asked for, which needs closures or sparse gradients: choose another"
         )
     if settings.save_every is not None and not settings.save:
-        problems.append("checkpoints were asked for every few steps and not at all: give one of save_every and no save")
+        problems.append(
+            "checkpoints were asked for every few steps and not at all: give one of save_every (--save-every) and "
+            "save=False (--no-save)"
+        )
+    if not 0 <= settings.seed < 2**63:
+        problems.append(f"seed {settings.seed} was asked for, but torch takes 0 to 2^63 - 1: give one of these")
     return problems

@@ -166,22 +166,26 @@ class Pipeline:
             for x in self.stages
         )
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients of the whole model together, the same on every rank.
 
         A tied weight counts once, as in one process; squares are added in float32. Collective over the pipeline group.
         """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
         mirror = None if self.tied is None or self.tied.owner else self.tied.parameter
         counted = [p.grad for p in self.parameters() if p.grad is not None and p is not mirror]
         square = torch.zeros((), device=self.device)
         for gradient in counted:
             square += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
         dist.all_reduce(square, group=self.pp_group)
-        norm = square.sqrt()
+        return square.sqrt()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that `gradient_norm` is at most `max_norm`; returns the norm before. Collective."""
+        norm = self.gradient_norm()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return norm
 
 
