@@ -240,10 +240,14 @@ _ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_p
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
-    """Costs, errors and a device's figures are finite and not negative; rates are more than 0, whole numbers 64 bit."""
+    """Costs, errors and a device's figures are finite and not negative; rates are more than 0, whole numbers 64 bit.
+
+    Only transient bytes may fall below 0 in single terms: a traced one is a line through two sizes, right between them.
+    """
+    below = "transient_bytes." in place
     if kind is int and abs(value) >= 2**63:
         problems.append(f"{place}: expected a whole number of 64 bits")
-    elif not 0 <= value < math.inf:
+    elif not (-math.inf if below else 0) <= value < math.inf or value == -math.inf:
         problems.append(f"{place}: expected a finite number of 0 or more, found {str(value)[:40]}")
     elif value == 0 and place.rpartition(".")[2] in _ABOVE_ZERO:
         problems.append(f"{place}: expected a number above 0")
