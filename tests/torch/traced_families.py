@@ -419,11 +419,19 @@ def kept_bytes(model: Any, inputs: dict[str, Any], recomputed: Collection[str]) 
 
 
 def allocated_peak_bytes(model: Any, inputs: dict[str, Any], recomputed: Collection[str]) -> int:
-    """Largest sum of what the CPU allocator says it handed out and took back during one step, by torch's profiler."""
+    """Largest sum of what the CPU allocator says it handed out and took back during one step, by torch's profiler.
+
+    On one thread: CPU attention takes a workspace for each, which no other device has and no trace counts.
+    """
     model.zero_grad(set_to_none=True)
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run_step(model, inputs, recomputed).backward()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            run_step(model, inputs, recomputed).backward()
+    finally:
+        torch.set_num_threads(num_threads)
     live = peak = 0
     events = recorded.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
