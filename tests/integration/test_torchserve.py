@@ -131,9 +131,11 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, home: Path) ->
     while time.monotonic() < end:
         assert process.poll() is None, (home / "output").read_text()[-4000:]
         time.sleep(1)
-        if not keys.is_file():
+        try:
+            token = json.loads(keys.read_text())["inference"]["key"]
+        except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or not yet written to its end
             continue
-        found = Server(port, json.loads(keys.read_text())["inference"]["key"], home)
+        found = Server(port, token, home)
         try:
             status, last = found.ask(question("hello", max_tokens=1, temperature=0))
         except OSError:
