@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from plan_cases import tile_samples
 
-from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
+from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
+from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe

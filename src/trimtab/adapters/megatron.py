@@ -12,11 +12,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimtab.adapters.blocks import is_block
 from trimtab.adapters.megatron_recompute import (
     Setting,
     as_run,
     attentions,
-    is_block,
     language_recompute,
     norm_cuts,
     vision_fields,
