@@ -2,7 +2,7 @@
 
 `PipelineGradientCheckpointConfig` takes a number for every stage: its first decoder blocks run again, in full. That is
 of the language model alone; ColossalAI's policies know no vision tower. Read from 0.5.0 (llama, mistral, qwen2 and
-command keep to the numbers); its own class is asked by tests/integration/test_recompute_settings.py.
+command keep to the numbers); its own class is asked by tests/integration/test_colossalai.py.
 """
 
 from __future__ import annotations

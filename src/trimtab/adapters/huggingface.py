@@ -2,7 +2,8 @@
 
 Layer by layer it is `trimtab.runtime.recompute`. Transformers' own switch knows "every n-th layer" (`every_n_layers` of
 `activation_checkpointing_kwargs`, in 5.17 `gradient_checkpointing_kwargs`), counted through the vision tower and the
-language model alike, from the first block on: tests/torch/test_huggingface_export.py asks Transformers' own models.
+language model alike, from the first block on: tests/torch/test_huggingface_switch.py asks Transformers' own models.
+Remote code has one switch for all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.plan.modules import fold_modules
 from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage, Tower
 
+_REMOTE_CODE = ("internvl_chat", "kimi_vl", "minicpmv")
 _APPLY = """from trimtab.runtime.recompute import apply
 
 RECOMPUTE = {{
@@ -60,10 +62,13 @@ class PlainSetting:
 
 
 def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainSetting]:
-    """Everything that Transformers' own switch can say of these stages: nothing, and every n-th block for every n."""
+    """Everything that the model's own switch can say: nothing, and every n-th block for every n.
+
+    Blocks count from the model's first, whatever stage they are on.
+    """
     blocks = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
     yield PlainSetting(every_n_layers=None, stages=tuple(recomputing(stage, ()) for stage in stages))
-    for n in range(1, len(blocks) + 1):
+    for n in range(1, 2 if model.family in _REMOTE_CODE else len(blocks) + 1):
         chosen = blocks[::n]
         runs = tuple(recomputing(stage, (i for i in chosen if stage.start <= i < stage.stop)) for stage in stages)
         yield PlainSetting(every_n_layers=n, stages=runs)

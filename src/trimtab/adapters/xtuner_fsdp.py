@@ -39,16 +39,17 @@ class XtunerExport:
 def ratio_for(number: int, total: int) -> float:
     """The shortest decimal r in [0, 1] with int(total * r) == number, as Python's floats multiply.
 
-    Such a decimal exists: the ratios that give `number` are as wide as 1 / total.
+    Checked by multiplying, since int(50 * 0.58) is 28. There is one: the ratios for a number span 1 / total.
     """
     assert 0 <= number <= total
     if number == total:
         return 1.0
     for digits in range(1, 18):
         scale: int = 10**digits
-        ratio = -(-number * scale // total) / scale
-        if int(total * ratio) == number:
-            return ratio
+        first = -(-number * scale // total)
+        for ratio in (first / scale, (first + 1) / scale):
+            if int(total * ratio) == number:
+                return ratio
     raise AssertionError(f"no ratio for {number} of {total} blocks")
 
 
