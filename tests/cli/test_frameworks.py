@@ -107,7 +107,7 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
         assert run("check", split, "--for", name).code == 1
     plan = tmp_path / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
-    words += "--for huggingface --cluster 8xA100-80GB --memory 70GiB --num-microbatches 2".split()
+    words += ["--for", "huggingface", "--cluster", "8xA100-80GB", "--memory", "70GiB", "--num-microbatches", "2"]
     made = run(*words)
     assert made.code == 0, made.err
     lines = run("export", "huggingface", plan)
