@@ -7,12 +7,12 @@ command keep to the numbers); its own class is asked by tests/integration/test_c
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.adapters.blocks import blocks_of, has_other_kinds, is_block, lost_tiers, recomputed_blocks, recomputing
+from trimtab.adapters.refusals import price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 
@@ -158,15 +158,10 @@ def _problems(
     problems: list[str] = []
     cuts = sorted(colossal_unsupported_cuts(model) & {stage.start for stage in stages})
     if cuts:
-        cost = ""
-        if price is not None and math.isinf(price):
-            cost = " (without such cuts nothing fits these degrees of parallelism)"
-        elif price is not None:
-            cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
         problems.append(
             f"the plan cuts stages before {', '.join(model.layers[cut].name for cut in cuts)}, and ColossalAI's "
             "num_layers_per_stage counts decoder blocks alone, with all before them on the first stage and norm and "
-            f"head on the last: export with --fit FOLDER{cost}"
+            f"head on the last: export with --fit FOLDER{price_without_cuts(price)}"
         )
     if schedule != "1F1B" or num_chunks > 1:
         problems.append(

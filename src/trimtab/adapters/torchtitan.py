@@ -7,12 +7,12 @@ A vision encoder is one module beside the embedding, so no cut goes through it o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.adapters.blocks import TIERS, blocks_of, lost_tiers, recomputing
+from trimtab.adapters.refusals import price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage
 
@@ -159,14 +159,9 @@ def _problems(
     starts = {stage.start for stage in stages}
     cuts = sorted(titan_unsupported_cuts(model) & starts)
     if cuts:
-        cost = ""
-        if price is not None and math.isinf(price):
-            cost = " (without such cuts nothing fits these degrees of parallelism)"
-        elif price is not None:
-            cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
         problems.append(
             f"the plan cuts stages before {', '.join(model.layers[cut].name for cut in cuts)}, and torchtitan keeps "
-            f"the vision encoder whole beside the embedding: export with --fit FOLDER{cost}"
+            f"the vision encoder whole beside the embedding: export with --fit FOLDER{price_without_cuts(price)}"
         )
     forbidden = sorted((model.forbidden_cuts - titan_unsupported_cuts(model)) & starts)
     if forbidden and model.forbidden_cut_reason:
