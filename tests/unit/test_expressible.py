@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from plan_cases import tile_samples
@@ -182,6 +183,32 @@ def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> N
     bare = tuple(replace(stage, recompute=()) for stage in fitted.stages)
     assert relative_time(frozen.case, everywhere, bare) == 1.0
     assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
+
+
+@pytest.mark.parametrize(
+    ("attention", "memory", "name", "tier"),
+    [
+        ("flash", 36, "torchtitan", "attention"),
+        ("eager", 48, "torchtitan", "full"),  # unfused attention has no price of its own
+        ("flash", 32, "colossalai", "full"),
+    ],
+)
+def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
+    attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path
+) -> None:
+    options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30)
+    options = replace(options, max_patches=6000, max_tokens=6000)
+    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
+    made = reload_plan(tmp_path / "made")
+    write_plan(fit_plan(made, TARGETS[name]), tmp_path / "fit")
+    fitted = reload_plan(tmp_path / "fit")
+    exported = export_plan(fitted, TARGETS[name])
+    assert exported.runs == fitted.stages
+    assert {choice.tier for stage in fitted.stages for choice in stage.recompute} == {tier}
+    if name == "colossalai":
+        numbers = exported.fields["num_ckpt_layers_per_stage"]
+        assert numbers == tuple(stage.num_recomputed() for stage in fitted.stages)
+        assert len(set(numbers)) == 2, "each stage has its own"
 
 
 def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> None:
