@@ -35,8 +35,13 @@ def make_model(
     tied: bool = False,
     forbidden: frozenset[int] = frozenset(),
     reason: str | None = None,
+    experts: int | None = None,
+    kinds: bool = False,
 ) -> ModelSpec:
-    """Patch embedding, vision blocks, projector, token embedding, decoder blocks, norm, head."""
+    """Patch embedding, vision blocks, projector, token embedding, decoder blocks, norm, head.
+
+    With `kinds`, the second half of the decoder blocks is larger.
+    """
 
     def layer(
         name: str, tower: Tower, kind: LayerKind, count: int = 0, groups: int = 0, params: int = 100
@@ -55,7 +60,9 @@ def make_model(
             num_params=params,
             num_matmul_params=params,
             attention=attention,
-            mlp=MlpSpec(intermediate_size=128, gated=True) if count else None,
+            mlp=MlpSpec(intermediate_size=128, gated=True, num_experts=experts if tower == "language" else None)
+            if count
+            else None,
         )
 
     layers = []
@@ -66,7 +73,10 @@ def make_model(
         ]
         layers.append(layer("visual.merger", "projector", "projector"))
     layers.append(layer("embed_tokens", "language", "embed", params=5000))
-    layers += [layer(f"layers.{i}", "language", "block", heads, kv) for i in range(num_language)]
+    layers += [
+        layer(f"layers.{i}", "language", "block", heads, kv, params=200 if kinds and 2 * i >= num_language else 100)
+        for i in range(num_language)
+    ]
     layers += [layer("norm", "language", "norm"), layer("lm_head", "language", "head", params=0 if tied else 5000)]
     return ModelSpec(
         name="tiny",

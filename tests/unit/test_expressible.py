@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from plan_cases import tile_samples
 
-from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
+from trimtab.adapters.huggingface import plain_settings
+from trimtab.adapters.running import cost_of_running, cost_of_runs, export_plan, fit_plan
+from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
@@ -19,16 +23,19 @@ from trimtab.plan.expressible import (
     Expressible,
     as_stages,
     best_expressible,
+    fastest_fitting,
     overfull_ranks,
     relative_time,
 )
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.reload import ReloadedPlan, reload_plan
 from trimtab.plan.split import epoch_s
+from trimtab.specs import RecomputeChoice
 
 MODEL = describe("Qwen2.5-VL-7B")
 RUN_EVERYTHING = ("deepspeed", "torch-pipelining")
-KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron", "torchtitan")
+KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron", "torchtitan", "colossalai")
+TRAIN_WITHOUT_STAGES = ("xtuner-fsdp", "huggingface")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,131 @@ def test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes(found: ReloadedP
 def test_others_run_every_cut(found: ReloadedPlan, name: str) -> None:
     exported = export_plan(found, TARGETS[name])
     assert [(s.start, s.stop) for s in exported.runs] == [(s.start, s.stop) for s in found.stages]
+
+
+@pytest.mark.parametrize("name", TRAIN_WITHOUT_STAGES)
+def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan, name: str) -> None:
+    with pytest.raises(UnsupportedPlanError, match="plan with pp 1"):
+        export_plan(found, TARGETS[name])
+    with pytest.raises(PartitionError, match=r"no split that .* can run fits 4 pipeline ranks"):
+        fit_plan(found, TARGETS[name])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
+    """A plan without pipeline whose memory takes recompute of several tiers."""
+    options = PlanOptions(pp=1, dp=8, num_microbatches=4, zero_stage=3)
+    folder = tmp_path_factory.mktemp("alone")
+    model = describe("InternVL-Chat-V1-5")
+    write_plan(make_plan(model, tile_samples(60), parse_cluster("8xA100-80GB"), options), folder)
+    plan = reload_plan(folder)
+    assert {choice.tier for choice in plan.stages[0].recompute} >= {"selective", "full"}
+    return plan
+
+
+def test_a_framework_without_stages_is_fitted_and_priced(alone: ReloadedPlan, tmp_path: Path) -> None:
+    target = TARGETS["xtuner-fsdp"]
+    exported = export_plan(alone, target)
+    (cost,) = cost_of_running(alone, exported)
+    assert re.fullmatch(
+        r"as it will run, a step is predicted to take 1\.\d{3} x as long as planned \(.+ s instead of .+ s\), and rank "
+        r"0 to hold .+ GiB of .+ GiB instead of .+ GiB: --fit FOLDER writes the best plan found that runs as it says",
+        cost,
+    )
+    write_plan(fit_plan(alone, target), tmp_path)
+    assert check_plan(tmp_path) == []
+    fitted = reload_plan(tmp_path)
+    again = export_plan(fitted, target)
+    assert again.runs == fitted.stages
+    ratio = relative_time(alone.case, fitted.stages, alone.stages)
+    assert 1.0 <= ratio <= relative_time(alone.case, exported.runs, alone.stages) + 1e-9
+
+
+def test_the_costs_of_a_run_are_those_of_its_stages(alone: ReloadedPlan) -> None:
+    case = alone.case
+    bare = tuple(replace(stage, recompute=()) for stage in alone.stages)
+    cost = cost_of_runs(case, bare, alone.stages)
+    assert cost.ratio == relative_time(case, bare, alone.stages) < 1.0
+    assert cost.held_bytes == case.problem.assess(bare).memory[0].total_bytes > cost.planned_bytes
+    assert cost.step_s == pytest.approx(epoch_s(case, bare) / case.schedule.num_steps)
+    same = str(cost_of_runs(case, alone.stages, alone.stages))
+    assert "1.000 x" in same
+    assert "to hold" not in same
+
+
+def test_the_nearest_setting_of_transformers_fits_and_is_priced(alone: ReloadedPlan) -> None:
+    exported = export_plan(alone, TARGETS["huggingface"])
+    assert exported.runs == alone.stages
+    assert cost_of_running(alone, exported) == []
+    assert exported.fields["training_arguments"] == {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    assert exported.beside is not None
+    assert "x as long as planned" in exported.beside
+    tight = replace(alone.case, budget=replace(alone.case.budget, total_bytes=2**33))
+    nothing = export_plan(replace(alone, case=tight), TARGETS["huggingface"])
+    assert nothing.beside == "no setting of Transformers' own fits the plan's memory"
+    assert nothing.fields["training_arguments"] is None
+
+
+def test_of_the_settings_that_fit_the_fastest_is_taken(alone: ReloadedPlan) -> None:
+    model = replace(alone.case.model, family="internvl")  # with layers that Transformers switches one by one
+    case = replace(alone.case, model=model)
+    for total_bytes in (2**36, 3 * 2**36, 2**40):
+        limited = replace(case, budget=replace(case.budget, total_bytes=total_bytes))
+        ways = [plain.stages for plain in plain_settings(model, alone.stages)]
+        nearest = fastest_fitting(limited, ways)
+        fitting = [way for way in ways if not overfull_ranks(limited, way)]
+        assert (nearest is None) == (not fitting)
+        if nearest is not None:
+            assert epoch_s(limited, ways[nearest]) == pytest.approx(min(epoch_s(limited, way) for way in fitting))
+    assert fastest_fitting(case, []) is None
+
+
+@pytest.mark.parametrize("name", ["megatron", "pai-megatron", "colossalai"])
+def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> None:
+    options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",))
+    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
+    frozen = reload_plan(tmp_path / "made")
+    write_plan(fit_plan(frozen, TARGETS[name]), tmp_path / "fit")
+    assert check_plan(tmp_path / "fit") == []
+    fitted = reload_plan(tmp_path / "fit")
+    tower = set(MODEL.indices("vision"))
+    assert not tower.intersection(i for stage in fitted.stages for c in stage.recompute for i in c.layers)
+    everywhere = tuple(
+        replace(stage, recompute=(RecomputeChoice(tier="full", layers=tuple(sorted(tower))),) if s == 0 else ())
+        for s, stage in enumerate(fitted.stages)
+    )
+    bare = tuple(replace(stage, recompute=()) for stage in fitted.stages)
+    assert relative_time(frozen.case, everywhere, bare) == 1.0
+    assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
+
+
+@pytest.mark.parametrize(
+    ("attention", "memory", "name", "tier"),
+    [
+        ("flash", 36, "torchtitan", "attention"),
+        ("eager", 48, "torchtitan", "full"),  # unfused attention has no price of its own
+        ("flash", 32, "colossalai", "full"),
+    ],
+)
+def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
+    attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path
+) -> None:
+    options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30)
+    options = replace(options, max_patches=6000, max_tokens=6000)
+    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
+    made = reload_plan(tmp_path / "made")
+    write_plan(fit_plan(made, TARGETS[name]), tmp_path / "fit")
+    fitted = reload_plan(tmp_path / "fit")
+    exported = export_plan(fitted, TARGETS[name])
+    assert exported.runs == fitted.stages
+    assert {choice.tier for stage in fitted.stages for choice in stage.recompute} == {tier}
+    if name == "colossalai":
+        numbers = exported.fields["num_ckpt_layers_per_stage"]
+        assert numbers == tuple(stage.num_recomputed() for stage in fitted.stages)
+        assert len(set(numbers)) == 2, "each stage has its own"
 
 
 def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> None:

@@ -120,6 +120,9 @@ def test_swift_recomputes_the_whole_tower_or_nothing():
     assert swift_runs(MODEL, export.runs)[0].recompute == tuple(full(*VISION))
     assert any("recompute of 1 of 4 vision layers" in w for w in swift_warnings(export, 4))
     assert not [w for w in swift_warnings(export, 1) if "vision layers" in w]
+    kept = [RecomputeChoice(tier="attention", layers=(*VISION, BLOCK))]
+    export = megatron(MODEL, by_counts(MODEL, 6, 6, recompute={0: kept}))
+    assert sum("attention" in w for w in swift_warnings(export, 4)) == 2
 
 
 # -- Pai-Megatron-Patch ---------------------------------------------------------------------------------------------
@@ -144,6 +147,9 @@ def test_pai_recomputes_everything_or_nothing():
     assert export.arguments[15] == "full"
     assert any("recompute of 1 layers is planned" in w and "all 16 are" in w for w in export.warnings)
     assert [stage.num_recomputed() for stage in export.runs] == [10, 6]
+    kept = [RecomputeChoice(tier="attention", layers=(BLOCK,))]
+    export = pai(MODEL, by_counts(MODEL, 6, 6, recompute={0: kept}))
+    assert any("1 layers are planned with attention recompute" in w for w in export.warnings)
     nowhere, everywhere = pai_ladder(MODEL, by_counts(MODEL, 6, 6))
     assert pai(MODEL, nowhere).runs == nowhere
     assert pai(MODEL, everywhere).runs == everywhere

@@ -56,16 +56,36 @@ def test_lines_set_the_configuration():
     assert dict(alone.parallelism)["data_parallel_replicate_degree"] == 2
 
 
-@pytest.mark.parametrize(("tier", "policy"), [("full", "FullAC"), ("selective", "SelectiveAC")])
+@pytest.mark.parametrize(
+    ("tier", "policy"), [("full", "FullAC"), ("attention", "AttentionAC"), ("selective", "SelectiveAC")]
+)
 def test_recompute_is_one_policy_for_all_blocks(tier, policy):
     chosen = {0: [RecomputeChoice(tier=tier, layers=(2, BLOCK))]}
     found = export(MODEL, by_counts(MODEL, 6, 6, recompute=chosen))
     assert found.recompute == policy
-    assert f"import {policy}\ncfg.activation_checkpoint = {policy}.Config()" in found.python()
+    own = "class AttentionAC(SelectiveAC):" in found.python()
+    assert (f"import {policy}\n" in found.python()) != own == (tier == "attention")
+    assert found.python().endswith(f"cfg.activation_checkpoint = {policy}.Config()")
     assert [stage.num_recomputed() for stage in found.runs] == [6, 6]
     assert any("recompute of 1 of 12 blocks is planned" in w for w in found.warnings)
     assert any("recompute of 1 layers outside the decoder" in w for w in found.warnings)
     assert any("SelectiveAC" in w for w in found.warnings) == (tier == "selective")
+    assert {choice.tier for stage in found.runs for choice in stage.recompute} == {tier}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "policy", "lost"),
+    [
+        (("full", "attention"), "FullAC", "1 blocks are planned with attention recompute"),
+        (("full", "selective"), "FullAC", "1 blocks are planned with selective recompute"),
+        (("attention", "selective"), "AttentionAC", "1 blocks are planned with selective recompute"),
+    ],
+)
+def test_of_several_tiers_the_policy_is_the_one_that_holds_least(tiers, policy, lost):
+    chosen = [RecomputeChoice(tier=tier, layers=(BLOCK + i,)) for i, tier in enumerate(tiers)]
+    found = export(MODEL, by_counts(MODEL, 12, recompute={0: chosen}))
+    assert found.recompute == policy
+    assert any(lost in w and f"one torchtitan policy serves all ({policy})" in w for w in found.warnings)
 
 
 def test_every_way_is_exported_as_it_is():

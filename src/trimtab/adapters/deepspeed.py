@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 _MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.
 
@@ -72,7 +73,7 @@ class DeepspeedExport:
 
 def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with all of their recompute in full."""
-    return tuple(_in_full(stage) for stage in stages)
+    return tuple(recomputing(stage, (i for c in stage.recompute for i in c.layers)) for stage in stages)
 
 
 def deepspeed_export(
@@ -102,13 +103,7 @@ def deepspeed_export(
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
 
-    warnings: list[str] = []
-    selective = sum(len(c.layers) for stage in stages for c in stage.recompute if c.tier != "full")
-    if selective:
-        warnings.append(
-            f"{selective} layers are planned with selective recompute, and DeepSpeed checkpoints layers in full, which "
-            "holds less and takes longer"
-        )
+    warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
         warnings.append(
             f"tp {dims.tp} was planned, and PipelineModule leaves it to the layers: build them tensor-parallel, and "
@@ -138,8 +133,3 @@ def deepspeed_export(
         runs=runs,
         warnings=tuple(warnings),
     )
-
-
-def _in_full(stage: Stage) -> Stage:
-    layers = tuple(sorted(i for choice in stage.recompute for i in choice.layers))
-    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())

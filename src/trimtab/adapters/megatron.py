@@ -7,22 +7,22 @@ first stage. Checked against megatron-core 0.16.1 by tests/integration/test_mega
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimtab.adapters.blocks import is_block
 from trimtab.adapters.megatron_recompute import (
     Setting,
     as_run,
     attentions,
-    is_block,
     language_recompute,
     norm_cuts,
     vision_fields,
     warn_of_neglected,
     warn_of_tied,
 )
+from trimtab.adapters.refusals import price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 
@@ -214,11 +214,7 @@ def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | No
     if not cuts:
         return []
     before = ", ".join(model.layers[cut].name for cut in cuts)
-    cost = ""
-    if price is not None and math.isinf(price):
-        cost = " (without such cuts nothing fits these degrees of parallelism; it chooses others)"
-    elif price is not None:
-        cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
+    cost = price_without_cuts(price, then="; it chooses others")
     return [
         f"the plan cuts stages before {before}, and a Megatron-Core layout has no letter for vision layers, so that "
         f"vision tower, projector and embedding share the first stage: export with --fit FOLDER, or plan with --for "

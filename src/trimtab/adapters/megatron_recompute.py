@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage, Tower
+from trimtab.adapters.blocks import (
+    MEANINGS,
+    blocks_of,
+    has_other_kinds,
+    is_block,
+    lost_tiers,
+    recomputed_blocks,
+    recomputing,
+)
+from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, Stage, Tower
 from trimtab.units import format_count
 
 Setting = int | str | bool | tuple[str, ...]
-
-
-def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
-    return model.layers[index].tower == tower and model.layers[index].kind == "block"
 
 
 def attentions(model: ModelSpec, tower: Tower) -> list[AttentionSpec]:
@@ -35,25 +39,15 @@ def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list
     and on each rung the first n blocks of every stage."""
     stages = _norm_beside_head(model, stages)
     tower = tuple(i for i in model.indices("vision", "block") if i < stages[0].stop)
-    most = max(len(_blocks_of(model, stage)) for stage in stages)
+    most = max(len(blocks_of(model, stage)) for stage in stages)
     for vision in ((), tower) if tower else ((),):
         yield [
             tuple(
-                _recomputed(stage, "full", (vision if s == 0 else ()) + _blocks_of(model, stage)[:number])
+                recomputing(stage, (vision if s == 0 else ()) + blocks_of(model, stage)[:number])
                 for s, stage in enumerate(stages)
             )
             for number in range(most + 1)
         ]
-
-
-def _chosen(stage: Stage, model: ModelSpec, tower: Tower) -> dict[int, str]:
-    """Blocks of the tower that the stage recomputes, with their tier: what keeps attention alone counts as full."""
-    return {
-        i: "selective" if choice.tier == "selective" else "full"
-        for choice in stage.recompute
-        for i in choice.layers
-        if is_block(model, i, tower)
-    }
 
 
 def language_recompute(
@@ -62,22 +56,30 @@ def language_recompute(
     """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
 
     Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
-    recompute all blocks; it cannot mix them.
+    recompute all blocks; it cannot mix them. No set of its modules keeps attention alone ("core_attn" is the reverse:
+    attention is what runs again), so that such blocks run again in full.
     """
-    chosen = [_chosen(stage, model, "language") for stage in stages]
+    chosen = [recomputed_blocks(model, stage) for stage in stages]
     tiers = Counter(tier for choice in chosen for tier in choice.values())
     if not tiers:
         return {}
     settings: dict[str, Setting]
-    if tiers["full"]:
+    if tiers["full"] or tiers["attention"]:
         most = max(len(choice) for choice in chosen)
         covered = [min(most, count) for count in counts]
         settings = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
         how = f"Megatron-Core recomputes the first {most} blocks of every stage"
-        if tiers["selective"]:
+        if tiers["attention"]:
             warnings.append(
-                f"{tiers['selective']} language blocks are planned with selective recompute and {tiers['full']} with "
-                "full, and Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
+                f"{tiers['attention']} language blocks are planned to keep {MEANINGS['attention']}, and Megatron-Core "
+                "has no such mode (its core_attn runs attention again and keeps the rest): they are recomputed in "
+                "full, which holds less and takes longer"
+            )
+        if tiers["selective"]:
+            others = " and ".join(f"{tiers[t]} with {t}" for t in ("attention", "full") if tiers[t])
+            warnings.append(
+                f"{tiers['selective']} language blocks are planned with selective recompute and {others}, and "
+                "Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
             )
     else:
         covered = list(counts)
@@ -103,9 +105,7 @@ def language_recompute(
         total = sum(cover - planned for _, cover, planned in extra)
         warnings.append(f"{how}, {total} more than planned ({listing}): the step takes longer than the plan says")
     for s, (stage, choice, cover) in enumerate(zip(stages, chosen, covered, strict=True)):
-        blocks = [i for i in range(stage.start, stage.stop) if is_block(model, i)]
-        wanted = Counter(model.layers[i].alike for i in choice)
-        if wanted - Counter(model.layers[i].alike for i in blocks[:cover]):
+        if has_other_kinds(model, choice, blocks_of(model, stage)[:cover]):
             warnings.append(
                 f"stage {s} recomputes other kinds of blocks than its first {cover}, which Megatron-Core takes: check "
                 "the memory of that stage"
@@ -116,19 +116,18 @@ def language_recompute(
 def as_run(model: ModelSpec, stages: Sequence[Stage], recompute: dict[str, Setting]) -> tuple[Stage, ...]:
     """The stages with the recompute that `recompute` sets; selective modules count as the plan's selective tier."""
     result: list[Stage] = []
-    tower = tuple(_chosen(stages[0], model, "vision"))
+    tower = tuple(recomputed_blocks(model, stages[0], "vision"))
     for s, stage in enumerate(_norm_beside_head(model, stages)):
-        blocks = _blocks_of(model, stage)
+        blocks = blocks_of(model, stage)
         if recompute.get("recompute_granularity") == "full":
             number = recompute["recompute_num_layers"]
             assert isinstance(number, int)
-            chosen = _recomputed(stage, "full", (tower if s == 0 else ()) + blocks[:number])
+            chosen = recomputing(stage, (tower if s == 0 else ()) + blocks[:number])
         else:
-            chosen = _recomputed(stage, "full", tower if s == 0 else ())
+            chosen = recomputing(stage, tower if s == 0 else ())
             if recompute and blocks:
-                chosen = replace(
-                    chosen, recompute=(*chosen.recompute, RecomputeChoice(tier="selective", layers=blocks))
-                )
+                selected = recomputing(stage, blocks, "selective").recompute
+                chosen = replace(chosen, recompute=(*chosen.recompute, *selected))
         result.append(chosen)
     return tuple(result)
 
@@ -140,14 +139,6 @@ def _norm_beside_head(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage,
         Stage(index=x.index, start=moved.get(x.start, x.start), stop=moved.get(x.stop, x.stop), recompute=x.recompute)
         for x in stages
     )
-
-
-def _recomputed(stage: Stage, tier: Literal["selective", "full"], layers: tuple[int, ...]) -> Stage:
-    return replace(stage, recompute=(RecomputeChoice(tier=tier, layers=layers),) if layers else ())
-
-
-def _blocks_of(model: ModelSpec, stage: Stage) -> tuple[int, ...]:
-    return tuple(i for i in range(stage.start, stage.stop) if is_block(model, i))
 
 
 def _num_experts(model: ModelSpec, index: int) -> int:
@@ -162,7 +153,7 @@ def vision_fields(
     num_layers = len(model.indices("vision", "block"))
     if num_layers == 0:
         return ()
-    chosen = _chosen(first, model, "vision")
+    chosen = recomputed_blocks(model, first, "vision")
     fields: dict[str, int | str | bool | None] = {
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -183,11 +174,7 @@ def vision_fields(
             f"copy, build fewer than {num_layers} vision layers without a word: set the vision fields of this export, "
             "and compare the number of parameters that Megatron prints for the first rank"
         )
-    if "selective" in chosen.values():
-        warnings.append(
-            f"{list(chosen.values()).count('selective')} vision layers are planned with selective recompute, and the "
-            "vision fields recompute them in full, which holds less and takes longer"
-        )
+    warnings += lost_tiers(Counter(chosen.values()), "vision layers", "the vision fields recompute them in full")
     heads = sorted({a.num_heads for a in attentions(model, "vision") if a.num_heads % dims.tp})
     for count in heads:
         padded = -(-count // dims.tp) * dims.tp

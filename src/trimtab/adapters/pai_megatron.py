@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
 from trimtab.adapters.megatron import MegatronExport, megatron_flags
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _OWN = {  # arguments that a plan does not decide, by position
@@ -55,7 +56,7 @@ def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
 def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     """Recompute nowhere, or of every block of both towers."""
     return [
-        tuple(replace(stage, recompute=()) for stage in stages),
+        tuple(recomputing(stage, ()) for stage in stages),
         tuple(_recompute_all(model, stage) for stage in stages),
     ]
 
@@ -119,7 +120,9 @@ def pai_export(
     cleared = model.family != "qwen2_vl"
     warnings = [w for w in export.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
     if recompute:
-        chosen = sum(len(choice.layers) for stage in stages for choice in stage.recompute)
+        tiers = count_by_tier(stages)
+        warnings += lost_tiers(tiers, "layers", "the scripts recompute blocks in full")
+        chosen = tiers.total()
         total = sum(stage.num_recomputed() for stage in runs)
         if chosen < total:
             warnings.append(
@@ -148,5 +151,4 @@ def pai_export(
 
 
 def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
-    blocks = tuple(i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block")
-    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=blocks),) if blocks else ())
+    return recomputing(stage, (i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"))

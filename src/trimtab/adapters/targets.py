@@ -1,116 +1,68 @@
-"""The frameworks that a plan's stages can be exported to: what each can run, and its export of a plan on disk."""
+"""The frameworks that a plan's stages and recompute can be exported to: what each can run, and its export."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypedDict
 
+from trimtab.adapters.colossalai import colossal_export, colossal_ladders, colossal_unsupported_cuts
 from trimtab.adapters.deepspeed import deepspeed_export, deepspeed_runs
+from trimtab.adapters.huggingface import huggingface_export, plain_settings
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python, bridge_runs, bridge_warnings
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.ms_swift import swift_arguments, swift_runs, swift_shell, swift_warnings
 from trimtab.adapters.pai_megatron import pai_export, pai_ladder, pai_splits
+from trimtab.adapters.running import Exported, Target, cost_of_runs
 from trimtab.adapters.torch_pipelining import pipelining_export
 from trimtab.adapters.torchtitan import titan_export, titan_ladder, titan_unsupported_cuts
-from trimtab.errors import PartitionError, UnsupportedPlanError
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import Expressible, best_expressible, overfull_ranks, relative_time, replan
+from trimtab.adapters.xtuner_fsdp import xtuner_export, xtuner_ladder
+from trimtab.plan.expressible import Expressible, fastest_fitting
 from trimtab.plan.reload import ReloadedPlan
-from trimtab.specs import ModelSpec, Stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A plan in a framework's own words."""
-
-    text: str  # to be pasted or saved
-    fields: Mapping[str, object]  # the same, or the parts of it, for JSON
-    runs: tuple[Stage, ...]  # what the framework makes of the plan
-    warnings: tuple[str, ...] = ()
-    beside: str | None = None  # something else to set, and why
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One framework."""
-
-    title: str
-    can: Callable[[ModelSpec, int], Expressible]  # of a model, at a pipeline degree
-    export: Callable[
-        [ReloadedPlan, float | None], Exported
-    ]  # raises `UnsupportedPlanError`, with the price it is given
-
-
-def export_plan(found: ReloadedPlan, target: Target) -> Exported:
-    """The plan in the target's words, with what that costs; or `UnsupportedPlanError` with reason and price.
-
-    The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
-    """
-    case = found.case
-    try:
-        exported = target.export(found, None)
-    except UnsupportedPlanError:
-        best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
-        return target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
-    return exported
-
-
-def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:
-    """Sentences on what the target's own recompute and placement add to the plan; none if it runs it as it is."""
-    if exported.runs == found.stages:
-        return []
-    sentences = []
-    ratio = relative_time(found.case, exported.runs, found.stages)
-    if abs(ratio - 1.0) >= 0.0005:
-        sentences.append(
-            f"as it will run, a step is predicted to take {ratio:.3f} x as long as planned: --fit FOLDER writes the "
-            "best plan found that runs as it says"
-        )
-    full = overfull_ranks(found.case, exported.runs)
-    if full:
-        ranks = ", ".join(map(str, full))
-        sentences.append(
-            f"as it will run, pipeline rank {ranks} would exceed the plan's memory: export with --fit FOLDER"
-        )
-    return sentences
-
-
-def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
-    """The best plan found that the target can run: packs and degrees unchanged, stages and recompute anew."""
-    case = found.case
-    can = target.can(case.model, case.setting.dims.pp)
-    best = best_expressible(case, can)
-    if best is None:
-        raise PartitionError(
-            f"no split that {target.title} can run fits {case.setting.dims.pp} pipeline ranks in the plan's memory: "
-            "plan again with other degrees, a higher ZeRO stage or smaller packs"
-        )
-    note = f"Split again, with the same packs, within what {target.title} can run."
-    return replan(found, best, forbidden_cuts=can.forbidden_cuts, note=note)
-
+from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 
 # -- the frameworks -------------------------------------------------------------------------------------------------
 
 
-def _megatron(found: ReloadedPlan, price: float | None) -> MegatronExport:
+class _Planned(TypedDict):
+    """What every export of stages takes of a plan."""
+
+    model: ModelSpec
+    stages: tuple[Stage, ...]
+    dims: ParallelDims
+    schedule: str
+    num_microbatches: int
+
+
+def _planned(found: ReloadedPlan) -> _Planned:
     case = found.case
-    return megatron_flags(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
-        price=price,
-    )
+    return {
+        "model": case.model,
+        "stages": found.stages,
+        "dims": case.setting.dims,
+        "schedule": case.options.schedule,
+        "num_microbatches": case.setting.num_microbatches,
+    }
+
+
+class _PlannedInChunks(_Planned):
+    num_chunks: int
+    zero_stage: int
+
+
+def _planned_in_chunks(found: ReloadedPlan) -> _PlannedInChunks:
+    options = found.case.options
+    return {**_planned(found), "num_chunks": options.num_chunks, "zero_stage": options.zero_stage}
+
+
+def megatron_export(found: ReloadedPlan, price: float | None = None) -> MegatronExport:
+    """The plan's flags, which Megatron-Core's launchers share."""
+    return megatron_flags(**_planned_in_chunks(found), price=price)
 
 
 def _to_megatron(found: ReloadedPlan, price: float | None) -> Exported:
-    export = _megatron(found, price)
+    export = megatron_export(found, price)
     beside = None
     if export.vision_fields:
         beside = f"set on the vision tower's config, or it may be truncated:\n{export.vision_python()}"
@@ -129,7 +81,7 @@ def _to_megatron(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_bridge(found: ReloadedPlan, price: float | None) -> Exported:
-    export = _megatron(found, price)
+    export = megatron_export(found, price)
     return Exported(
         text=bridge_python(export),
         fields=dict(bridge_fields(export)),
@@ -139,7 +91,7 @@ def _to_bridge(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_swift(found: ReloadedPlan, price: float | None) -> Exported:
-    export = _megatron(found, price)
+    export = megatron_export(found, price)
     return Exported(
         text=swift_shell(export),
         fields=dict(swift_arguments(export)),
@@ -149,17 +101,7 @@ def _to_swift(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_pai(found: ReloadedPlan, price: float | None) -> Exported:
-    case = found.case
-    export = pai_export(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
-        price=price,
-    )
+    export = pai_export(**_planned_in_chunks(found), price=price)
     return Exported(
         text=export.shell(),
         fields={"environment": dict(export.environment), "arguments": export.arguments},
@@ -169,22 +111,14 @@ def _to_pai(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_torchtitan(found: ReloadedPlan, price: float | None) -> Exported:
-    case = found.case
-    export = titan_export(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        zero_stage=case.options.zero_stage,
-        price=price,
-    )
+    export = titan_export(**_planned(found), zero_stage=found.case.options.zero_stage, price=price)
     return Exported(
         text=export.python(),
         fields={
             "parallelism": dict(export.parallelism),
             "local_batch_size": export.local_batch_size,
             "activation_checkpoint": export.recompute,
+            "python": export.python(),
         },
         runs=export.runs,
         warnings=export.warnings,
@@ -192,16 +126,7 @@ def _to_torchtitan(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_deepspeed(found: ReloadedPlan, _price: float | None) -> Exported:
-    case = found.case
-    export = deepspeed_export(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
-    )
+    export = deepspeed_export(**_planned_in_chunks(found))
     return Exported(
         text=export.python,
         fields={"parts": export.parts, "config": export.config, "python": export.python},
@@ -211,21 +136,79 @@ def _to_deepspeed(found: ReloadedPlan, _price: float | None) -> Exported:
 
 
 def _to_torch_pipelining(found: ReloadedPlan, _price: float | None) -> Exported:
-    case = found.case
-    export = pipelining_export(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-    )
+    export = pipelining_export(**_planned(found), num_chunks=found.case.options.num_chunks)
     return Exported(text=export.json(), fields=export.as_dict(), runs=found.stages, warnings=export.warnings)
+
+
+def _to_colossalai(found: ReloadedPlan, price: float | None) -> Exported:
+    export = colossal_export(**_planned_in_chunks(found), price=price)
+    return Exported(
+        text=export.python(),
+        fields={
+            "plugin": dict(export.plugin),
+            "num_ckpt_layers_per_stage": export.num_ckpt_layers_per_stage,
+            "gradient_checkpointing": export.recomputes,
+        },
+        runs=export.runs,
+        warnings=export.warnings,
+    )
+
+
+def _to_xtuner(found: ReloadedPlan, _price: float | None) -> Exported:
+    case = found.case
+    export = xtuner_export(
+        model=case.model, stages=found.stages, dims=case.setting.dims, zero_stage=case.options.zero_stage
+    )
+    return Exported(
+        text=export.python(),
+        fields={"fsdp_config": dict(export.fields), "python": export.python()},
+        runs=export.runs,
+        warnings=export.warnings,
+    )
+
+
+def _to_huggingface(found: ReloadedPlan, _price: float | None) -> Exported:
+    case = found.case
+    export = huggingface_export(
+        model=case.model, stages=found.stages, dims=case.setting.dims, frozen_towers=case.options.frozen_towers
+    )
+    plains = list(plain_settings(case.model, found.stages))
+    nearest = fastest_fitting(case, [plain.stages for plain in plains])
+    arguments = None if nearest is None else plains[nearest].arguments()
+    beside = "no setting of Transformers' own fits the plan's memory"
+    if nearest is not None:
+        plain = plains[nearest]
+        cost = "it runs as planned"
+        if plain.stages != found.stages:
+            cost = str(cost_of_runs(case, plain.stages, found.stages))
+        beside = f"without trimtab, the nearest setting of Transformers' own is {plain.python()}: {cost}"
+    return Exported(
+        text=export.python(),
+        fields={"recompute": export.modules, "python": export.python(), "training_arguments": arguments},
+        runs=found.stages,
+        warnings=export.warnings,
+        beside=beside,
+    )
+
+
+# -- what each can run ----------------------------------------------------------------------------------------------
+
+
+def _full_blocks(layer: LayerSpec) -> tuple[str, ...]:
+    return ("full",) if layer.kind == "block" else ()
+
+
+def _full_decoder(layer: LayerSpec) -> tuple[str, ...]:
+    return _full_blocks(layer) if layer.tower == "language" else ()
+
+
+def _titan_decoder(layer: LayerSpec) -> tuple[str, ...]:
+    return ("attention", *_full_decoder(layer)) if _full_decoder(layer) else ()
 
 
 def _megatron_can(model: ModelSpec, _pp: int) -> Expressible:
     return Expressible(
-        forbidden_cuts=unsupported_cuts(model), selective=False, ladders=partial(megatron_ladders, model)
+        forbidden_cuts=unsupported_cuts(model), tiers=_full_blocks, ladders=partial(megatron_ladders, model)
     )
 
 
@@ -235,7 +218,7 @@ def _bridge_can(model: ModelSpec, _pp: int) -> Expressible:
             if all(way == bridge_runs(model, way) for way in ladder):
                 yield ladder
 
-    return Expressible(forbidden_cuts=unsupported_cuts(model), selective=False, ladders=ladders)
+    return Expressible(forbidden_cuts=unsupported_cuts(model), tiers=_full_decoder, ladders=ladders)
 
 
 def _pai_can(model: ModelSpec, pp: int) -> Expressible:
@@ -243,7 +226,7 @@ def _pai_can(model: ModelSpec, pp: int) -> Expressible:
     return Expressible(
         forbidden_cuts=cuts,
         splits=pai_splits(model, pp),
-        selective=False,
+        tiers=_full_blocks,
         ladders=lambda stages: [pai_ladder(model, stages)],
     )
 
@@ -251,9 +234,25 @@ def _pai_can(model: ModelSpec, pp: int) -> Expressible:
 def _titan_can(model: ModelSpec, _pp: int) -> Expressible:
     return Expressible(
         forbidden_cuts=titan_unsupported_cuts(model),
-        selective=False,
+        tiers=_titan_decoder,
         ladders=lambda stages: [titan_ladder(model, stages)],
     )
+
+
+def _colossal_can(model: ModelSpec, _pp: int) -> Expressible:
+    return Expressible(
+        forbidden_cuts=colossal_unsupported_cuts(model),
+        tiers=_full_decoder,
+        ladders=partial(colossal_ladders, model),
+    )
+
+
+def _xtuner_can(model: ModelSpec, _pp: int) -> Expressible:
+    return Expressible(forbidden_cuts=_every_cut(model), tiers=_full_blocks, ladders=partial(xtuner_ladder, model))
+
+
+def _every_cut(model: ModelSpec) -> frozenset[int]:
+    return frozenset(range(1, len(model.layers)))
 
 
 TARGETS: Mapping[str, Target] = {
@@ -264,8 +263,17 @@ TARGETS: Mapping[str, Target] = {
     "torchtitan": Target(title="torchtitan", can=_titan_can, export=_to_torchtitan),
     "deepspeed": Target(
         title="DeepSpeed",
-        can=lambda _model, _pp: Expressible(selective=False, ladders=lambda stages: [[deepspeed_runs(stages)]]),
+        can=lambda _model, _pp: Expressible(
+            tiers=lambda _layer: ("full",), ladders=lambda stages: [[deepspeed_runs(stages)]]
+        ),
         export=_to_deepspeed,
+    ),
+    "colossalai": Target(title="ColossalAI", can=_colossal_can, export=_to_colossalai),
+    "xtuner-fsdp": Target(title="xtuner", can=_xtuner_can, export=_to_xtuner),
+    "huggingface": Target(
+        title="Transformers",
+        can=lambda model, _pp: Expressible(forbidden_cuts=_every_cut(model)),
+        export=_to_huggingface,
     ),
     "torch-pipelining": Target(
         title="torch.distributed.pipelining", can=lambda _model, _pp: Expressible(), export=_to_torch_pipelining

@@ -7,13 +7,29 @@ A vision encoder is one module beside the embedding, so no cut goes through it o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from trimtab.adapters.blocks import TIERS, blocks_of, lost_tiers, recomputing
+from trimtab.adapters.refusals import price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage
 
+_POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
+_ATTENTION_POLICY = '''from dataclasses import dataclass
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+class AttentionAC(SelectiveAC):
+    """Keeps what attention gave, and nothing else."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self):
+        return {op for op in super().get_save_ops() if "attention" in str(op) or "attn" in str(op)}
+'''
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 
 
@@ -23,7 +39,7 @@ class TorchtitanExport:
 
     parallelism: tuple[tuple[str, int | str | list[list[str]]], ...]
     local_batch_size: int
-    recompute: str | None  # a class of torchtitan.distributed.activation_checkpoint
+    recompute: str | None  # a class of torchtitan.distributed.activation_checkpoint, or AttentionAC of these lines
     runs: tuple[Stage, ...]
     warnings: tuple[str, ...]
 
@@ -40,7 +56,9 @@ class TorchtitanExport:
         if self.recompute is None:
             lines.append("cfg.activation_checkpoint = None")
         else:
-            lines.append(f"from torchtitan.distributed.activation_checkpoint import {self.recompute}")
+            own = self.recompute == _POLICIES["attention"]
+            given = f"from torchtitan.distributed.activation_checkpoint import {self.recompute}"
+            lines.append(_ATTENTION_POLICY if own else given)
             lines.append(f"cfg.activation_checkpoint = {self.recompute}.Config()")
         return "\n".join(lines)
 
@@ -51,10 +69,10 @@ def titan_unsupported_cuts(model: ModelSpec) -> frozenset[int]:
 
 
 def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
-    """Recompute of no block, or of every language block in full."""
+    """Recompute of no block, or of every language block, keeping attention or nothing."""
     return [
-        tuple(replace(stage, recompute=()) for stage in stages),
-        tuple(_recompute_blocks(model, stage) for stage in stages),
+        tuple(recomputing(stage, ()) for stage in stages),
+        *(tuple(recomputing(stage, blocks_of(model, stage), tier) for stage in stages) for tier in TIERS[1::-1]),
     ]
 
 
@@ -141,14 +159,9 @@ def _problems(
     starts = {stage.start for stage in stages}
     cuts = sorted(titan_unsupported_cuts(model) & starts)
     if cuts:
-        cost = ""
-        if price is not None and math.isinf(price):
-            cost = " (without such cuts nothing fits these degrees of parallelism)"
-        elif price is not None:
-            cost = f" (the best plan without such cuts takes {price:.2f} x as long a step)"
         problems.append(
             f"the plan cuts stages before {', '.join(model.layers[cut].name for cut in cuts)}, and torchtitan keeps "
-            f"the vision encoder whole beside the embedding: export with --fit FOLDER{cost}"
+            f"the vision encoder whole beside the embedding: export with --fit FOLDER{price_without_cuts(price)}"
         )
     forbidden = sorted((model.forbidden_cuts - titan_unsupported_cuts(model)) & starts)
     if forbidden and model.forbidden_cut_reason:
@@ -183,8 +196,10 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
             "blocks alone: check the memory of the first rank"
         )
     if not inside:
-        return None, tuple(replace(stage, recompute=()) for stage in stages)
-    if set(inside.values()) == {"selective"}:
+        return None, tuple(recomputing(stage, ()) for stage in stages)
+    tiers = Counter(inside.values())
+    tier = next(t for t in TIERS if tiers[t])  # which holds no more than any block is planned to
+    if tier == "selective":
         warnings.append(
             "the plan's selective recompute keeps the results of matrix products, and torchtitan's SelectiveAC those "
             "of every second one: it holds less and takes longer"
@@ -194,12 +209,6 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
             f"recompute of {len(inside)} of {len(blocks)} blocks is planned, and a torchtitan policy wraps all: it "
             "holds less and takes longer"
         )
-    full = set(inside.values()) != {"selective"}
-    runs = tuple(_recompute_blocks(model, stage, selective=not full) for stage in stages)
-    return "FullAC" if full else "SelectiveAC", runs
-
-
-def _recompute_blocks(model: ModelSpec, stage: Stage, *, selective: bool = False) -> Stage:
-    blocks = tuple(i for i in model.indices("language", "block") if stage.start <= i < stage.stop)
-    choice = RecomputeChoice(tier="selective" if selective else "full", layers=blocks)
-    return replace(stage, recompute=(choice,) if blocks else ())
+    del tiers[tier]
+    warnings += lost_tiers(tiers, "blocks", f"one torchtitan policy serves all ({_POLICIES[tier]})")
+    return _POLICIES[tier], tuple(recomputing(stage, blocks_of(model, stage), tier) for stage in stages)

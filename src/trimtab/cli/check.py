@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
 Framework = Literal[
-    "megatron", "megatron-bridge", "ms-swift", "pai-megatron", "torchtitan", "deepspeed", "torch-pipelining"
+    "megatron",
+    "megatron-bridge",
+    "ms-swift",
+    "pai-megatron",
+    "torchtitan",
+    "deepspeed",
+    "torch-pipelining",
+    "colossalai",
+    "xtuner-fsdp",
+    "huggingface",
 ]
 
 
@@ -97,9 +106,9 @@ def _check_flags(
 
 def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[list[str], list[str]]:
     """The framework's refusals as problems; where it is one of Megatron's launchers, those of its flags too."""
-    from trimtab.adapters.megatron import megatron_flags
     from trimtab.adapters.megatron_check import LAUNCHERS, check_megatron, parse_megatron_flags
-    from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan
+    from trimtab.adapters.running import cost_of_running, export_plan
+    from trimtab.adapters.targets import TARGETS, megatron_export
     from trimtab.errors import UnsupportedPlanError
     from trimtab.plan.reload import reload_plan
 
@@ -112,20 +121,13 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
     if launcher is None:
         return [], warnings
-    case = found.case
-    export = megatron_flags(
-        model=case.model,
-        stages=found.stages,
-        dims=case.setting.dims,
-        schedule=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
-    )
+    export = megatron_export(found)
     # Pai's scripts have no layout
     words = export.simple_flags if launcher == "pai-megatron" else export.flags
     parsed = parse_megatron_flags(" ".join(words or ()))
-    failing, costly = _sorted(check_megatron(case.model, parsed, launcher=launcher, vision_cleared=vision_cleared))
+    failing, costly = _sorted(
+        check_megatron(found.case.model, parsed, launcher=launcher, vision_cleared=vision_cleared)
+    )
     return failing, [*warnings, *costly]
 
 

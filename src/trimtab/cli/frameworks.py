@@ -24,6 +24,9 @@ _HELP = {
     "torchtitan": "Print torchtitan's parallelism and recompute settings for PLAN.",
     "deepspeed": "Write a Python module with a PipelineModule that is cut as PLAN says.",
     "torch-pipelining": "Write modules, rank and recompute of each stage as JSON for torch.distributed.pipelining.",
+    "colossalai": "Print ColossalAI's HybridParallelPlugin for PLAN, with recompute of each stage's first blocks.",
+    "xtuner-fsdp": "Print recompute_ratio and vision_recompute_ratio of xtuner's FSDPConfig for PLAN.",
+    "huggingface": "Print the lines that recompute PLAN's layers in a Transformers model, and its own nearest setting.",
 }
 
 
@@ -41,7 +44,8 @@ def _command(name: str) -> Callable[..., None]:
 
 
 def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: bool) -> None:
-    from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
+    from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
+    from trimtab.adapters.targets import TARGETS
     from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
     from trimtab.plan.check import refuse_broken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from trimtab.plan.reload import ReloadedPlan
 from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
-from trimtab.specs import ModelSpec, Stage
+from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -35,7 +35,8 @@ class Expressible:
 
     forbidden_cuts: frozenset[int] = frozenset()
     splits: tuple[tuple[int, ...], ...] | None = None  # the cuts of every split it knows; None: any of the other cuts
-    selective: bool = True  # whether it has selective recompute as the plan means it
+    tiers: Callable[[LayerSpec], Collection[str]] | None = None
+    """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
     ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
     """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
 
@@ -50,8 +51,8 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    if not can.selective:
-        case = _without_selective(case)
+    if can.tiers is not None:
+        case = _with_tiers(case, can.tiers)
     try:
         problem = case.problem
     except PartitionError:
@@ -88,6 +89,8 @@ class _Priced:
 
 def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | None:
     """The first that fits, by bisection: a rung holds no more than the one below it."""
+    priced = [_as_priced(problem.profile, way) for way in ladder]
+    ladder = [way for way in priced if _is_offered(problem.profile, way)]
     if problem.recompute == "none":
         ladder = [way for way in ladder if not any(stage.recompute for stage in way)]
     low, high, best = 0, len(ladder), None
@@ -140,14 +143,35 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         yield from (split.stages for split in found)
 
 
-def _without_selective(case: Case) -> Case:
-    """The case whose layers recompute in full or not at all: split and recompute are then solved for that."""
+def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]]) -> Case:
+    """The case whose layers recompute by these tiers or not at all: split and recompute are then solved for that."""
     profile = case.setting.profile
     layers = tuple(
-        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
-        for layer in profile.layers
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
+        for layer, cost in zip(case.model.layers, profile.layers, strict=True)
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def _as_priced(profile: Profile, stages: Sequence[Stage]) -> Stages:
+    """The stages as the profile prices them: a layer without a backward (a frozen tower's) has nothing to run again."""
+    idle = {i for i, cost in enumerate(profile.layers) if len(cost.tiers) == 1}
+    if not any(idle.intersection(choice.layers) for stage in stages for choice in stage.recompute):
+        return tuple(stages)
+    return tuple(replace(stage, recompute=tuple(_without(idle, stage.recompute))) for stage in stages)
+
+
+def _is_offered(profile: Profile, stages: Sequence[Stage]) -> bool:
+    """Whether every tier has a price: unfused attention has none of its own."""
+    offered = [{tier.name for tier in cost.tiers} for cost in profile.layers]
+    return all(choice.tier in offered[i] for stage in stages for choice in stage.recompute for i in choice.layers)
+
+
+def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Iterator[RecomputeChoice]:
+    for choice in choices:
+        left = tuple(i for i in choice.layers if i not in layers)
+        if left:
+            yield replace(choice, layers=left)
 
 
 def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:
@@ -155,23 +179,37 @@ def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:
     return tuple(Stage(index=s, start=a, stop=b) for s, (a, b) in enumerate(pairwise((0, *cuts, num_layers))))
 
 
-def blocks_of(model: ModelSpec, stage: Stage, tower: str) -> list[int]:
-    """Layers of the stage that are blocks of the tower, in forward order."""
-    return [
-        i for i in range(stage.start, stage.stop) if model.layers[i].tower == tower and model.layers[i].kind == "block"
-    ]
-
-
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:
     """Predicted time of `stages` for the whole data set, over that of `other`."""
-    return epoch_s(case, stages) / epoch_s(case, other)
+    return mean_step_s(case, stages) / mean_step_s(case, other)
+
+
+def mean_step_s(case: Case, stages: Sequence[Stage]) -> float:
+    """Predicted seconds of a step on these stages, the mean over the data set."""
+    return epoch_s(case, _as_priced(case.setting.profile, stages)) / case.schedule.num_steps
+
+
+def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Predicted peak of every pipeline rank, reserve included."""
+    memory = case.problem.assess(_as_priced(case.setting.profile, stages)).memory
+    return tuple(device.total_bytes for device in memory)
+
+
+def fastest_fitting(case: Case, ways: Sequence[Sequence[Stage]]) -> int | None:
+    """Which of these ways fits the plan's memory with the least slowest stage at the mean pack; None if none fits."""
+    problem = case.problem
+    times: dict[int, float] = {}
+    for number, way in enumerate(ways):
+        result = problem.assess(_as_priced(problem.profile, way))
+        if max(device.total_bytes for device in result.memory) <= problem.memory_bytes:
+            times[number] = result.bottleneck_s
+    return min(times, key=lambda number: times[number], default=None)
 
 
 def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     """Pipeline ranks that would hold more than the plan's memory."""
-    problem = case.problem
-    memory = problem.assess(stages).memory
-    return tuple(rank for rank, device in enumerate(memory) if device.total_bytes > problem.memory_bytes)
+    most = case.problem.memory_bytes
+    return tuple(rank for rank, held in enumerate(rank_bytes(case, stages)) if held > most)
 
 
 def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:

@@ -1,0 +1,59 @@
+"""Which blocks a stage holds and recomputes: what frameworks that count layers make of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from trimtab.specs import ModelSpec, RecomputeChoice, RecomputedTier, Stage, Tower
+
+TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
+"""From what holds least to what holds most."""
+
+MEANINGS: Mapping[RecomputedTier, str] = {
+    "full": "its input alone",
+    "attention": "the result of attention alone",
+    "selective": "the results of matrix products and attention",
+}
+"""What a layer holds by each tier, in words."""
+
+
+def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
+    return model.layers[index].tower == tower and model.layers[index].kind == "block"
+
+
+def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tuple[int, ...]:
+    """Blocks of the tower on the stage, in forward order."""
+    return tuple(i for i in range(stage.start, stage.stop) if is_block(model, i, tower))
+
+
+def recomputed_blocks(model: ModelSpec, stage: Stage, tower: Tower = "language") -> dict[int, RecomputedTier]:
+    """Those that the stage recomputes, each with its tier."""
+    return {i: choice.tier for choice in stage.recompute for i in choice.layers if is_block(model, i, tower)}
+
+
+def recomputing(stage: Stage, layers: Iterable[int], tier: RecomputedTier = "full") -> Stage:
+    """The stage with recompute of these layers by one tier, and of no other."""
+    chosen = tuple(sorted(layers))
+    return replace(stage, recompute=(RecomputeChoice(tier=tier, layers=chosen),) if chosen else ())
+
+
+def has_other_kinds(model: ModelSpec, planned: Iterable[int], taken: Iterable[int]) -> bool:
+    """Whether a planned layer has no counterpart of its kind among those taken instead."""
+    return bool(Counter(model.layers[i].alike for i in planned) - Counter(model.layers[i].alike for i in taken))
+
+
+def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:
+    """Recomputed layers of each tier."""
+    return Counter(choice.tier for stage in stages for choice in stage.recompute for _ in choice.layers)
+
+
+def lost_tiers(counts: Mapping[RecomputedTier, int], layers: str, instead: str) -> list[str]:
+    """A sentence for each tier beside full that a framework turns into full."""
+    return [
+        f"{counts[tier]} {layers} are planned with {tier} recompute (each keeps {MEANINGS[tier]}), and {instead}, "
+        "which holds less and takes longer"
+        for tier in TIERS[1:]
+        if counts.get(tier)
+    ]

@@ -1,0 +1,133 @@
+"""A plan in a framework's own words: what the framework makes of it, what that costs, and the best that it can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.errors import PartitionError, UnsupportedPlanError
+from trimtab.plan.case import Case
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.expressible import (
+    Expressible,
+    best_expressible,
+    mean_step_s,
+    overfull_ranks,
+    rank_bytes,
+    relative_time,
+    replan,
+)
+from trimtab.plan.reload import ReloadedPlan
+from trimtab.specs import ModelSpec, Stage
+from trimtab.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A plan in a framework's own words."""
+
+    text: str  # to be pasted or saved
+    fields: Mapping[str, object]  # the same, or the parts of it, for JSON
+    runs: tuple[Stage, ...]  # what the framework makes of the plan
+    warnings: tuple[str, ...] = ()
+    beside: str | None = None  # something else to set, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One framework."""
+
+    title: str
+    can: Callable[[ModelSpec, int], Expressible]  # of a model, at a pipeline degree
+    export: Callable[
+        [ReloadedPlan, float | None], Exported
+    ]  # raises `UnsupportedPlanError`, with the price it is given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """Predicted seconds of a step, and the peak of the rank on which that differs most: as it runs, beside the plan."""
+
+    step_s: float
+    planned_s: float
+    rank: int
+    held_bytes: float
+    planned_bytes: float
+    memory_bytes: float  # the plan's limit
+
+    @property
+    def ratio(self) -> float:
+        return self.step_s / self.planned_s
+
+    def __str__(self) -> str:
+        said = (
+            f"a step is predicted to take {self.ratio:.3f} x as long as planned ({format_seconds(self.step_s)} instead "
+            f"of {format_seconds(self.planned_s)})"
+        )
+        if self.held_bytes == self.planned_bytes:
+            return said
+        return (
+            f"{said}, and rank {self.rank} to hold {format_bytes(self.held_bytes)} of "
+            f"{format_bytes(self.memory_bytes)} instead of {format_bytes(self.planned_bytes)}"
+        )
+
+
+def export_plan(found: ReloadedPlan, target: Target) -> Exported:
+    """The plan in the target's words, with what that costs; or `UnsupportedPlanError` with reason and price.
+
+    The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
+    """
+    case = found.case
+    try:
+        exported = target.export(found, None)
+    except UnsupportedPlanError:
+        best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
+        return target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
+    return exported
+
+
+def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:
+    """Sentences on what the target's own recompute and placement add to the plan; none if it runs it as it is."""
+    if exported.runs == found.stages:
+        return []
+    sentences = []
+    case, runs = found.case, exported.runs
+    cost = cost_of_runs(case, runs, found.stages)
+    if abs(cost.ratio - 1.0) >= 0.0005:
+        sentences.append(f"as it will run, {cost}: --fit FOLDER writes the best plan found that runs as it says")
+    full = overfull_ranks(case, runs)
+    if full:
+        ranks = ", ".join(map(str, full))
+        sentences.append(
+            f"as it will run, pipeline rank {ranks} would exceed the plan's memory: export with --fit FOLDER"
+        )
+    return sentences
+
+
+def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
+    """The best plan found that the target can run: packs and degrees unchanged, stages and recompute anew."""
+    case = found.case
+    can = target.can(case.model, case.setting.dims.pp)
+    best = best_expressible(case, can)
+    if best is None:
+        raise PartitionError(
+            f"no split that {target.title} can run fits {case.setting.dims.pp} pipeline ranks in the plan's memory: "
+            "plan again with other degrees, a higher ZeRO stage or smaller packs"
+        )
+    note = f"Split again, with the same packs, within what {target.title} can run."
+    return replan(found, best, forbidden_cuts=can.forbidden_cuts, note=note)
+
+
+def cost_of_runs(case: Case, runs: Sequence[Stage], planned: Sequence[Stage]) -> RunCost:
+    """What these stages cost beside the planned ones."""
+    held, meant = rank_bytes(case, runs), rank_bytes(case, planned)
+    rank = max(range(len(held)), key=lambda r: abs(held[r] - meant[r]))
+    return RunCost(
+        step_s=mean_step_s(case, runs),
+        planned_s=mean_step_s(case, planned),
+        rank=rank,
+        held_bytes=held[rank],
+        planned_bytes=meant[rank],
+        memory_bytes=case.problem.memory_bytes,
+    )

@@ -1,0 +1,62 @@
+"""Plans as lines for Transformers: every layer by its tier; and all that its own switch can say."""
+
+from __future__ import annotations
+
+import pytest
+from export_cases import by_counts, first_block, make_model
+
+from trimtab.adapters.huggingface import huggingface_export, plain_settings
+from trimtab.errors import UnsupportedPlanError
+from trimtab.specs import ParallelDims, RecomputeChoice
+
+MODEL = make_model()
+BLOCK = first_block(MODEL)
+VISION = MODEL.indices("vision", "block")
+
+
+def test_layers_come_by_tier_in_ranges():
+    chosen = [
+        RecomputeChoice(tier="selective", layers=tuple(range(BLOCK, BLOCK + 3))),
+        RecomputeChoice(tier="full", layers=(*VISION, BLOCK + 5)),
+    ]
+    found = huggingface_export(model=MODEL, stages=by_counts(MODEL, 12, recompute={0: chosen}), dims=ParallelDims())
+    assert found.modules == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
+    assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.python()
+    nothing = huggingface_export(model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims())
+    assert nothing.python() == "# the plan recomputes nothing: leave activation_checkpointing off"
+
+
+def test_its_own_switch_counts_through_both_towers():
+    settings = list(plain_settings(MODEL, by_counts(MODEL, 12)))
+    assert [plain.every_n_layers for plain in settings] == [None, *range(1, 17)]
+    by_n = {plain.every_n_layers: plain for plain in settings}
+    assert by_n[None].stages[0].recompute == ()
+    assert by_n[None].arguments() == {"activation_checkpointing": False}
+    assert by_n[1].arguments()["activation_checkpointing_kwargs"] == {"use_reentrant": False}
+    three = by_n[3].stages[0].recompute[0].layers
+    assert three == (VISION[0], VISION[3], BLOCK + 2, BLOCK + 5, BLOCK + 8, BLOCK + 11)
+    assert by_n[3].python() == (
+        "TrainingArguments(activation_checkpointing=True, "
+        "activation_checkpointing_kwargs={'use_reentrant': False, 'every_n_layers': 3})"
+    )
+    remote = make_model(family="internvl_chat")
+    assert [plain.every_n_layers for plain in plain_settings(remote, by_counts(remote, 12))] == [None, 1]
+
+
+def test_a_frozen_tower_and_tensor_parallelism_are_named():
+    found = huggingface_export(
+        model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)
+    )
+    assert any("the vision tower is frozen: Transformers' own activation_checkpointing" in w for w in found.warnings)
+    assert any("tp 2 was planned" in w and "tp_plan='auto' on 2 ranks" in w for w in found.warnings)
+    assert huggingface_export(model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims()).warnings == ()
+
+
+def test_a_pipeline_is_refused():
+    with pytest.raises(UnsupportedPlanError) as caught:
+        huggingface_export(model=MODEL, stages=by_counts(MODEL, 6, 6), dims=ParallelDims(pp=2, cp=2))
+    assert str(caught.value).splitlines() == [
+        "2 stages were planned, and Transformers runs the whole model on every rank: plan with pp 1, or train by "
+        "`trimtab train`, which runs stages",
+        "cp 2 was planned, which this export cannot say for Transformers: plan with cp 1",
+    ]
