@@ -258,6 +258,37 @@ class BalanceEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionRankEstimate:
+    """What one rank of the group encodes in a mean step, with and without sharing."""
+
+    rank: int
+    tower_ms: float
+    tower_without_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionEstimate:
+    """Sharing the images, on the slowest rank and on the one that holds most, with and without.
+
+    Times are those of a mean step: forward and backward of vision tower and projector, without recompute. Memory is
+    that of these layers at the largest micro-batch, recompute as decided.
+    """
+
+    tower_ms: float  # exchange included
+    tower_without_ms: float
+    ideal_ms: float  # equal shares and no exchange
+    exchange_ms: float
+    exchange_mib: float  # received by a rank, forward and backward
+    features_mib: float  # rows of features that a rank holds in its largest call
+    state_gib: float
+    state_without_gib: float
+    activations_gib: float
+    activations_without_gib: float
+    sizes_known: float  # share of the patches that lie in images of known size
+    ranks: tuple[VisionRankEstimate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float
@@ -268,6 +299,7 @@ class Estimates:
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
     variants: tuple[VariantEstimate, ...]  # baseline first, this plan last
+    vision_data_parallel: VisionEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

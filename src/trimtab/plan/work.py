@@ -85,7 +85,7 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
     """
     if samples.patch_unit == "patches":
         return samples
-    tile = _one_tile(model)
+    tile = one_tile(model)
     return replace(
         samples,
         num_patches=samples.num_patches * tile.patches,
@@ -111,7 +111,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
     )
 
 
-def _one_tile(model: ModelSpec) -> ImageCounts:
+def one_tile(model: ModelSpec) -> ImageCounts:
     """A tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
     shapes = [model.image_rule.count(width, height) for width, height in ((448, 448), (896, 448), (1344, 896))]
     per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}
