@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import keep_at_home, share_images, tower_seconds
+from trimtab.balance.images import TowerCost, keep_at_home, share_images, tower_bytes, tower_seconds
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
 from trimtab.partition.assess import chosen_tiers
 from trimtab.plan.case import Case, SharedVision, VisionLoads
@@ -96,13 +96,17 @@ def _share_pools(
     for first in range(0, len(pools), _POOLS_AT_ONCE):
         part = _lay_out(pools[first : first + _POOLS_AT_ONCE], case.packing, sizes)
         seconds = cost.of(*part.atoms.T)
-        weight = seconds if decision.objective == "time" else part.atoms[:, 0]  # bytes held grow with patches
+        weight = _objective_cost(profile, decision).of(*part.atoms.T)
         parts.append(share_pools(weight, seconds, part.atoms, part.offsets, decision.degree, rule=decision.rule))
     return _Shares(
         seconds=np.concatenate([part.load for part in parts]),
         slowest=np.concatenate([part.slowest for part in parts]),
         largest=np.concatenate([part.largest for part in parts]),
     )
+
+
+def _objective_cost(profile: Profile, decision: VisionDataParallel) -> TowerCost:
+    return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -249,13 +253,15 @@ def _pixel_values(model: ModelSpec) -> float:
 def _moved_share(case: Case, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray) -> float:
     """Part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
     chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
-    part, cost = _lay_out(pools[chosen], case.packing, sizes), tower_seconds(case.setting.profile)
+    part = _lay_out(pools[chosen], case.packing, sizes)
+    cost = _objective_cost(case.setting.profile, decision)
     home = part.slot // decision.pooling
     moved = total = 0.0
     for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
         atoms = part.atoms[first:last]
-        weight = cost.of(*atoms.T) if decision.objective == "time" else atoms[:, 0]
-        shares = keep_at_home(share_images(weight, decision.degree, rule=decision.rule), home[first:last], atoms[:, 0])
+        shares = keep_at_home(
+            share_images(cost.of(*atoms.T), decision.degree, rule=decision.rule), home[first:last], atoms[:, 0]
+        )
         rank = np.repeat(np.arange(decision.degree), np.diff(shares.offsets))
         moved += float(atoms[shares.order[rank != home[first:last][shares.order]], 0].sum())
         total += float(atoms[:, 0].sum())
