@@ -197,6 +197,8 @@ def _describe_vision(case: Case, stages: Sequence[Stage], without: Sequence[Stag
         tower_without_ms=_digits(loads.slowest_without_s * 1e3),
         ideal_ms=_digits(loads.ideal_s * 1e3),
         exchange_ms=_digits(loads.exchange_s * 1e3),
+        update_ms=_digits(loads.update_s * 1e3),
+        update_without_ms=_digits(loads.update_without_s * 1e3),
         exchange_mib=_digits(loads.exchange_bytes / MIB),
         features_mib=_digits(loads.feature_bytes / MIB),
         state_gib=_gib(ours.state_bytes),

@@ -44,6 +44,8 @@ class VisionLoads:
     slowest_without_s: float
     ideal_s: float  # the same images in equal shares
     exchange_s: float
+    update_s: float  # once a step: gradients of these layers exchanged, parameters updated
+    update_without_s: float
     exchange_bytes: float  # received by a rank in a mean step, forward and backward
     feature_bytes: float  # rows of features that a rank holds in its largest call
     sizes_known: float  # share of the patches that lie in images of known size; the others' sizes are estimated

@@ -278,6 +278,8 @@ class VisionEstimate:
     tower_without_ms: float
     ideal_ms: float  # equal shares and no exchange
     exchange_ms: float
+    update_ms: float  # once a step, not in tower_ms: gradients of these layers exchanged, parameters updated
+    update_without_ms: float
     exchange_mib: float  # received by a rank, forward and backward
     features_mib: float  # rows of features that a rank holds in its largest call
     state_gib: float

@@ -314,6 +314,8 @@ def _summarise(
         slowest_s=float(seconds.max(axis=3).sum(axis=2).max(axis=1).mean()),
         slowest_without_s=float(per_step.max(axis=1).mean()),
         ideal_s=float(seconds.mean(axis=3).sum(axis=2).max(axis=1).mean()),
+        update_s=_update_s(profile),
+        update_without_s=_update_s(case.setting.profile),
         exchange_s=(exchange.forward_s + exchange.backward_s) / num_steps,
         exchange_bytes=(exchange.forward_bytes + exchange.backward_bytes) / num_steps,
         feature_bytes=exchange.largest_rows,
@@ -325,6 +327,10 @@ def _constant_s(profile: Profile) -> float:
     """Forward and backward of vision tower and projector on a micro-batch of no size: kernels, weights read once."""
     layers = (layer for layer in profile.layers if layer.tower != "language")
     return sum(layer.forward_s[MICROBATCHES] + layer.backward_s[MICROBATCHES] for layer in layers)
+
+
+def _update_s(profile: Profile) -> float:
+    return sum(layer.step_s for layer in profile.layers if layer.tower != "language")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
