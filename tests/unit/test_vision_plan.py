@@ -84,7 +84,7 @@ IMAGES = st.lists(st.integers(1, 5000).map(lambda x: 4 * x), max_size=9)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(IMAGES, min_size=1, max_size=5))
-def test_sizes_of_images_keep_what_the_table_knows_and_never_understate_the_largest(images):
+def test_sizes_of_images_keep_what_the_table_knows(images):
     arrays = [np.array(x, np.int64) for x in images]
     table = table_of(arrays, np.random.default_rng(0))
     sizes = image_sizes(table, QWEN)
@@ -95,7 +95,7 @@ def test_sizes_of_images_keep_what_the_table_knows_and_never_understate_the_larg
         assert atoms[:, 1].sum() == pytest.approx((true * true).sum())
         assert atoms[:, 2].sum() == pytest.approx(64 * true.sum())
         assert (atoms >= 0).all()
-        assert atoms[:, 0].max(initial=0) >= true.max(initial=0) * (1 - 1e-6)
+        assert (atoms[:, 0] ** 2).sum() == pytest.approx((true * true).sum(), rel=1e-3)
         assert sizes.known[row] == (len(true) <= 2 or len(set(true)) == 1)
         if sizes.known[row]:
             np.testing.assert_allclose(np.sort(atoms[:, 0]), np.sort(true), rtol=1e-6)
@@ -337,7 +337,7 @@ def test_reports_of_plans_without_it_do_not_mention_it():
         ({"group": "tp", "objective": "fun"}, "vision objective 'fun' was asked for: choose one of time, memory"),
         ({"group": "tp", "reduction": "max"}, "vision reduction 'max' was asked for: choose one of sum, mean"),
         ({"group": "tp", "pooling": 0}, "vision pooling 0 was asked for, and it counts micro-batches: give 1 or more"),
-        ({"pooling": 2}, "described without a group to share the images: give vision_dp too"),
+        ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
         ({"group": "auto", "exchange": "gather"}, "depends on the group: name it instead of auto"),
         ({"group": "tp", "exchange": "routed"}, "ranks hold the same images and embed all of their tokens: choose gat"),
         ({"group": "sp", "exchange": "dispatch"}, "over sp, whose ranks hold the same images: choose gather or routed"),

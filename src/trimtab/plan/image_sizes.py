@@ -2,14 +2,15 @@
 
 A tower that cuts images into tiles of one size encodes tiles apart: they are the atoms, and their number is known.
 Elsewhere an image is one atom of p patches, and a sample's table row holds n, Σ p and Σ p². One image, two images, and
-images of one size follow from these exactly. Of other samples the sizes are not known: they are taken as one large
-image and n - 1 equal ones, which keeps n, Σ p and Σ p² and makes the large one as large as any set of images with these
-sums can hold. Sharing images is then not made to look more even than it is.
+images of one size follow from these exactly. Other samples are taken as the n quantiles of the log-normal distribution
+that has these sums, p_i ~ exp(s z_i) with z_i the normal quantile of (i + 1/2) / n. That is near where sizes vary
+smoothly, and too uneven where a sample holds a few sizes many times (`bench/vision_plan.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -20,60 +21,85 @@ from trimtab.specs import FloatArray, IntArray, ModelSpec, SampleTable
 
 _EQUAL = 1e-9  # relative: sums of integers below this are those of equal images
 _WHOLE_IMAGES = ("llava_anyres",)  # rules whose tiles of one image are encoded together
+_SPREADS = np.linspace(0.0, 12.0, 1201)  # of logarithms; at the last one the largest image is all of its sample
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageSizes:
-    """Atoms of every sample: `first[i]` rows of one size and `count[i] - first[i]` of another."""
+    """Atoms of every sample, by the numbers that describe them."""
 
     count: IntArray  # (num_samples,) atoms
-    large: FloatArray  # (num_samples,) patches of the sample's first atom
-    small: FloatArray  # (num_samples,) patches of each other one
-    patches_sq: FloatArray  # (num_samples,) over Σ p² of the atoms: 1 where an atom is one attention segment
-    patches_windowed: FloatArray  # (num_samples,) over Σ p
+    patches: FloatArray  # (num_samples,) of all of them
+    patches_sq: FloatArray  # (num_samples,)
+    patches_windowed: FloatArray  # (num_samples,)
+    spread: FloatArray  # (num_samples,) s of exp(s z_i); 0: equal atoms
     known: npt.NDArray[np.bool_]  # (num_samples,) whether these are the true sizes
+    quantiles: FloatArray  # z of n = 0, 1, 2, ... atoms, one after the other
+    starts: IntArray  # (most atoms + 2,) where those of n atoms begin
 
     def atoms_of(self, rows: IntArray) -> FloatArray:
         """(n, 3): patches, patches_sq and patches_windowed of the atoms of samples `rows`, in their order."""
         count = self.count[rows]
-        patches = np.repeat(self.small[rows], count)
-        starts = (np.cumsum(count) - count)[count > 0]
-        patches[starts] = self.large[rows][count > 0]
-        ratios = (np.repeat(ratio[rows], count) for ratio in (self.patches_sq, self.patches_windowed))
-        squares, windows = ratios
-        return np.stack([patches, patches * patches * squares, patches * windows], axis=1)
+        first = np.cumsum(count) - count
+        place = np.arange(int(count.sum())) - np.repeat(first, count)
+        z = self.quantiles[np.repeat(self.starts[count], count) + place]
+        share = np.exp(np.repeat(self.spread[rows], count) * z)
+        owner = np.repeat(np.arange(len(rows)), count)
+        share /= np.bincount(owner, share, len(rows))[owner]
+        squares = share * share
+        squares /= np.bincount(owner, squares, len(rows))[owner]
+        sums = (self.patches, self.patches_sq, self.patches_windowed)
+        return np.stack(
+            [part * of[rows][owner] for part, of in zip((share, squares, share), sums, strict=True)], axis=1
+        )
 
 
 def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
     """The atoms of every sample of a table in patches."""
-    p = samples.num_patches.astype(np.float64)
-    squares = samples.patches_sq.astype(np.float64)
+    p, squares = samples.num_patches.astype(np.float64), samples.patches_sq.astype(np.float64)
     tile = _tile_rows(model)
+    spread = np.zeros(len(p))
     if tile is not None:
-        count = np.rint(p / tile).astype(np.int64)
+        count = np.maximum(np.rint(p / tile).astype(np.int64), p > 0)
         known = count * tile == p
-        count = np.where((p > 0) & (count == 0), 1, count)
-        large = small = np.divide(p, count, out=np.zeros(len(p)), where=count > 0)
     else:
         count = np.where(p > 0, np.maximum(samples.num_images, 1), 0)
-        n = np.maximum(count, 1)
-        mean = p / n
-        variance = np.maximum(squares / n - mean * mean, 0.0)
-        variance[variance <= _EQUAL * mean * mean] = 0.0
-        variance[n == 1] = 0.0
-        large = mean + np.sqrt((n - 1) * variance)
-        small = np.maximum(mean - np.sqrt(variance / np.maximum(n - 1, 1)), 0.0)
-        one_segment = np.abs(n * squares - p * p) <= _EQUAL * p * p  # equal images, or one, attending to all of itself
-        known = (n == 1) | one_segment | ((n == 2) & (n * squares >= p * p))
-    sum_sq = large * large + np.maximum(count - 1, 0) * small * small
+        # n Σp² / (Σp)²: 1 of equal images, n where one of them is all
+        ratio = np.divide(count * squares, p * p, out=np.ones(len(p)), where=p > 0)
+        known = (count == 1) | (np.abs(ratio - 1) <= _EQUAL) | ((count == 2) & (ratio >= 1))
+        unlike = (count > 1) & (ratio > 1 + _EQUAL)
+        for n in np.unique(count[unlike]).tolist():
+            rows = unlike & (count == n)
+            spread[rows] = _spread_of(n, ratio[rows])
+    quantiles = [_quantiles(n) for n in range(int(count.max(initial=0)) + 1)]
     return ImageSizes(
         count=count,
-        large=large,
-        small=small,
-        patches_sq=np.divide(squares, sum_sq, out=np.zeros(len(p)), where=sum_sq > 0),
-        patches_windowed=np.divide(samples.patches_windowed, p, out=np.zeros(len(p)), where=p > 0),
+        patches=p,
+        patches_sq=squares,
+        patches_windowed=samples.patches_windowed.astype(np.float64),
+        spread=spread,
         known=known | (count == 0),
+        quantiles=np.concatenate(quantiles),
+        starts=np.concatenate([[0], np.cumsum([len(z) for z in quantiles])]).astype(np.int64),
     )
+
+
+def _quantiles(n: int) -> FloatArray:
+    """Normal quantiles of n atoms, large and small ones mixed: the true order is not known."""
+    z = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)])
+    return z[np.argsort(np.arange(n) * _GOLDEN % 1.0, kind="stable")]
+
+
+def _spread_of(n: int, ratio: FloatArray) -> FloatArray:
+    """s at which n Σ exp(2 s z_i) / (Σ exp(s z_i))² is `ratio`; it grows with s from 1 to n."""
+    z = np.sort(_quantiles(n))
+    if n == 2:  # p_1 / p_2 = (1 + d) / (1 - d) with d² = ratio - 1
+        d = np.sqrt(np.minimum(ratio - 1, 1.0))
+        result: FloatArray = np.log((1 + d) / np.maximum(1 - d, 1e-12)) / (z[1] - z[0])
+        return result
+    e = np.exp(np.outer(_SPREADS, z - z[-1]))
+    return np.interp(ratio, n * (e * e).sum(axis=1) / e.sum(axis=1) ** 2, _SPREADS)
 
 
 def _tile_rows(model: ModelSpec) -> int | None:

@@ -271,7 +271,7 @@ class VisionEstimate:
     """Sharing the images, on the slowest rank and on the one that holds most, with and without.
 
     Times are those of a mean step: forward and backward of vision tower and projector, without recompute. Memory is
-    that of these layers at the largest micro-batch, recompute as decided.
+    that of these layers at the largest micro-batch, if none of them recomputes: recompute differs with and without.
     """
 
     tower_ms: float  # exchange included

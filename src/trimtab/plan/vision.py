@@ -14,7 +14,6 @@ import numpy as np
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import TowerCost, keep_at_home, share_images, tower_bytes, tower_seconds
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
-from trimtab.partition.assess import chosen_tiers
 from trimtab.plan.case import Case, SharedVision, VisionLoads
 from trimtab.plan.image_sizes import ImageSizes, image_sizes
 from trimtab.plan.plan import VisionDataParallel
@@ -338,7 +337,7 @@ class TowerMemory:
     """Bytes of vision tower and projector on one device."""
 
     state_bytes: float
-    saved_bytes: float  # of all micro-batches in flight
+    saved_bytes: float  # of all micro-batches in flight, if no layer recomputes
 
 
 def tower_memory(case: Case, stages: Sequence[Stage]) -> TowerMemory:
@@ -348,9 +347,9 @@ def tower_memory(case: Case, stages: Sequence[Stage]) -> TowerMemory:
     state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)
     for stage, device, in_flight in zip(stages, split.devices, split.in_flight, strict=True):
         layers = profile.layers[stage.start : stage.stop]
-        for layer, tier in zip(layers, chosen_tiers(profile, stage), strict=True):
+        for layer in layers:
             if layer.tower != "language":
                 state[device] += layer.state_bytes
-                saved[device] += in_flight * max(0.0, float(np.dot(tier.saved_bytes, work)))
+                saved[device] += in_flight * max(0.0, float(np.dot(layer.tiers[0].saved_bytes, work)))
     worst = int(np.argmax(state + saved))
     return TowerMemory(state_bytes=float(state[worst]), saved_bytes=float(saved[worst]))

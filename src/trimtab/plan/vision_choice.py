@@ -58,7 +58,7 @@ class VisionChoice:
         if self.pooling is not None and self.pooling < 1:
             yield f"vision pooling {self.pooling} was asked for, and it counts micro-batches: give 1 or more"
         if self.group == "none" and self != VisionChoice():
-            yield "vision data parallel was described without a group to share the images: give vision_dp too"
+            yield "vision data parallel was described without a group to share the images: give --vision-dp too"
         if self.group == "auto" and (self.exchange is not None or self.reduction is not None):
             yield "a vision exchange or reduction was asked for, which depends on the group: name it instead of auto"
         if self.group in GROUPS:

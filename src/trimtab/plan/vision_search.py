@@ -44,8 +44,7 @@ class VisionChosen:
         if vision is not None and vision.loads.sizes_known < 1:
             about.append(
                 f"The sizes of single images are known for {vision.loads.sizes_known:.1%} of the patches; in samples "
-                "of three or more unlike images they are taken as one large image and equal others, with the sums that "
-                "the table holds."
+                "of three or more unlike images they are taken as log-normal with the sums that the table holds."
             )
         if vision is not None and vision.decision.group == "tp":
             about.append(

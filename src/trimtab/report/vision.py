@@ -120,7 +120,7 @@ def _rows(found: VisionEstimate) -> list[tuple[str, str, str, str]]:
             "Activations",
             f"{found.activations_without_gib:.2f} GiB",
             f"{found.activations_gib:.2f} GiB",
-            "of these layers on the rank that holds most, recompute as planned",
+            "of these layers on the rank that holds most, if none of them recomputed",
         ),
         (
             "State",
