@@ -1,10 +1,10 @@
-"""Sizes of single images, from a sample table that knows sums over the images of a sample.
+"""Sizes of single images, from a sample table that may know no more than sums over the images of a sample.
 
 A tower that cuts images into tiles of one size encodes tiles apart: they are the atoms, and their number is known.
-Elsewhere an image is one atom of p patches, and a sample's table row holds n, Σ p and Σ p². One image, two images, and
-images of one size follow from these exactly. Other samples are taken as the n quantiles of the log-normal distribution
-that has these sums, p_i ~ exp(s z_i) with z_i the normal quantile of (i + 1/2) / n. That is near where sizes vary
-smoothly, and too uneven where a sample holds a few sizes many times (`bench/vision_plan.py`).
+Elsewhere an image is one atom of p patches. `trimtab size` records them; a table without them holds n, Σ p and Σ p².
+One image, two images, and images of one size follow from these exactly. Other samples are then taken as the n quantiles
+of the log-normal distribution that has these sums, p_i ~ exp(s z_i) with z_i the normal quantile of (i + 1/2) / n: near
+where sizes vary smoothly, too uneven where a sample holds a few sizes many times (`bench/vision_plan.py`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ class ImageSizes:
     patches_windowed: FloatArray  # (num_samples,)
     spread: FloatArray  # (num_samples,) s of exp(s z_i); 0: equal atoms
     known: npt.NDArray[np.bool_]  # (num_samples,) whether these are the true sizes
-    quantiles: FloatArray  # z of n = 0, 1, 2, ... atoms, one after the other
-    starts: IntArray  # (most atoms + 2,) where those of n atoms begin
+    quantiles: FloatArray  # zeros, and behind them the z of every n with a spread
+    starts: IntArray  # (most atoms + 1,) where those of n atoms begin
+    each: FloatArray | None  # patches of every atom, sample after sample; None: as spread
+    first: IntArray  # (num_samples,) where each sample's atoms begin in `each`
 
     def atoms_of(self, rows: IntArray) -> FloatArray:
         """(n, 3): patches, patches_sq and patches_windowed of the atoms of samples `rows`, in their order."""
         count = self.count[rows]
-        first = np.cumsum(count) - count
-        place = np.arange(int(count.sum())) - np.repeat(first, count)
-        z = self.quantiles[np.repeat(self.starts[count], count) + place]
-        share = np.exp(np.repeat(self.spread[rows], count) * z)
         owner = np.repeat(np.arange(len(rows)), count)
+        place = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+        if self.each is not None:
+            share = self.each[self.first[rows][owner] + place]
+        else:
+            share = np.exp(self.spread[rows][owner] * self.quantiles[self.starts[count][owner] + place])
         share /= np.bincount(owner, share, len(rows))[owner]
         squares = share * share
         squares /= np.bincount(owner, squares, len(rows))[owner]
@@ -59,7 +62,8 @@ def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
     """The atoms of every sample of a table in patches."""
     p, squares = samples.num_patches.astype(np.float64), samples.patches_sq.astype(np.float64)
     tile = _tile_rows(model)
-    spread = np.zeros(len(p))
+    each = None if tile is not None or samples.image_patches is None else samples.image_patches.astype(np.float64)
+    spread, starts, quantiles = np.zeros(len(p)), dict[int, int](), list[FloatArray]()
     if tile is not None:
         count = np.maximum(np.rint(p / tile).astype(np.int64), p > 0)
         known = count * tile == p
@@ -69,19 +73,22 @@ def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
         ratio = np.divide(count * squares, p * p, out=np.ones(len(p)), where=p > 0)
         known = (count == 1) | (np.abs(ratio - 1) <= _EQUAL) | ((count == 2) & (ratio >= 1))
         unlike = (count > 1) & (ratio > 1 + _EQUAL)
-        for n in np.unique(count[unlike]).tolist():
+        for n in () if samples.image_patches is not None else np.unique(count[unlike]).tolist():
             rows = unlike & (count == n)
             spread[rows] = _spread_of(n, ratio[rows])
-    quantiles = [_quantiles(n) for n in range(int(count.max(initial=0)) + 1)]
+            starts[n] = int(count.max()) + sum(map(len, quantiles))
+            quantiles.append(_quantiles(n))
     return ImageSizes(
         count=count,
         patches=p,
         patches_sq=squares,
         patches_windowed=samples.patches_windowed.astype(np.float64),
         spread=spread,
-        known=known | (count == 0),
-        quantiles=np.concatenate(quantiles),
-        starts=np.concatenate([[0], np.cumsum([len(z) for z in quantiles])]).astype(np.int64),
+        known=known | (count == 0) | (each is not None),
+        quantiles=np.concatenate([np.zeros(int(count.max(initial=0))), *quantiles]),
+        starts=np.array([starts.get(n, 0) for n in range(int(count.max(initial=0)) + 1)], np.int64),
+        each=each,
+        first=np.cumsum(samples.num_images) - samples.num_images,
     )
 
 

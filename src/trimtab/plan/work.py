@@ -91,6 +91,7 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
         num_patches=samples.num_patches * tile.patches,
         patches_sq=samples.num_patches * tile.patches_sq,
         patches_windowed=samples.num_patches * tile.patches_windowed,
+        image_patches=None,
         patch_unit="patches",
     )
 
@@ -104,6 +105,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
         num_tokens=samples.num_tokens[rows],
         patches_sq=samples.patches_sq[rows],
         patches_windowed=samples.patches_windowed[rows],
+        image_patches=samples.images_of(rows),
         source=samples.source[rows],
         ids=None if samples.ids is None else tuple(samples.ids[i] for i in rows.tolist()),
         file_index=None if samples.file_index is None else samples.file_index[rows],
