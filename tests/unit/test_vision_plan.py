@@ -24,22 +24,42 @@ from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
 from trimtab.plan.check import check_plan
 from trimtab.plan.details import PlanDetails
+from trimtab.plan.expressible import Expressible, best_expressible, replan
 from trimtab.plan.file import plan_from_yaml, plan_to_yaml
 from trimtab.plan.image_sizes import image_sizes
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDataParallel, VisionEstimate, VisionRankEstimate
 from trimtab.plan.reload import load_details, options_of, reload_plan
-from trimtab.plan.vision import feature_row_bytes, share_vision
+from trimtab.plan.vision import feature_values, share_vision
 from trimtab.plan.vision_choice import VisionChoice
 from trimtab.report.html import html_report
 from trimtab.report.text import plan_text
 from trimtab.specs import SampleTable
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
 QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("8xH100-80GB")
 OPTIONS = PlanOptions(pp=1, tp=4, num_microbatches=4, zero_stage=1)
 DECISION = VisionDataParallel(
     group="tp", degree=4, exchange="gather", pooling=1, rule="balanced", objective="time", reduction="mean"
+)
+
+
+ESTIMATE = VisionEstimate(
+    tower_ms=300.0,
+    tower_without_ms=1000.0,
+    ideal_ms=250.0,
+    exchange_ms=1.5,
+    update_ms=4.0,
+    update_without_ms=1.0,
+    exchange_mib=96.0,
+    features_mib=32.0,
+    state_gib=7.5,
+    state_without_gib=1.9,
+    activations_gib=2.5,
+    activations_without_gib=4.0,
+    sizes_known=1.0,
+    ranks=tuple(VisionRankEstimate(rank=r, tower_ms=290.0 - 10 * r, tower_without_ms=1000.0) for r in range(4)),
 )
 
 
@@ -101,6 +121,19 @@ def test_sizes_of_images_keep_what_the_table_knows(images):
             np.testing.assert_allclose(np.sort(atoms[:, 0]), np.sort(true), rtol=1e-6)
 
 
+def test_recorded_sizes_are_the_atoms_in_their_order():
+    images = [np.array([400, 16, 16, 4000]), np.array([], np.int64), np.array([64]), np.array([8, 4, 4])]
+    table = table_of(images, np.random.default_rng(0))
+    table = dataclasses.replace(table, image_patches=np.concatenate(images))
+    sizes = image_sizes(table, QWEN)
+    assert sizes.known.all()
+    atoms = sizes.atoms_of(np.array([3, 0, 1, 2, 0]))
+    expected = np.concatenate([images[i] for i in (3, 0, 1, 2, 0)])
+    np.testing.assert_allclose(atoms[:, 0], expected)
+    np.testing.assert_allclose(atoms[:, 1], expected**2)
+    np.testing.assert_allclose(atoms[:, 2], 64 * expected)
+
+
 def test_tiles_are_the_atoms_of_a_tower_of_tiles():
     table = tile_samples(50)
     sizes = image_sizes(table, TILES)
@@ -158,10 +191,23 @@ def test_equal_images_are_shared_to_the_last_one(tmp_path):
     found = details.plan.estimates.vision_data_parallel
     assert found.tower_ms == pytest.approx(found.ideal_ms + found.exchange_ms, rel=1e-3)
     # gathered rows: 1600 patches, each a quarter of a row of 3584 bf16 values, as the table's limit allows them
-    assert found.features_mib == pytest.approx(1600 * feature_row_bytes(QWEN) * 2 / 2**20, rel=1e-3)
+    assert found.features_mib == pytest.approx(1600 * feature_values(QWEN) * 2 / 2**20, rel=1e-3)
     steps = details.plan.decisions.packing.num_steps
     received = 2 * 32 / 2 * 1600 * 3584 / 4 * 2 * 3 / 4 / steps
     assert found.exchange_mib == pytest.approx(received / 2**20, rel=1e-3)
+
+
+def test_deepstack_features_travel_with_the_others():
+    vision = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 96}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [1, 3]}
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 500}
+    text |= {"attention_bias": False}
+    config = {"model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": vision, "text_config": text}
+    assert feature_values(describe(config)) == 3 * 96 / 4
+    assert feature_values(QWEN) == 3584 / 4
+    assert feature_values(TILES) == pytest.approx(6144 * 256 / 1025)
 
 
 def test_pooling_is_more_even_and_holds_more():
@@ -207,6 +253,16 @@ def test_auto_leaves_a_text_only_data_set_alone():
     text = table_of([np.array([], np.int64)] * 40, np.random.default_rng(0))
     details = make_plan(QWEN, text, CLUSTER, with_vision(group="auto"))
     assert details.plan.decisions.vision_data_parallel is None
+    assert any("the data holds no image to share" in sentence for sentence in details.plan.assumptions)
+
+
+def test_auto_says_what_it_could_not_try():
+    options = PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="auto"))
+    details = make_plan(QWEN, image_samples(60), CLUSTER, options)
+    assert details.plan.decisions.vision_data_parallel is None
+    said = next(x for x in details.plan.assumptions if x.startswith("Sharing the images was not possible everywhere"))
+    assert "the plan has tp 1, a group of one" in said
+    assert "the plan has dp 1, a group of one" in said
 
 
 def test_a_frozen_tower_is_exchanged_forward_only():
@@ -265,6 +321,14 @@ def test_a_pipeline_keeps_the_tower_whole_on_its_first_stage(tmp_path):
     assert details.plan.inputs.model.forbidden_cuts == ()
     write_plan(details, tmp_path)
     assert check_plan(tmp_path) == []
+    found = reload_plan(tmp_path)
+    moved = best_expressible(found.case, Expressible(forbidden_cuts=frozenset({found.stages[1].start})))
+    assert moved is not None
+    assert moved[0].stop > last
+    again = replan(found, moved, forbidden_cuts=frozenset({found.stages[1].start}), note="Split again, for a test.")
+    write_plan(again, tmp_path / "again")
+    assert check_plan(tmp_path / "again") == []
+    assert again.plan.decisions.vision_data_parallel == details.plan.decisions.vision_data_parallel
     loaded = load_details(tmp_path)
     assert loaded.variants[-2].stages == details.variants[-2].stages
     plain = make_plan(TILES, samples, cluster, dataclasses.replace(options, vision=VisionChoice()))
@@ -419,9 +483,14 @@ def test_an_edited_decision_that_cannot_be_is_found(shared, tmp_path, before, af
 )
 def test_unknown_words_of_the_decision_are_refused_when_read(before, after, message):
     plan = small_plan()
-    plan = dataclasses.replace(plan, decisions=dataclasses.replace(plan.decisions, vision_data_parallel=DECISION))
+    plan = dataclasses.replace(
+        plan,
+        decisions=dataclasses.replace(plan.decisions, vision_data_parallel=DECISION),
+        estimates=dataclasses.replace(plan.estimates, vision_data_parallel=ESTIMATE),
+    )
     text = plan_to_yaml(plan)
     assert plan_from_yaml(text) == plan
+    assert text == GOLDEN.read_text(encoding="utf-8")
     with pytest.raises(PlanError, match=message):
         plan_from_yaml(text.replace(before, after))
 

@@ -199,7 +199,7 @@ def _price_exchange(
     """
     N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
     patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
-    row = feature_row_bytes(case.model) * ITEM_BYTES[case.options.dtype]
+    row = feature_values(case.model) * ITEM_BYTES[case.options.dtype]
     num_calls = len(pools) // num_ranks
     whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
     most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
@@ -229,7 +229,7 @@ def _price_exchange(
     )
 
 
-def feature_row_bytes(model: ModelSpec) -> float:
+def feature_values(model: ModelSpec) -> float:
     """Values of image features that leave the tower for each patch, DeepStack's among them."""
     return sum(layer.rows_out_per_input * layer.output_size for layer in _last_projectors(model))
 

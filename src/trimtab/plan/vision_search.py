@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trimtab.errors import PartitionError, PlanError, join_problems
@@ -10,7 +9,7 @@ from trimtab.plan.case import Case
 from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDataParallel, VisionGroup
 from trimtab.plan.split import SplitChoice, choose_split, epoch_s
 from trimtab.plan.vision import share_vision
-from trimtab.plan.vision_choice import GROUPS, decision_problems, exchanges_of, group_degree
+from trimtab.plan.vision_choice import decision_problems, exchanges_of, group_degree
 from trimtab.plan.work import PATCHES
 from trimtab.units import format_seconds
 
@@ -33,18 +32,22 @@ class VisionChosen:
 
     best: SharedSplit
     tried: tuple[SharedSplit, ...]  # the one without sharing first
+    ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
 
     def sentences(self) -> tuple[str, ...]:
         """For the plan's reader; nothing where nothing was asked for."""
-        if self.best.case.vision is None and len(self.tried) == 1:
-            return ()
-        said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
-        about = [f"Sharing the images was simulated over the whole data set: {', '.join(said)}."]
+        about = []
+        if len(self.tried) > 1:
+            said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
+            about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
+        if self.ruled_out:
+            about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
         vision = self.best.case.vision
         if vision is not None and vision.loads.sizes_known < 1:
             about.append(
                 f"The sizes of single images are known for {vision.loads.sizes_known:.1%} of the patches; in samples "
-                "of three or more unlike images they are taken as log-normal with the sums that the table holds."
+                "of three or more unlike images they are taken as log-normal with the sums that the table holds: "
+                "`trimtab size` records them."
             )
         if vision is not None and vision.decision.group == "tp":
             about.append(
@@ -65,18 +68,24 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
     choice = case.options.vision
     if choice.group == "none":
         return VisionChosen(best=plain, tried=(plain,))
-    groups = GROUPS if choice.group == "auto" else (choice.group,)
+    groups: tuple[VisionGroup, ...] = ("tp", "dp") if choice.group == "auto" else (choice.group,)
     problem = _lacking(case)
     if problem is not None and choice.group != "auto":
         raise PlanError(problem)
-    tried, misfits = [plain], list[str]()
+    tried, misfits, ruled_out = [plain], list[str](), [] if problem is None else [problem]
     for group in groups if problem is None else ():
-        for decision in _decisions(case, group):
+        decisions, problems = _decisions(case, group)
+        if problems and not decisions:
+            if choice.group != "auto":
+                raise PlanError(join_problems(problems))
+            ruled_out += problems
+        for decision in decisions:
             shared = share_vision(case, decision)
             try:
                 split = choose_split(shared)
             except PartitionError as error:
                 misfits.append(f"{_label(shared)}: {error}")
+                ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
                 continue
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
     if choice.group != "auto" and len(tried) == 1:
@@ -84,7 +93,7 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
     open_to = tried if choice.group == "auto" else tried[1:]
     shortest = min(x.epoch_s for x in open_to)
     best = next(x for x in open_to if x.epoch_s <= _GOOD_ENOUGH * shortest)
-    return VisionChosen(best=best, tried=tuple(tried))
+    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out))
 
 
 def _lacking(case: Case) -> str | None:
@@ -98,8 +107,8 @@ def _lacking(case: Case) -> str | None:
     return None
 
 
-def _decisions(case: Case, group: VisionGroup) -> Iterator[VisionDataParallel]:
-    """What to try over this group; raises `PlanError` for what was asked for and cannot be, skips what was not."""
+def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDataParallel], list[str]]:
+    """What to try over this group, and why the first that cannot be cannot."""
     choice, dims = case.options.vision, case.setting.dims
     assert case.options.schedule != "auto", "it was chosen before"
     parallel = ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp)
@@ -109,8 +118,8 @@ def _decisions(case: Case, group: VisionGroup) -> Iterator[VisionDataParallel]:
         num_chunks=case.options.num_chunks,
     )
     degree = group_degree(group, parallel)
-    poolings = [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1)
-    for pooling in poolings:
+    decisions, first_problems = list[VisionDataParallel](), list[str]()
+    for pooling in [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1):
         decision = VisionDataParallel(
             group=group,
             degree=degree,
@@ -121,10 +130,11 @@ def _decisions(case: Case, group: VisionGroup) -> Iterator[VisionDataParallel]:
             reduction=None if group == "dp" else choice.reduction or "mean",
         )
         problems = list(decision_problems(decision, parallel, schedule))
-        if not problems:
-            yield decision
-        elif choice.group != "auto" and (pooling == 1 or choice.pooling is not None):
-            raise PlanError(join_problems(problems))
+        if problems:
+            first_problems = first_problems or problems
+        else:
+            decisions.append(decision)
+    return decisions, first_problems
 
 
 def _label(case: Case) -> str:
