@@ -30,8 +30,9 @@ from trimtab.plan.image_sizes import image_sizes
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDataParallel, VisionEstimate, VisionRankEstimate
 from trimtab.plan.reload import load_details, options_of, reload_plan
-from trimtab.plan.vision import feature_values, share_vision
+from trimtab.plan.vision import share_vision
 from trimtab.plan.vision_choice import VisionChoice
+from trimtab.plan.vision_exchange import feature_values
 from trimtab.report.html import html_report
 from trimtab.report.text import plan_text
 from trimtab.specs import SampleTable

@@ -6,26 +6,24 @@ this share: split, simulation and memory go on as ever. Each share follows from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import TowerCost, keep_at_home, share_images, tower_bytes, tower_seconds
-from trimtab.costs.settings import ITEM_BYTES, Efficiency
+from trimtab.balance.images import tower_seconds
+from trimtab.costs.settings import Efficiency
 from trimtab.plan.case import Case, SharedVision, VisionLoads
 from trimtab.plan.image_sizes import ImageSizes, image_sizes
 from trimtab.plan.plan import VisionDataParallel
 from trimtab.plan.setting import profile_setting
+from trimtab.plan.vision_exchange import Exchange, num_trained, plus_constant, price_exchange, with_exchange
+from trimtab.plan.vision_shares import Shares, pool_packs, share_calls
 from trimtab.plan.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
-from trimtab.specs import FloatArray, IntArray, LayerCost, LayerSpec, ModelSpec, Packing, Profile, Stage
+from trimtab.specs import Profile, Stage
 
 _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
-_PIXEL_BYTES = 4  # processors give fp32
-_POOLS_AT_ONCE = 8192  # of which atoms are laid out together
-_DEALT_POOLS = 256  # spread over the data set, to see how much of a dispatch stays where it is
 
 
 def share_vision(case: Case, decision: VisionDataParallel) -> Case:
@@ -39,8 +37,8 @@ def share_vision(case: Case, decision: VisionDataParallel) -> Case:
     profile = _whole_towers(plain) if decision.group == "tp" else plain.setting.profile
     profile = _once_a_pool(profile, decision.pooling)
     sizes = image_sizes(plain.samples, plain.model)
-    pools = _pool_packs(plain.schedule.table, decision)
-    found = _share_pools(plain, profile, decision, sizes, pools)
+    pools = pool_packs(plain.schedule.table, decision)
+    found = share_calls(plain, profile, decision, sizes, pools)
 
     work = plain.work.copy()
     work[:, _IMAGE_TERMS] = 0.0
@@ -52,8 +50,8 @@ def share_vision(case: Case, decision: VisionDataParallel) -> Case:
     most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
     packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
     margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
-    exchange = _price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
-    setting = replace(plain.setting, profile=_with_exchange(profile, plain, decision, exchange))
+    exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
+    setting = replace(plain.setting, profile=with_exchange(profile, plain, decision, exchange))
     return replace(
         plain,
         work=work,
@@ -68,70 +66,6 @@ def share_vision(case: Case, decision: VisionDataParallel) -> Case:
     )
 
 
-# -- who encodes what -----------------------------------------------------------------------------------------------
-
-
-def _pool_packs(table: IntArray, decision: VisionDataParallel) -> IntArray:
-    """(calls, packs): the packs whose images are shared in one call, -1 for an empty slot; calls step by step."""
-    num_steps, dp, num_microbatches = table.shape
-    k = decision.pooling
-    by_call = table.reshape(num_steps, dp, num_microbatches // k, k)
-    if decision.group == "dp":
-        return by_call.transpose(0, 2, 1, 3).reshape(-1, dp * k)
-    return by_call.reshape(-1, k)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Shares:
-    seconds: FloatArray  # (calls, N)
-    slowest: FloatArray  # (calls, 3) image terms of the slowest share
-    largest: FloatArray  # (calls, 3) term by term the most of any share
-
-
-def _share_pools(
-    case: Case, profile: Profile, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray
-) -> _Shares:
-    cost, parts = tower_seconds(profile), []
-    for first in range(0, len(pools), _POOLS_AT_ONCE):
-        part = _lay_out(pools[first : first + _POOLS_AT_ONCE], case.packing, sizes)
-        seconds = cost.of(*part.atoms.T)
-        weight = _objective_cost(profile, decision).of(*part.atoms.T)
-        parts.append(share_pools(weight, seconds, part.atoms, part.offsets, decision.degree, rule=decision.rule))
-    return _Shares(
-        seconds=np.concatenate([part.load for part in parts]),
-        slowest=np.concatenate([part.slowest for part in parts]),
-        largest=np.concatenate([part.largest for part in parts]),
-    )
-
-
-def _objective_cost(profile: Profile, decision: VisionDataParallel) -> TowerCost:
-    return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Atoms:
-    atoms: FloatArray  # (n, 3) image terms
-    offsets: IntArray  # (calls + 1,)
-    slot: IntArray  # (n,) slot of the call that the atom's pack is in
-
-
-def _lay_out(pools: IntArray, packing: Packing, sizes: ImageSizes) -> _Atoms:
-    """The atoms of these calls, call after call."""
-    call, slot = np.nonzero(pools >= 0)
-    packs = pools[call, slot]
-    held = np.diff(packing.offsets)[packs]  # samples
-    starts = np.cumsum(held) - held
-    places = np.arange(int(held.sum())) - np.repeat(starts - packing.offsets[packs], held)
-    rows = packing.indices[places]
-    count = sizes.count[rows]
-    per_call = np.bincount(np.repeat(call, held), count, minlength=len(pools)).astype(np.int64)
-    return _Atoms(
-        atoms=sizes.atoms_of(rows),
-        offsets=np.concatenate([[0], np.cumsum(per_call)]),
-        slot=np.repeat(np.repeat(slot, held), count),
-    )
-
-
 # -- the tower of a rank --------------------------------------------------------------------------------------------
 
 
@@ -142,7 +76,7 @@ def _whole_towers(case: Case) -> Profile:
     link = case.cluster.device.link_bytes_per_s * Efficiency().link
     reduce_s = 2.0 * (tp - 1) / tp * _GRADIENT_BYTES / link  # ring
     layers = tuple(
-        ours if ours.tower == "language" else replace(whole, step_s=whole.step_s + _trained(case, whole) * reduce_s)
+        ours if ours.tower == "language" else replace(whole, step_s=whole.step_s + num_trained(case, whole) * reduce_s)
         for ours, whole in zip(setting.profile.layers, alone.layers, strict=True)
     )
     return replace(setting.profile, layers=layers)
@@ -152,7 +86,7 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
     """What a call of the tower costs whatever is in it, divided among the micro-batches that share the call."""
 
     def pooled(terms: tuple[float, ...]) -> tuple[float, ...]:
-        return _plus(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
+        return plus_constant(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
 
     layers = tuple(
         layer
@@ -169,132 +103,11 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
     return replace(profile, layers=layers)
 
 
-def _trained(case: Case, layer: LayerCost) -> float:
-    return 0.0 if layer.tower in case.options.frozen_towers else layer.num_params
-
-
-# -- the exchange ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    """Of one rank, over the whole data set."""
-
-    forward_bytes: float
-    backward_bytes: float
-    forward_s: float
-    backward_s: float
-    num_calls: int
-    rows_sent: float  # bytes of features that the next stage gets
-    largest_rows: float  # bytes of features held in the largest call
-
-
-def _price_exchange(
-    case: Case, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray, *, margin: float
-) -> _Exchange:
-    """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
-
-    gather: (N - 1) / N of the rows of all images, and as much of their gradients. routed: 1 / N of that. dispatch: the
-    pixels of images that come from other ranks, their rows back, and the gradients of these.
-    """
-    N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
-    patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
-    row = feature_values(case.model) * ITEM_BYTES[case.options.dtype]
-    num_calls = len(pools) // num_ranks
-    whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
-    most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
-    pixels = 0.0
-    if decision.exchange == "dispatch":
-        moved = _moved_share(case, decision, sizes, pools)
-        received, most = whole / N * moved, float(patches.max(initial=0.0)) * row * margin * decision.pooling
-        pixels = float(patches.sum()) / N * moved * _pixel_values(case.model) * _PIXEL_BYTES
-        sent = whole / N
-    else:
-        received, sent = whole * (N - 1) / N, whole
-        if decision.exchange == "routed":
-            received, most = received / N, most / N
-    trained = any(_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
-    cluster = case.cluster
-    link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
-    per_byte = 1.0 / (link * Efficiency().link)
-    forward, backward = received + pixels, received if trained else 0.0
-    return _Exchange(
-        forward_bytes=forward,
-        backward_bytes=backward,
-        forward_s=forward * per_byte + 2 * num_calls * cluster.latency_s,
-        backward_s=backward * per_byte + 2 * num_calls * cluster.latency_s * trained,
-        num_calls=num_calls,
-        rows_sent=sent,
-        largest_rows=most,
-    )
-
-
-def feature_values(model: ModelSpec) -> float:
-    """Values of image features that leave the tower for each patch, DeepStack's among them."""
-    return sum(layer.rows_out_per_input * layer.output_size for layer in _last_projectors(model))
-
-
-def _last_projectors(model: ModelSpec) -> Iterator[LayerSpec]:
-    """Projector layers whose rows go to the language model: not on to another layer of the projector."""
-    for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
-        if layer.tower != "projector":
-            continue
-        if following is None or following.tower != "projector" or following.hidden_size != layer.output_size:
-            yield layer
-
-
-def _pixel_values(model: ModelSpec) -> float:
-    """Input values of one patch: rows of the patch embedding's weight."""
-    first = next(x for x in model.layers if x.tower == "vision" and x.kind == "embed" and x.num_matmul_params)
-    return first.num_matmul_params / first.output_size
-
-
-def _moved_share(case: Case, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray) -> float:
-    """Part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
-    chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
-    part = _lay_out(pools[chosen], case.packing, sizes)
-    cost = _objective_cost(case.setting.profile, decision)
-    home = part.slot // decision.pooling
-    moved = total = 0.0
-    for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
-        atoms = part.atoms[first:last]
-        shares = keep_at_home(
-            share_images(cost.of(*atoms.T), decision.degree, rule=decision.rule), home[first:last], atoms[:, 0]
-        )
-        rank = np.repeat(np.arange(decision.degree), np.diff(shares.offsets))
-        moved += float(atoms[shares.order[rank != home[first:last][shares.order]], 0].sum())
-        total += float(atoms[:, 0].sum())
-    return moved / total if total > 0 else 0.0
-
-
-def _with_exchange(profile: Profile, case: Case, decision: VisionDataParallel, exchange: _Exchange) -> Profile:
-    """The last layer of the projector also exchanges and holds the features: constants of each micro-batch."""
-    number = max(case.model.indices("vision") + case.model.indices("projector"))
-    layer, num_packs = profile.layers[number], len(case.work) / case.setting.dims.dp  # of one rank
-    held = exchange.largest_rows
-    pooled = 2.0 * held if decision.pooling > 1 else 0.0  # features and their gradients until the last backward
-    changed = replace(
-        layer,
-        forward_s=_plus(layer.forward_s, exchange.forward_s / num_packs),
-        backward_s=_plus(layer.backward_s, exchange.backward_s / num_packs),
-        output_bytes=_plus((0.0,) * len(layer.output_bytes), exchange.rows_sent / num_packs),
-        tiers=tuple(replace(tier, saved_bytes=_plus(tier.saved_bytes, pooled)) for tier in layer.tiers),
-        transient_bytes=_plus(layer.transient_bytes, held),
-        other_transient_bytes=_plus(layer.other_transient_bytes, held) if layer.other_transient_bytes else (),
-        group=1 + max(other.group for other in profile.layers),
-    )
-    return replace(profile, layers=(*profile.layers[:number], changed, *profile.layers[number + 1 :]))
-
-
-def _plus(terms: tuple[float, ...], constant: float) -> tuple[float, ...]:
-    return (*terms[:MICROBATCHES], terms[MICROBATCHES] + constant, *terms[MICROBATCHES + 1 :])
-
-
 # -- figures --------------------------------------------------------------------------------------------------------
 
 
 def _summarise(
-    case: Case, profile: Profile, decision: VisionDataParallel, found: _Shares, exchange: _Exchange, sizes: ImageSizes
+    case: Case, profile: Profile, decision: VisionDataParallel, found: Shares, exchange: Exchange, sizes: ImageSizes
 ) -> VisionLoads:
     table = case.schedule.table
     num_steps, dp, _ = table.shape
