@@ -107,7 +107,7 @@ def _rows(found: VisionEstimate) -> list[tuple[str, str, str, str]]:
             "Exchange",
             "",
             format_seconds(found.exchange_ms / 1e3),
-            "of the slowest rank's time: features and their gradients",
+            "of the slowest rank's time: features and their gradients, with a dispatch also pixels",
         ),
         ("Received", "", format_bytes(found.exchange_mib * MIB), "by a rank in a step, forward and backward"),
         (
