@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trimtab.plan.options import PlanOptions
     from trimtab.plan.placement_file import load_placement
     from trimtab.plan.plan import Plan
+    from trimtab.plan.vision_choice import VisionChoice
     from trimtab.samples.size import size_samples
     from trimtab.specs import (
         ClusterSpec,
@@ -65,6 +66,7 @@ _HOMES = {
     "split_stages": "trimtab.partition.stages",
     "simulate": "trimtab.partition.simulate",
     "PlanOptions": "trimtab.plan.options",
+    "VisionChoice": "trimtab.plan.vision_choice",
     "make_plan": "trimtab.plan.build",
     "write_plan": "trimtab.plan.build",
     "check_plan": "trimtab.plan.check",
@@ -99,6 +101,7 @@ __all__ = [
     "Stage",
     "StreamPacker",
     "Timeline",
+    "VisionChoice",
     "Workload",
     "check_plan",
     "describe",

@@ -263,6 +263,7 @@ class SampleTable:
     num_tokens: IntArray
     patches_sq: IntArray  # per sample: sum over its images of ImageCounts.patches_sq
     patches_windowed: IntArray  # per sample: sum over its images of ImageCounts.patches_windowed
+    image_patches: IntArray | None = None  # of every image, sample after sample; None: not known, or one a sample
     ids: tuple[str, ...] | None = None  # None: the row number is the id
     source: npt.NDArray[np.int32]  # data set each sample came from, an index into source_names
     source_names: tuple[str, ...] = ("data",)
@@ -280,12 +281,22 @@ class SampleTable:
         for name in ("file_index", "line"):
             assert getattr(self, name) is None or len(getattr(self, name)) == n, f"column {name} has another length"
         assert self.ids is None or len(self.ids) == n
+        assert self.image_patches is None or len(self.image_patches) == self.num_images.sum(), "images without a size"
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
     def sample_id(self, row: int) -> str:
         return self.ids[row] if self.ids is not None else str(row)
+
+    def images_of(self, rows: IntArray) -> IntArray | None:
+        """`image_patches` of samples `rows`, in their order."""
+        if self.image_patches is None:
+            return None
+        count = self.num_images[rows]
+        first = (np.cumsum(self.num_images) - self.num_images)[rows] - (np.cumsum(count) - count)
+        found: IntArray = self.image_patches[np.repeat(first, count) + np.arange(int(count.sum()))]
+        return found
 
     def work(self, *, token_window: int | None = None) -> FloatArray:
         """What each sample asks of the layers, (num_samples, len(WORK_TERMS)); the first column is 0."""

@@ -165,6 +165,18 @@ def test_plan_prints_one_json_object(run: Run, drawn: Path, tmp_path: Path) -> N
     assert Path(found["files"]["plan"]).is_file()
 
 
+def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
+    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--vision-dp", "tp"]
+    out = tmp_path / "plan"
+    said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--vision-pooling", "1", "--out", out)
+    assert said.code == 0, said.err
+    assert "tp 2, gather, balanced by time, each micro-batch by itself, gradients averaged" in said.out
+    assert load_plan(out).decisions.vision_data_parallel is not None
+    assert "--vision-dp tp --vision-pooling 1" in load_plan(out).command
+    assert run("check", out).code == 0
+    assert "Images shared among ranks" in run("report", out).out
+
+
 def test_a_plan_without_a_tokenizer_says_that_it_estimates(run: Run, drawn: Path, tmp_path: Path) -> None:
     found = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *PLAN, "--out", tmp_path / "p", "--json").json
     assert any("estimate" in sentence for sentence in found["assumptions"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.plan.case import Case
@@ -83,7 +83,14 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
         exported = target.export(found, None)
     except UnsupportedPlanError:
         best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
-        return target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
+        exported = target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
+    if case.vision is not None:
+        unsaid = (
+            f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
+            "them with trimtab.runtime.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
+            "memory do not hold"
+        )
+        exported = replace(exported, warnings=(*exported.warnings, unsaid))
     return exported
 
 

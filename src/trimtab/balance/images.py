@@ -20,7 +20,7 @@ from trimtab.specs import WORK_TERMS, FloatArray, IntArray, Profile
 Rule = Literal["balanced", "contiguous"]
 RULES: tuple[Rule, ...] = ("balanced", "contiguous")
 
-_WHOLE = 2.0**50
+WHOLE = 2.0**50
 """Costs become integers that sum to about this: comparisons and sums are then exact, whatever the order."""
 
 
@@ -128,11 +128,11 @@ def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced"
     from trimtab.balance.image_search import balance, cut
 
     total = math.fsum(weights.tolist())  # exact, so the same on every kind of processor
-    whole = np.rint(weights / (total or 1.0) * _WHOLE).astype(np.int64)
+    whole = np.rint(weights / (total or 1.0) * WHOLE).astype(np.int64)
     found = balance(whole, num_ranks) if rule == "balanced" else cut(whole, num_ranks)
     ranks = np.repeat(np.arange(num_ranks), np.diff(found.offsets))
     load: FloatArray = np.bincount(ranks, weights[found.order], num_ranks).astype(np.float64)
-    bound = found.bound / _WHOLE * total
+    bound = found.bound / WHOLE * total
     return ImageShares(order=found.order, offsets=found.offsets, load=load, lower_bound=bound, rule=rule)
 
 

@@ -114,12 +114,20 @@ def _join(tables: Sequence[SampleTable], rows: Sequence[IntArray]) -> SampleTabl
         num_tokens=column("num_tokens"),
         patches_sq=column("patches_sq"),
         patches_windowed=column("patches_windowed"),
+        image_patches=_join_images(tables, rows),
         ids=ids,
         source=np.concatenate(source).astype(np.int32),
         source_names=tuple(name for table in tables for name in table.source_names),
         patch_unit=tables[0].patch_unit,
         tokens_exact=all(table.tokens_exact for table in tables),
     )
+
+
+def _join_images(tables: Sequence[SampleTable], rows: Sequence[IntArray]) -> IntArray | None:
+    """None where a table does not know them."""
+    found = [t.images_of(r) for t, r in zip(tables, rows, strict=True)]
+    known = [images for images in found if images is not None]
+    return np.concatenate(known) if len(known) == len(found) else None
 
 
 def _check(tables: Sequence[SampleTable], weights: Sequence[float], num_samples: int | None, epochs: float) -> None:

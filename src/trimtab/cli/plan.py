@@ -97,6 +97,27 @@ def plan(
     freeze: Annotated[
         list[str] | None, typer.Option(help="Towers that are not trained, as in vision,projector.")
     ] = None,
+    vision_dp: Annotated[
+        Literal["none", "auto", "tp", "cp", "sp", "dp"],
+        typer.Option(help="Ranks that share images, each encoding a part; auto: those that gain most, if any do."),
+    ] = "none",
+    vision_exchange: Annotated[
+        Literal["gather", "routed", "dispatch"] | None,
+        typer.Option(help="How their features come together; default: gather, for dp dispatch."),
+    ] = None,
+    vision_pooling: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches whose images are encoded in one call; default: chosen.")
+    ] = None,
+    vision_rule: Annotated[
+        Literal["balanced", "contiguous"], typer.Option(help="Any image to any rank, or runs of images in order.")
+    ] = "balanced",
+    vision_objective: Annotated[
+        Literal["time", "memory"], typer.Option(help="What the shares of images are balanced by.")
+    ] = "time",
+    vision_reduction: Annotated[
+        Literal["sum", "mean"] | None,
+        typer.Option(help="How the trainer adds gradients up over these ranks; default: mean."),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Plan with the seconds of this profile, which `trimtab profile --out` wrote.")
     ] = None,
@@ -129,6 +150,7 @@ def plan(
     from trimtab.models.describe import describe
     from trimtab.plan.check import refuse_broken
     from trimtab.plan.options import PlanOptions, PlanOrigin
+    from trimtab.plan.vision_choice import VisionChoice
     from trimtab.units import parse_bytes
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
@@ -167,6 +189,14 @@ def plan(
         fused_kernels=fused_kernels,
         frozen_towers=parse_towers(freeze or []),
         profile=saved,
+        vision=VisionChoice(
+            group=vision_dp,
+            exchange=vision_exchange,
+            pooling=vision_pooling,
+            rule=vision_rule,
+            objective=vision_objective,
+            reduction=vision_reduction,
+        ),
     )
     sized = size_data(
         model,

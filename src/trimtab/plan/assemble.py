@@ -8,7 +8,7 @@ from trimtab import __version__
 from trimtab.balance.metrics import BalanceReport
 from trimtab.files import blake2b
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.case import Case, Setting
+from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOrigin
@@ -32,9 +32,12 @@ from trimtab.plan.plan import (
     TableFile,
     TrainingInput,
     VariantEstimate,
+    VisionEstimate,
+    VisionRankEstimate,
 )
+from trimtab.plan.vision import tower_memory
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import GIB, format_seconds
+from trimtab.units import GIB, MIB, format_seconds
 
 
 def model_fingerprint(model: ModelSpec) -> str:
@@ -137,18 +140,19 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
             indices=files["indices.npy"],
             schedule=files["schedule.npy"],
         ),
+        vision_data_parallel=None if case.vision is None else case.vision.decision,
     )
 
 
 def describe_estimates(
-    setting: Setting, balance: BalanceReport, split: SplitResult, variants: Sequence[Variant]
+    case: Case, balance: BalanceReport, split: SplitResult, variants: Sequence[Variant]
 ) -> Estimates:
     """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
-    ours = variants[-1]
+    ours, profile = variants[-1], case.setting.profile
     num_packed = balance.num_packed
     return Estimates(
-        time_error=setting.profile.time_error,
-        memory_error=setting.profile.memory_error,
+        time_error=profile.time_error,
+        memory_error=profile.memory_error,
         step_ms=_digits(ours.step_s.mean() * 1e3),
         epoch_s=_digits(ours.epoch_s),
         samples_per_s=_digits(num_packed / ours.epoch_s),
@@ -178,6 +182,34 @@ def describe_estimates(
             lower_bound_packs=balance.lower_bound_packs,
         ),
         variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
+        vision_data_parallel=_describe_vision(case, ours.stages, variants[-2].stages),
+    )
+
+
+def _describe_vision(case: Case, stages: Sequence[Stage], without: Sequence[Stage]) -> VisionEstimate | None:
+    """Of a case whose images are shared, which runs on `stages`; it would run on `without` if they were not."""
+    if case.vision is None:
+        return None
+    loads = case.vision.loads
+    ours, others = tower_memory(case, stages), tower_memory(case.without_vision(), without)
+    return VisionEstimate(
+        tower_ms=_digits((loads.slowest_s + loads.exchange_s) * 1e3),
+        tower_without_ms=_digits(loads.slowest_without_s * 1e3),
+        ideal_ms=_digits(loads.ideal_s * 1e3),
+        exchange_ms=_digits(loads.exchange_s * 1e3),
+        update_ms=_digits(loads.update_s * 1e3),
+        update_without_ms=_digits(loads.update_without_s * 1e3),
+        exchange_mib=_digits(loads.exchange_bytes / MIB),
+        features_mib=_digits(loads.feature_bytes / MIB),
+        state_gib=_gib(ours.state_bytes),
+        state_without_gib=_gib(others.state_bytes),
+        activations_gib=_gib(ours.saved_bytes),
+        activations_without_gib=_gib(others.saved_bytes),
+        sizes_known=round(loads.sizes_known, 4),
+        ranks=tuple(
+            VisionRankEstimate(rank=rank, tower_ms=_digits(own * 1e3), tower_without_ms=_digits(before * 1e3))
+            for rank, (own, before) in enumerate(zip(loads.rank_s.tolist(), loads.rank_without_s.tolist(), strict=True))
+        ),
     )
 
 

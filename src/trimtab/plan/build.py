@@ -23,6 +23,7 @@ from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.packs import even_steps, pack_contents
 from trimtab.plan.setting import choose_setting, default_global_batch
 from trimtab.plan.split import choose_split
+from trimtab.plan.vision_search import choose_vision
 from trimtab.plan.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.samples.table import table_bytes
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
@@ -105,9 +106,11 @@ def make_plan(
         schedule=packed.schedule,
         work=packed_work(packed.packing, samples_work),
     )
-    found = choose_split(case)
+    without = choose_split(case)
+    vision = choose_vision(case, without)
+    case, found = vision.best.case, vision.best.found
     split = found.split
-    variants = compare_variants(case, split.stages, one_switch=found.one_switch, progress=_step(progress, "simulation"))
+    variants = compare_variants(case, split.stages, without=without, progress=_step(progress, "simulation"))
 
     tables = {SAMPLES_FILE: table_bytes(samples), **pack_contents(packed.packing, packed.schedule)}
     if options.profile is not None:
@@ -122,7 +125,7 @@ def make_plan(
             mixture=() if draw is None else draw.sources,
         ),
         decisions=describe_decisions(case, split.stages, files=files),
-        estimates=describe_estimates(setting, report_packing(samples, packed, cost=cost), split, variants),
+        estimates=describe_estimates(case, report_packing(samples, packed, cost=cost), split, variants),
         origin=origin,
         assumptions=(
             *tiles,
@@ -130,6 +133,7 @@ def make_plan(
             *(() if draw is None else describe_draw(draw.sources)),
             *chosen.sentences(),
             *found.sentences(),
+            *vision.sentences(),
             *model.notes,
             *setting.profile.assumptions,
         ),
@@ -140,7 +144,7 @@ def make_plan(
         samples=samples,
         packing=packed.packing,
         schedule=packed.schedule,
-        profile=setting.profile,
+        profile=case.setting.profile,
         saved_profile=options.profile,
         memory_cap_bytes=budget.total_bytes,
         variants=variants,

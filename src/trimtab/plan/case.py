@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.work import limit_work
+from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, limit_work
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -32,6 +33,35 @@ class Setting:
     profile: Profile
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VisionLoads:
+    """What ranks that share images encode, without and with sharing. Seconds of a mean step, forward and backward of
+    vision tower and projector without recompute; bytes of one rank."""
+
+    rank_s: FloatArray  # (N,) what each rank encodes
+    rank_without_s: FloatArray  # (N,)
+    slowest_s: float  # sum over calls of the slowest share, where it is largest; exchange not counted
+    slowest_without_s: float
+    ideal_s: float  # the same images in equal shares
+    exchange_s: float
+    update_s: float  # once a step: gradients of these layers exchanged, parameters updated
+    update_without_s: float
+    exchange_bytes: float  # received by a rank in a mean step, forward and backward
+    feature_bytes: float  # rows of features that a rank holds in its largest call
+    sizes_known: float  # share of the patches that lie in images of known size; the others' sizes are estimated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedVision:
+    """How a case's images are shared, and what its work and its profile are without it."""
+
+    decision: VisionDataParallel
+    work: FloatArray  # (num_packs, len(WORK_TERMS))
+    profile: Profile
+    largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
+    loads: VisionLoads
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """All that a split, a simulation or a check is computed from; `options` name their schedule."""
@@ -45,20 +75,39 @@ class Case:
     setting: Setting
     packing: Packing
     schedule: Schedule
-    work: FloatArray  # (num_packs, len(WORK_TERMS))
+    work: FloatArray  # (num_packs, len(WORK_TERMS)); of images that are shared, the share of the slowest rank
+    vision: SharedVision | None = None  # None: every rank encodes the images it holds
 
     @cached_property
     def problem(self) -> SplitProblem:
         """Time at the mean pack, memory at the largest pack that the limits allow."""
+        work_max = limit_work(self.work, self.setting.max_patches, self.setting.max_tokens)
+        model = self.model
+        if self.vision is not None:
+            work_max[PATCHES : PATCHES_WINDOWED + 1] = self.vision.largest
+            model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
         return split_problem(
-            self.model,
+            model,
             self.setting.profile,
             self.options,
             self.budget,
             work_mean=self.work.mean(axis=0),
-            work_max=limit_work(self.work, self.setting.max_patches, self.setting.max_tokens),
+            work_max=work_max,
             num_microbatches=self.setting.num_microbatches,
         )
+
+    def without_vision(self) -> Case:
+        """The same run where no image is shared."""
+        if self.vision is None:
+            return self
+        return replace(
+            self, work=self.vision.work, setting=replace(self.setting, profile=self.vision.profile), vision=None
+        )
+
+
+def tower_cuts(model: ModelSpec) -> frozenset[int]:
+    """Cuts in front of the last layer of vision tower and projector: what is shared is whole, on the first stage."""
+    return frozenset(range(1, max(model.indices("vision") + model.indices("projector"), default=0) + 1))
 
 
 def split_problem(

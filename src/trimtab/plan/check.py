@@ -10,6 +10,7 @@ import numpy as np
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.assemble import model_fingerprint
+from trimtab.plan.case import tower_cuts
 from trimtab.plan.file import load_plan
 from trimtab.plan.mixture import draw_sources
 from trimtab.plan.plan import Plan
@@ -50,7 +51,7 @@ def refuse_broken(path: Path) -> None:
 def reloaded_problems(found: ReloadedPlan) -> list[str]:
     """What does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
     problems: list[str] = []
-    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory):
+    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory, _divided_tower):
         try:
             problems += check(found)
         except TrimtabError as error:
@@ -152,3 +153,15 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
                 f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
                 f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
             )
+
+
+def _divided_tower(found: ReloadedPlan) -> Iterator[str]:
+    """Ranks that share images encode with the whole tower, which a plan then keeps on its first stage."""
+    vision = found.case.vision
+    if vision is None or len(found.stages) == 1:
+        return
+    if found.stages[0].stop in tower_cuts(found.case.model):
+        yield (
+            f"ranks of {vision.decision.group} share images, and stage 0 ends inside the vision tower or its "
+            "projector: keep both on stage 0, or leave vision_data_parallel out"
+        )

@@ -18,7 +18,7 @@ from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, solve
 from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
-from trimtab.plan.split import PricedSplit, price_splits, uniform_splits
+from trimtab.plan.split import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.times import rank_step_s, steps_of, times_of
 from trimtab.plan.work import PATCHES, TOKENS, padded_work, select_rows
 from trimtab.specs import (
@@ -43,6 +43,7 @@ class MicroBatches:
     work: FloatArray  # (num_packs, len(WORK_TERMS))
     largest: FloatArray  # (len(WORK_TERMS),) term by term the most a micro-batch may ask: prices memory
     schedule: Schedule
+    held: FloatArray | None = None  # (num_packs, ...) the same before ranks share images; None: they do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,15 +59,22 @@ def compare_variants(
     case: Case,
     stages: Sequence[Stage],
     *,
-    one_switch: Sequence[PricedSplit] | None = None,
+    without: SplitChoice | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Variant, ...]:
     """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
 
+    Where ranks share images, that is the last one, and the rows above are those of the case without it.
+
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
     that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
-    all variants hold about equally many samples. `one_switch`: as `choose_split` found them, if it ran.
+    all variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if
+    it ran.
     """
+    shared, case = case, case.without_vision()
+    if shared.vision is not None and without is None:
+        without = choose_split(case)
+    one_switch = None if without is None else without.one_switch
     problem = case.problem
     packs = MicroBatches(
         label=f"{case.packing.method}, {case.schedule.order} order",
@@ -78,13 +86,18 @@ def compare_variants(
     even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
     rule = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
     planned = Staging(stages_rule="balanced", recompute_rule=rule, stages=tuple(stages))
+    alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     last = "recompute as needed" if problem.recompute == "auto" else "the plan"
     runs = [
         _baseline(case, problem, even),
         _Run(name="balanced packs", problem=problem, batches=packs, staging=_uniform(problem, even, packs)),
         _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, one_switch)),
-        _Run(name=last, problem=problem, batches=packs, staging=planned),
+        _Run(name=last, problem=problem, batches=packs, staging=alone),
     ]
+    if shared.vision is not None:
+        own = shared.problem
+        split = replace(packs, work=shared.work, largest=own.work_max, held=case.work)
+        runs.append(_Run(name="images shared", problem=own, batches=split, staging=planned))
     variants = []
     for number, run in enumerate(runs):
         variants.append(_simulate_run(run, case.cluster))
@@ -200,14 +213,15 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     step_s = steps_of(times, table, staging.stages, problem)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, staging.stages)
     assessed = replace(problem, work_mean=batches.work.mean(axis=0), work_max=batches.largest).assess(staging.stages)
+    held = batches.work if batches.held is None else batches.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     return Variant(
         name=run.name,
         packs=batches.label,
         stages_rule=staging.stages_rule,
         recompute_rule=staging.recompute_rule,
-        pack_patches=batches.work[:, PATCHES],
-        pack_tokens=batches.work[:, TOKENS],
+        pack_patches=held[:, PATCHES],
+        pack_tokens=held[:, TOKENS],
         stages=staging.stages,
         stage_forward_s=np.array(assessed.forward_s),
         stage_backward_s=np.array(assessed.backward_s),

@@ -70,7 +70,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     if can.splits is None and found:
         at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
         while True:
-            for cuts in _neighbours(at, len(model.layers), model.forbidden_cuts):
+            for cuts in _neighbours(at, len(model.layers), problem.forbidden_cuts):
                 if cuts not in found:
                     price(cuts, as_stages(cuts, len(model.layers)))
             best = min(found, key=lambda cuts: found[cuts].bottleneck_s)
@@ -126,7 +126,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
     if can.splits is not None:
         num_layers = len(case.model.layers)
         for cuts in can.splits:
-            if case.model.forbidden_cuts.isdisjoint(cuts):
+            if case.problem.forbidden_cuts.isdisjoint(cuts):
                 yield as_stages(cuts, num_layers)
         return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
@@ -222,7 +222,7 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
     case = replace(found.case, model=model)
     split = case.problem.assess(stages)
     variants = compare_variants(case, stages)
-    cost = price_samples(case.setting.profile, case.samples_work)
+    cost = price_samples(case.without_vision().setting.profile, case.samples_work)
     packed = PackResult(packing=case.packing, schedule=case.schedule)
     contents = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
     if case.options.profile is not None:
@@ -241,9 +241,7 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
                 mixture=plan.inputs.data.mixture,
             ),
             decisions=describe_decisions(case, stages, files=files),
-            estimates=describe_estimates(
-                case.setting, report_packing(case.samples, packed, cost=cost), split, variants
-            ),
+            estimates=describe_estimates(case, report_packing(case.samples, packed, cost=cost), split, variants),
             origin=origin,
             assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
         ),

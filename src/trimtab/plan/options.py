@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from trimtab.balance.dispatch import Order
@@ -13,6 +13,7 @@ from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
 from trimtab.plan.mixture import weight_problems
 from trimtab.plan.plan import DataFile, PlanMethod
+from trimtab.plan.vision_choice import VisionChoice
 from trimtab.specs import Profile, Tower
 
 ScheduleChoice = ScheduleName | Literal["auto"]
@@ -61,6 +62,7 @@ class PlanOptions:
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
     frozen_towers: tuple[Tower, ...] = ()
     profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
+    vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
 
     def __post_init__(self) -> None:
         counts = (
@@ -90,6 +92,7 @@ class PlanOptions:
                 "each follows from the other: give one of them"
             )
         problems += weight_problems(self.weights)
+        problems += self.vision.problems()
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         if not 0 <= self.reserve < 1:

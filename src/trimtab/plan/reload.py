@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, join_problems
 from trimtab.models.describe import describe, shipped_models
 from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
@@ -19,8 +19,10 @@ from trimtab.plan.mixture import times_drawn
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.packs import load_packs
-from trimtab.plan.plan import Plan, TableFile
+from trimtab.plan.plan import Plan, TableFile, VisionDataParallel
 from trimtab.plan.setting import profile_setting
+from trimtab.plan.vision import share_vision
+from trimtab.plan.vision_choice import VisionChoice, decision_problems
 from trimtab.plan.work import packed_work
 from trimtab.samples.table import table_from_bytes
 from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
@@ -78,6 +80,10 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         schedule=packs.schedule,
         work=packed_work(packs.packing, samples_work),
     )
+    if decisions.vision_data_parallel is not None:
+        if problems := list(decision_problems(decisions.vision_data_parallel, parallel, decisions.schedule)):
+            raise PlanError(join_problems(problems))
+        case = share_vision(case, decisions.vision_data_parallel)
     return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
 
 
@@ -151,6 +157,20 @@ def options_of(plan: Plan) -> PlanOptions:
         attention=inputs.training.attention,
         fused_kernels=inputs.training.fused_kernels,
         frozen_towers=inputs.training.frozen_towers,
+        vision=_choice_of(decisions.vision_data_parallel),
+    )
+
+
+def _choice_of(decision: VisionDataParallel | None) -> VisionChoice:
+    if decision is None:
+        return VisionChoice()
+    return VisionChoice(
+        group=decision.group,
+        exchange=decision.exchange,
+        pooling=decision.pooling,
+        rule=decision.rule,
+        objective=decision.objective,
+        reduction=decision.reduction,
     )
 
 

@@ -85,12 +85,13 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
     """
     if samples.patch_unit == "patches":
         return samples
-    tile = _one_tile(model)
+    tile = one_tile(model)
     return replace(
         samples,
         num_patches=samples.num_patches * tile.patches,
         patches_sq=samples.num_patches * tile.patches_sq,
         patches_windowed=samples.num_patches * tile.patches_windowed,
+        image_patches=None,
         patch_unit="patches",
     )
 
@@ -104,6 +105,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
         num_tokens=samples.num_tokens[rows],
         patches_sq=samples.patches_sq[rows],
         patches_windowed=samples.patches_windowed[rows],
+        image_patches=samples.images_of(rows),
         source=samples.source[rows],
         ids=None if samples.ids is None else tuple(samples.ids[i] for i in rows.tolist()),
         file_index=None if samples.file_index is None else samples.file_index[rows],
@@ -111,7 +113,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
     )
 
 
-def _one_tile(model: ModelSpec) -> ImageCounts:
+def one_tile(model: ModelSpec) -> ImageCounts:
     """A tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
     shapes = [model.image_rule.count(width, height) for width, height in ((448, 448), (896, 448), (1344, 896))]
     per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}

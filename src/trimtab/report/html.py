@@ -14,6 +14,7 @@ from trimtab.plan.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes, pack_sizes_section, timelines
 from trimtab.report.markup import Column, bar, esc, facts, page, section, table
 from trimtab.report.run import run_section
+from trimtab.report.vision import vision_section, vision_words
 from trimtab.report.words import (
     GAIN_NOISE,
     before_after,
@@ -43,6 +44,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _variants(details),
         timelines(details),
         memory_bars(details),
+        vision_section(details),
         pack_sizes_section(details),
         _stages(details),
         _packing(details),
@@ -290,6 +292,7 @@ def _packing(details: PlanDetails) -> str:
 def _decisions(details: PlanDetails) -> str:
     parallel, schedule = details.plan.decisions.parallel, details.plan.decisions.schedule
     recompute = sum(stage.num_recomputed() for stage in details.variants[-1].stages)
+    vision = details.plan.decisions.vision_data_parallel
     pairs = (
         ("Data parallel", f"{parallel.dp}"),
         ("Pipeline parallel", f"{parallel.pp}"),
@@ -299,6 +302,7 @@ def _decisions(details: PlanDetails) -> str:
         ("Micro-batches", f"{schedule.num_microbatches} per rank and step"),
         ("Virtual stages", f"{schedule.num_chunks} per device"),
         ("Recompute", f"{recompute} of {len(details.model.layers)} layers"),
+        *((("Images shared", vision_words(vision)),) if vision is not None else ()),
     )
     return section("Decisions", "", facts(pairs, look="two"))
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.plan.details import PlanDetails
+from trimtab.report.vision import vision_lines
 from trimtab.report.words import (
     before_after,
     clean,
@@ -41,6 +42,10 @@ def print_plan(details: PlanDetails, console: Console) -> None:
     console.print()
     console.print(stages_table(details))
     console.print()
+    if shared := vision_lines(details):
+        for line in shared:
+            console.print(line)
+        console.print()
     for line in packing_lines(details):
         console.print(line)
     console.print()

@@ -82,6 +82,7 @@ def saved_part(table: SampleTable) -> Part:
     """A table sized before, to be joined with others."""
     return Part(
         numbers=np.stack([getattr(table, name) for name in COLUMNS], axis=1),
+        image_patches=table.image_patches,
         lines=np.arange(1, len(table) + 1) if table.line is None else table.line,
         file_index=table.file_index,
         num_files=table.num_files,
@@ -175,7 +176,7 @@ def _row_problem(row: object, count_image: CountImage | None) -> str | None:
     if row.get(TILE_KEY) is not None:
         return "the record has both 'vit_num' and 'image_wh': keep one of them"
     try:
-        _sum_images(row[SIZES_KEY], count_image)
+        _count_images(row[SIZES_KEY], count_image)
     except (ImageError, SampleError) as error:
         return str(error)
     return None
@@ -261,6 +262,7 @@ def _part(
 ) -> Part:
     numbers = np.zeros((len(tokens), len(COLUMNS)), np.int64)
     numbers[:, 2] = tokens
+    image_patches: list[int] = []
     unit: Literal["patches", "tiles"] | None = None
     if tiles is not None:
         unit = "tiles"
@@ -269,10 +271,18 @@ def _part(
     elif sizes is not None:
         unit = "patches"
         for row, images in enumerate(sizes):
-            numbers[row, [0, 1, 3, 4]] = _sum_images(images, count_image)
+            counts = _count_images(images, count_image)
+            numbers[row, [0, 1, 3, 4]] = (
+                len(counts),
+                sum(c.patches for c in counts),
+                sum(c.patches_sq for c in counts),
+                sum(c.patches_windowed for c in counts),
+            )
+            image_patches += [c.patches for c in counts]
     order = sorted(bad, key=lambda sample: sample.line or 0)
     return Part(
         numbers=numbers,
+        image_patches=None if sizes is None else np.array(image_patches, np.int64),
         lines=lines,
         ids=ids,
         bad=tuple(order),
@@ -294,22 +304,16 @@ def image_counter(rule: ImageRule) -> CountImage:
     return count
 
 
-def _sum_images(images: object, count_image: CountImage | None) -> list[int]:
-    """Images, patches and the two attention sums of [[width, height], ...] (one bare pair is one image)."""
+def _count_images(images: object, count_image: CountImage | None) -> list[ImageCounts]:
+    """Counts of the images of [[width, height], ...] (one bare pair is one image)."""
     if images is None:
-        return [0, 0, 0, 0]
+        return []
     if count_image is None:
         raise SampleError("'image_wh' needs a model's image rule to count patches: name the model (--model)")
     pairs = [images] if _is_pair(images) else images
     if not isinstance(pairs, (list, tuple)) or not all(map(_is_pair, pairs)):
         raise SampleError("'image_wh' must be a list of [width, height] pairs of whole numbers above 0")
-    counts: list[ImageCounts] = [count_image(len(pairs), width, height) for width, height in pairs]
-    return [
-        len(counts),
-        sum(c.patches for c in counts),
-        sum(c.patches_sq for c in counts),
-        sum(c.patches_windowed for c in counts),
-    ]
+    return [count_image(len(pairs), width, height) for width, height in pairs]
 
 
 def _is_pair(value: object) -> bool:

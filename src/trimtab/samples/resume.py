@@ -33,8 +33,10 @@ def save_part(path: Path, part: Part) -> None:
         "bad": [dataclasses.asdict(sample) for sample in part.bad],
     }
     source = np.empty(0, np.int32) if part.source is None else part.source
-    arrays = {"numbers": part.numbers, "lines": part.lines, "has_id": has_id, "source": source}
-    write_atomically(path, pack_arrays(arrays | pack_strings("id", names), meta))
+    assert part.image_patches is not None, "a sizing pass counts every image"
+    numbers = {"numbers": part.numbers, "image_patches": part.image_patches, "lines": part.lines}
+    others = {"has_id": has_id, "source": source, **pack_strings("id", names)}
+    write_atomically(path, pack_arrays({**numbers, **others}, meta))
 
 
 def load_part(path: Path) -> Part | None:
@@ -43,6 +45,9 @@ def load_part(path: Path) -> Part | None:
         arrays, meta = unpack_arrays(path.read_bytes())
         numbers, lines, has_id = arrays["numbers"], arrays["lines"], arrays["has_id"]
         if numbers.dtype != np.int64 or numbers.shape != (len(lines), len(COLUMNS)) or lines.dtype != np.int64:
+            return None
+        images = arrays["image_patches"]
+        if images.dtype != np.int64 or images.shape != (numbers[:, 0].sum(),):
             return None
         names = iter(unpack_strings("id", arrays))
         ids = tuple(next(names) if own else None for own in has_id.tolist()) if meta["has_ids"] else None
@@ -53,6 +58,7 @@ def load_part(path: Path) -> Part | None:
             return None
         return Part(
             numbers=numbers,
+            image_patches=images,
             lines=lines,
             ids=ids,
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),

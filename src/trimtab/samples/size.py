@@ -234,6 +234,7 @@ class _Sizer:
     def size(self, chunk: Chunk) -> Part:
         """The chunk's samples, one batch of chats encoded at a time."""
         numbers: list[tuple[int, ...]] = []
+        image_patches: list[int] = []
         lines: list[int] = []
         ids: list[str | None] = []
         sources: dict[str, int] = {}
@@ -253,7 +254,7 @@ class _Sizer:
             try:
                 name = record_id(record.value) or record.key
                 origin = self._source(record)
-                chats.append(self._size_record(record, media, numbers))
+                chats.append(self._size_record(record, media, numbers, image_patches))
                 source.append(sources.setdefault(origin, len(sources)))
                 lines.append(record.line)
                 ids.append(name)
@@ -267,6 +268,7 @@ class _Sizer:
         table[:, 2] = tokens
         return Part(
             numbers=table,
+            image_patches=np.array(image_patches, np.int64),
             lines=np.array(lines, np.int64),
             ids=tuple(ids) if any(name is not None for name in ids) else None,
             bad=tuple(bad),
@@ -287,7 +289,9 @@ class _Sizer:
             raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
         return name
 
-    def _size_record(self, record: Record, media: MediaFolder, numbers: list[tuple[int, ...]]) -> Rendered:
+    def _size_record(
+        self, record: Record, media: MediaFolder, numbers: list[tuple[int, ...]], image_patches: list[int]
+    ) -> Rendered:
         if record.problem is not None:
             raise record.problem
         conversation = read_conversation(record.value, images=record.images)
@@ -303,6 +307,7 @@ class _Sizer:
             squares += count.patches_sq
             windowed += count.patches_windowed
         numbers.append((len(counts), patches, 0, squares, windowed))
+        image_patches += [count.patches for count in counts]
         return chat
 
     def _media(self, file: Path) -> MediaFolder:
@@ -367,6 +372,7 @@ def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -
     return replace(
         part,
         numbers=part.numbers[keep],
+        image_patches=None if part.image_patches is None else part.image_patches[np.repeat(keep, part.numbers[:, 0])],
         lines=part.lines[keep],
         ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
         source=part.source[keep] if part.source is not None else None,

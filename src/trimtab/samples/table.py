@@ -23,6 +23,7 @@ COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_win
 TABLE_VERSION = "1"
 # columns that may be absent
 _PLACE_TYPES: dict[str, type[np.signedinteger[Any]]] = {"file_index": np.int32, "line": np.int64}
+_IMAGES = "image_patches"
 _META_KEY = b"trimtab_table"
 _Arrays = dict[str, npt.NDArray[Any]]
 
@@ -45,6 +46,7 @@ class Part:
     numbers: IntArray  # (num_samples, len(COLUMNS))
     lines: IntArray  # (num_samples,) line or record number of each, from 1
     ids: tuple[str | None, ...] | None  # None: no record has one
+    image_patches: IntArray | None = None  # of every image, sample after sample; None: not known
     bad: tuple[BadSample, ...] = ()
     num_read: int
     num_lines: int = 0  # lines of the stretch, blank ones included
@@ -99,6 +101,7 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
     places = _places(parts)
     return SampleTable(
         **columns,
+        image_patches=_image_patches(flat),
         file_index=places.file_index,
         line=places.line,
         num_files=places.num_files,
@@ -108,6 +111,19 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
         patch_unit=units[0] if units else "patches",
         tokens_exact=all(part.tokens_exact for part in flat),
     )
+
+
+def _image_patches(parts: Sequence[Part]) -> IntArray | None:
+    """None where a part does not know them, or where one image a sample is all there is: its size is the sample's."""
+    if all((part.numbers[:, 0] <= 1).all() for part in parts):
+        return None
+    found = [part.numbers[:, 1][part.numbers[:, 0] > 0] if _is_single(part) else part.image_patches for part in parts]
+    known = [images for images in found if images is not None]
+    return np.concatenate(known) if len(known) == len(found) else None
+
+
+def _is_single(part: Part) -> bool:
+    return part.image_patches is None and bool((part.numbers[:, 0] <= 1).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,8 +208,9 @@ def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
     arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
     arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
     if suffix == ".npz":
-        return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
-    return _parquet_bytes(arrays, table.ids, meta)
+        images = {} if table.image_patches is None else {_IMAGES: table.image_patches}
+        return pack_arrays(arrays | images | pack_strings("id", table.ids or ()), meta)
+    return _parquet_bytes(arrays, table.ids, table.image_patches, meta)
 
 
 def load_sizing(path: Path) -> SizingResult:
@@ -229,8 +246,12 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             raise ValueError("a record's place lies outside the files")
         if meta["patch_unit"] not in ("patches", "tiles"):
             raise ValueError(f"patch unit {meta['patch_unit']!r} is unknown")
+        images = _integers(arrays[_IMAGES], np.int64) if _IMAGES in arrays else None
+        if images is not None and not _add_up(images, columns["num_images"], columns["num_patches"]):
+            raise ValueError("the patches of its images are not those of its samples")
         table = SampleTable(
             **columns,
+            image_patches=images,
             ids=tuple(names) if meta["has_ids"] else None,
             source=source,
             source_names=tuple(map(str, meta["source_names"])),
@@ -279,6 +300,14 @@ def is_saved_table(path: Path) -> bool:
         return _META_KEY in (pyarrow.parquet.read_schema(path).metadata or {})
     except (OSError, pyarrow.ArrowException):
         return False
+
+
+def _add_up(images: IntArray, num_images: IntArray, num_patches: IntArray) -> bool:
+    """Whether every sample has as many images as it should, of as many patches together."""
+    if len(images) != num_images.sum() or (len(images) and images.min() < 0):
+        return False
+    ends = np.concatenate([[0], np.cumsum(images)])[np.cumsum(num_images)]
+    return np.array_equal(np.diff(ends, prepend=0), np.where(num_images > 0, num_patches, 0))
 
 
 def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
@@ -338,12 +367,17 @@ def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[st
     return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
 
 
-def _parquet_bytes(arrays: _Arrays, ids: Sequence[str] | None, meta: Mapping[str, Any]) -> bytes:
+def _parquet_bytes(
+    arrays: _Arrays, ids: Sequence[str] | None, image_patches: IntArray | None, meta: Mapping[str, Any]
+) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
     columns = {"id": pyarrow.array(ids, pyarrow.string())} if ids is not None else {}
     columns |= {name: pyarrow.array(values) for name, values in arrays.items()}
+    if image_patches is not None:  # a list a sample
+        ends = np.concatenate([[0], np.cumsum(arrays["num_images"])])
+        columns[_IMAGES] = pyarrow.LargeListArray.from_arrays(ends, image_patches)
     table = pyarrow.table(columns).replace_schema_metadata({_META_KEY: json.dumps(meta, sort_keys=True).encode()})
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink, compression="zstd", row_group_size=1 << 20)
@@ -365,4 +399,6 @@ def _read_parquet(path: Path) -> tuple[_Arrays, list[str], dict[str, Any]]:
     meta = json.loads(metadata)
     present = [name for name in _PLACE_TYPES if name in table.column_names]
     arrays = {name: table.column(name).to_numpy() for name in (*COLUMNS, "source", *present)}
+    if _IMAGES in table.column_names:
+        arrays[_IMAGES] = table.column(_IMAGES).combine_chunks().flatten().to_numpy()
     return arrays, table.column("id").to_pylist() if meta["has_ids"] else [], meta

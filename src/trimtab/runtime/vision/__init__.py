@@ -2,6 +2,7 @@
 
 from trimtab.runtime.vision.apply import rows_of_shards, vision_dp, vision_heartbeat
 from trimtab.runtime.vision.families import FAMILIES, BatchFamily, GridFamily
+from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.pooled import PooledFeatures, encode_pooled
 from trimtab.runtime.vision.selftest import check_family
@@ -18,5 +19,6 @@ __all__ = [
     "rows_of_shards",
     "verify_vision_dp",
     "vision_dp",
+    "vision_dp_from_plan",
     "vision_heartbeat",
 ]

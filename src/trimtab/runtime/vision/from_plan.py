@@ -1,0 +1,68 @@
+"""A plan's decision to share images, carried out on a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from trimtab.balance.images import TowerCost
+from trimtab.errors import PlanError
+from trimtab.plan.plan import Plan
+from trimtab.runtime.vision.apply import vision_dp
+from trimtab.runtime.vision.gradients import Loss, Reduction
+from trimtab.runtime.vision.handle import VisionDataParallel
+
+_PATCHES = TowerCost(patch=1.0)  # bytes held grow with patches, whatever the widths
+
+
+def vision_dp_from_plan(
+    model: nn.Module,
+    group: Any,
+    plan: Plan,
+    *,
+    cost: TowerCost | None = None,
+    host_reduces: bool = True,
+    **others: Any,
+) -> VisionDataParallel | None:
+    """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
+
+    `group` are this process's ranks along the plan's axis; `others` are further arguments of `vision_dp`. A reduction
+    by sum is of losses that each cover a rank's own tokens (κ = 1), one by mean of the whole loss on every rank of tp,
+    of losses times N elsewhere (κ = N): see `gradients.py`. `host_reduces` False, for a host that leaves gradients of
+    tp replicas alone: call `reduce_gradients()` of the handle behind the backward. `cost` None: multiply-adds by the
+    configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
+    profile, shares are the plan's own. Where it pools micro-batches, encode as many at a time with `encode_pooled`.
+    """
+    decision = plan.decisions.vision_data_parallel
+    if decision is None:
+        return None
+    if dist.get_world_size(group) != decision.degree:
+        raise PlanError(
+            f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
+            f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
+        )
+    loss: Loss | None = None
+    reduction: Reduction | None = decision.reduction
+    if reduction == "mean":
+        loss = "replicated" if decision.group == "tp" else "sharded x N"
+        if not host_reduces and decision.group == "tp":
+            reduction = "none"
+    elif reduction == "sum":
+        loss = "sharded"
+    if not host_reduces and reduction != "none":
+        raise PlanError(
+            f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
+            "tokens or samples alone: reduce them there, and leave out host_reduces"
+        )
+    return vision_dp(
+        model,
+        group,
+        exchange=decision.exchange,
+        rule=decision.rule,
+        cost=_PATCHES if cost is None and decision.objective == "memory" else cost,
+        loss=loss,
+        reduction=reduction,
+        **others,
+    )

@@ -1,0 +1,503 @@
+"""Vision data parallel as a decision of the plan: image sizes, shares, time and memory, its file and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import tile_samples
+from plans import small_plan
+
+from trimtab.adapters.targets import TARGETS, export_plan
+from trimtab.balance.image_pools import share_pools
+from trimtab.balance.images import share_images, tower_seconds
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PartitionError, PlanError
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.case import Case
+from trimtab.plan.check import check_plan
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.expressible import Expressible, best_expressible, replan
+from trimtab.plan.file import plan_from_yaml, plan_to_yaml
+from trimtab.plan.image_sizes import image_sizes
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import VisionDataParallel, VisionEstimate, VisionRankEstimate
+from trimtab.plan.reload import load_details, options_of, reload_plan
+from trimtab.plan.vision import share_vision
+from trimtab.plan.vision_choice import VisionChoice
+from trimtab.plan.vision_exchange import feature_values
+from trimtab.report.html import html_report
+from trimtab.report.text import plan_text
+from trimtab.specs import SampleTable
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
+QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")
+CLUSTER = parse_cluster("8xH100-80GB")
+OPTIONS = PlanOptions(pp=1, tp=4, num_microbatches=4, zero_stage=1)
+DECISION = VisionDataParallel(
+    group="tp", degree=4, exchange="gather", pooling=1, rule="balanced", objective="time", reduction="mean"
+)
+
+
+ESTIMATE = VisionEstimate(
+    tower_ms=300.0,
+    tower_without_ms=1000.0,
+    ideal_ms=250.0,
+    exchange_ms=1.5,
+    update_ms=4.0,
+    update_without_ms=1.0,
+    exchange_mib=96.0,
+    features_mib=32.0,
+    state_gib=7.5,
+    state_without_gib=1.9,
+    activations_gib=2.5,
+    activations_without_gib=4.0,
+    sizes_known=1.0,
+    ranks=tuple(VisionRankEstimate(rank=r, tower_ms=290.0 - 10 * r, tower_without_ms=1000.0) for r in range(4)),
+)
+
+
+def image_samples(num_samples: int = 240, seed: int = 0, most: int = 4, largest: int = 16384) -> SampleTable:
+    """Samples of 0 to `most` images of log-normal area, up to `largest` patches, at their own resolution."""
+    rng = np.random.default_rng(seed)
+    num_images = rng.integers(0, most + 1, num_samples)
+    patches = 4 * np.clip(np.exp(rng.normal(5.0, 1.0, int(num_images.sum()))), 4, largest // 4).astype(np.int64)
+    return table_of(np.split(patches, np.cumsum(num_images)[:-1]), rng)
+
+
+def table_of(images: list[np.ndarray], rng: np.random.Generator) -> SampleTable:
+    num_patches = np.array([x.sum() for x in images], np.int64)
+    return SampleTable(
+        num_images=np.array([len(x) for x in images], np.int64),
+        num_patches=num_patches,
+        num_tokens=num_patches // 4 + rng.integers(20, 800, len(images)),
+        patches_sq=np.array([(x * x).sum() for x in images], np.int64),
+        patches_windowed=64 * num_patches,
+        source=np.zeros(len(images), np.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def shared() -> PlanDetails:
+    return make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="tp", pooling=1))
+
+
+def with_vision(**choice: object) -> PlanOptions:
+    return dataclasses.replace(OPTIONS, vision=VisionChoice(**choice))  # type: ignore[arg-type]
+
+
+def reloaded(details: PlanDetails, folder: Path) -> Case:
+    write_plan(details, folder)
+    return reload_plan(folder).case
+
+
+# -- sizes of images ------------------------------------------------------------------------------------------------
+
+IMAGES = st.lists(st.integers(1, 5000).map(lambda x: 4 * x), max_size=9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(IMAGES, min_size=1, max_size=5))
+def test_sizes_of_images_keep_what_the_table_knows(images):
+    arrays = [np.array(x, np.int64) for x in images]
+    table = table_of(arrays, np.random.default_rng(0))
+    sizes = image_sizes(table, QWEN)
+    for row, true in enumerate(arrays):
+        atoms = sizes.atoms_of(np.array([row]))
+        assert len(atoms) == len(true)
+        assert atoms[:, 0].sum() == pytest.approx(true.sum())
+        assert atoms[:, 1].sum() == pytest.approx((true * true).sum())
+        assert atoms[:, 2].sum() == pytest.approx(64 * true.sum())
+        assert (atoms >= 0).all()
+        assert (atoms[:, 0] ** 2).sum() == pytest.approx((true * true).sum(), rel=1e-3)
+        assert sizes.known[row] == (len(true) <= 2 or len(set(true)) == 1)
+        if sizes.known[row]:
+            np.testing.assert_allclose(np.sort(atoms[:, 0]), np.sort(true), rtol=1e-6)
+
+
+def test_recorded_sizes_are_the_atoms_in_their_order():
+    images = [np.array([400, 16, 16, 4000]), np.array([], np.int64), np.array([64]), np.array([8, 4, 4])]
+    table = table_of(images, np.random.default_rng(0))
+    table = dataclasses.replace(table, image_patches=np.concatenate(images))
+    sizes = image_sizes(table, QWEN)
+    assert sizes.known.all()
+    atoms = sizes.atoms_of(np.array([3, 0, 1, 2, 0]))
+    expected = np.concatenate([images[i] for i in (3, 0, 1, 2, 0)])
+    np.testing.assert_allclose(atoms[:, 0], expected)
+    np.testing.assert_allclose(atoms[:, 1], expected**2)
+    np.testing.assert_allclose(atoms[:, 2], 64 * expected)
+
+
+def test_tiles_are_the_atoms_of_a_tower_of_tiles():
+    table = tile_samples(50)
+    sizes = image_sizes(table, TILES)
+    np.testing.assert_array_equal(sizes.count * 1025, table.num_patches)
+    assert sizes.known.all()
+    assert set(sizes.atoms_of(np.arange(50))[:, 0]) == {1025.0}
+
+
+# -- shares ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["balanced", "contiguous"])
+def test_pools_are_shared_as_each_would_be_alone(rule):
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, 12, 40)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    cost = rng.lognormal(5, 1, int(counts.sum()))
+    terms = np.stack([cost, cost * cost], axis=1)
+    found = share_pools(cost, 2 * cost, terms, offsets, 3, rule=rule)
+    for j, (first, last) in enumerate(itertools.pairwise(offsets)):
+        shares = share_images(cost[first:last], 3, rule=rule)
+        np.testing.assert_allclose(np.sort(found.load[j]), np.sort(2 * shares.load), rtol=1e-12)
+        parts = [terms[first:last][shares.atoms_of(rank)].sum(axis=0) for rank in range(3)]
+        np.testing.assert_allclose(found.slowest[j], max(parts, key=lambda x: x[0]), rtol=1e-12)
+        np.testing.assert_allclose(found.largest[j], np.max(parts, axis=0), rtol=1e-12)
+
+
+def test_a_micro_batch_costs_what_its_slowest_share_costs(shared, tmp_path):
+    case = reloaded(shared, tmp_path)
+    assert case.vision is not None
+    cost, sizes = tower_seconds(case.setting.profile), image_sizes(case.samples, case.model)
+    for pack in range(0, case.packing.num_packs, 7):
+        rows = case.packing.indices[case.packing.offsets[pack] : case.packing.offsets[pack + 1]]
+        expected = share_images(cost.of(*sizes.atoms_of(rows).T), 4).max_load
+        assert float(cost.of(*case.work[pack, 1:4])) == pytest.approx(expected)
+    np.testing.assert_array_equal(case.work[:, 4:], case.vision.work[:, 4:])
+    assert (case.work[:, 1] <= case.vision.work[:, 1]).all()
+
+
+def test_dispatch_moves_images_among_ranks_and_changes_no_sum():
+    details = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="dp", pooling=1))
+    ranks = details.plan.estimates.vision_data_parallel.ranks
+    assert len(ranks) == 2
+    assert sum(r.tower_ms for r in ranks) == pytest.approx(sum(r.tower_without_ms for r in ranks), rel=0.02)
+    assert details.plan.decisions.vision_data_parallel.reduction is None
+
+
+def test_equal_images_are_shared_to_the_last_one(tmp_path):
+    """Four equal images a sample, one sample a pack, four ranks: a quarter of every term, on every rank."""
+    table = table_of([np.full(4, 400)] * 32, np.random.default_rng(0))
+    options = dataclasses.replace(with_vision(group="tp", pooling=1), max_patches=1600, max_tokens=2000)
+    details = make_plan(QWEN, table, CLUSTER, options)
+    case = reloaded(details, tmp_path)
+    np.testing.assert_allclose(case.work[:, 1:4] * 4, case.vision.work[:, 1:4])
+    found = details.plan.estimates.vision_data_parallel
+    assert found.tower_ms == pytest.approx(found.ideal_ms + found.exchange_ms, rel=1e-3)
+    # gathered rows: 1600 patches, each a quarter of a row of 3584 bf16 values, as the table's limit allows them
+    assert found.features_mib == pytest.approx(1600 * feature_values(QWEN) * 2 / 2**20, rel=1e-3)
+    steps = details.plan.decisions.packing.num_steps
+    received = 2 * 32 / 2 * 1600 * 3584 / 4 * 2 * 3 / 4 / steps
+    assert found.exchange_mib == pytest.approx(received / 2**20, rel=1e-3)
+
+
+def test_deepstack_features_travel_with_the_others():
+    vision = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 96}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [1, 3]}
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 500}
+    text |= {"attention_bias": False}
+    config = {"model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": vision, "text_config": text}
+    assert feature_values(describe(config)) == 3 * 96 / 4
+    assert feature_values(QWEN) == 3584 / 4
+    assert feature_values(TILES) == pytest.approx(6144 * 256 / 1025)
+
+
+def test_pooling_is_more_even_and_holds_more():
+    samples = image_samples(most=2)
+    found = {}
+    for pooling in (1, 2, 4):
+        details = make_plan(QWEN, samples, CLUSTER, with_vision(group="tp", pooling=pooling))
+        assert details.plan.decisions.vision_data_parallel.pooling == pooling
+        found[pooling] = details.plan.estimates.vision_data_parallel
+    assert found[4].tower_ms < found[2].tower_ms < found[1].tower_ms
+    assert found[4].tower_ms >= found[4].ideal_ms
+    assert found[4].features_mib > 1.5 * found[1].features_mib
+
+
+def test_the_smallest_pool_within_half_a_percent_is_chosen():
+    details = make_plan(QWEN, image_samples(most=2), CLUSTER, with_vision(group="tp"))
+    said = next(x for x in details.plan.assumptions if x.startswith("Sharing the images was simulated"))
+    assert all(f"{k} micro-batches a call" in said for k in (2, 4))
+    chosen = details.plan.decisions.vision_data_parallel.pooling
+    epochs = {
+        k: make_plan(QWEN, image_samples(most=2), CLUSTER, with_vision(group="tp", pooling=k)).variants[-1].epoch_s
+        for k in (1, 2, 4)
+    }
+    shortest = min(epochs.values())
+    assert chosen == min(k for k, s in epochs.items() if s <= 1.005 * shortest)
+
+
+def test_auto_shares_only_where_the_epoch_is_shorter():
+    gains = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="auto"))
+    assert gains.plan.decisions.vision_data_parallel.group == "tp"
+    assert gains.variants[-1].epoch_s < gains.variants[-2].epoch_s
+    alone = make_plan(QWEN, image_samples(), CLUSTER, dataclasses.replace(OPTIONS, tp=1, vision=VisionChoice()))
+    options = dataclasses.replace(OPTIONS, tp=1, vision=VisionChoice(group="auto"))
+    loses = make_plan(QWEN, image_samples(), CLUSTER, options)
+    assert any(x.startswith("Sharing the images was simulated") for x in loses.plan.assumptions)
+    if loses.plan.decisions.vision_data_parallel is None:
+        assert loses.plan.decisions == alone.plan.decisions
+    else:
+        assert loses.variants[-1].epoch_s < alone.variants[-1].epoch_s
+
+
+def test_auto_leaves_a_text_only_data_set_alone():
+    text = table_of([np.array([], np.int64)] * 40, np.random.default_rng(0))
+    details = make_plan(QWEN, text, CLUSTER, with_vision(group="auto"))
+    assert details.plan.decisions.vision_data_parallel is None
+    assert any("the data holds no image to share" in sentence for sentence in details.plan.assumptions)
+
+
+def test_auto_says_what_it_could_not_try():
+    options = PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="auto"))
+    details = make_plan(QWEN, image_samples(60), CLUSTER, options)
+    assert details.plan.decisions.vision_data_parallel is None
+    said = next(x for x in details.plan.assumptions if x.startswith("Sharing the images was not possible everywhere"))
+    assert "the plan has tp 1, a group of one" in said
+    assert "the plan has dp 1, a group of one" in said
+
+
+def test_a_frozen_tower_is_exchanged_forward_only():
+    options = dataclasses.replace(with_vision(group="tp", pooling=1), frozen_towers=("vision", "projector"))
+    frozen = make_plan(QWEN, image_samples(), CLUSTER, options).plan.estimates.vision_data_parallel
+    trained = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="tp", pooling=1))
+    per_step = trained.plan.decisions.packing.num_steps
+    assert per_step > 0
+    assert frozen.exchange_mib < trained.plan.estimates.vision_data_parallel.exchange_mib
+    assert frozen.tower_ms < trained.plan.estimates.vision_data_parallel.tower_ms
+
+
+# -- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_row_is_the_shared_one_and_the_others_are_as_without(shared):
+    plain = make_plan(QWEN, image_samples(), CLUSTER, OPTIONS)
+    assert plain.plan.decisions.vision_data_parallel is None
+    assert "vision_data_parallel" not in plan_to_yaml(plain.plan)
+    assert shared.plan.estimates.variants[:-1] == plain.plan.estimates.variants
+    assert shared.plan.estimates.variants[-1].name == "images shared"
+    assert shared.plan.decisions.packing == plain.plan.decisions.packing
+    assert shared.variants[-1].epoch_s < shared.variants[-2].epoch_s
+    np.testing.assert_array_equal(shared.variants[-1].pack_patches, plain.variants[-1].pack_patches)
+
+
+def test_sharing_over_tp_trades_state_for_activations(shared):
+    found = shared.plan.estimates.vision_data_parallel
+    assert found.tower_ms < found.tower_without_ms
+    assert found.state_gib > 3 * found.state_without_gib
+    assert 0 < found.sizes_known < 1
+    assert any("known for" in sentence for sentence in shared.plan.assumptions)
+
+
+def test_a_plan_that_shares_images_checks_and_simulates_to_the_same_figures(shared, tmp_path):
+    write_plan(shared, tmp_path)
+    assert check_plan(tmp_path) == []
+    loaded = load_details(tmp_path)
+    assert loaded.plan == shared.plan
+    for before, after in zip(shared.variants, loaded.variants, strict=True):
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+        assert before.stages == after.stages
+    assert options_of(loaded.plan).vision == VisionChoice(group="tp", exchange="gather", pooling=1, reduction="mean")
+    assert html_report(loaded) == html_report(shared)
+    again = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="tp", pooling=1))
+    assert plan_to_yaml(again.plan) == plan_to_yaml(shared.plan)
+
+
+def test_a_pipeline_keeps_the_tower_whole_on_its_first_stage(tmp_path):
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, vision=VisionChoice(group="tp"))
+    samples, cluster = tile_samples(300), parse_cluster("32xA100-80GB")
+    details = make_plan(TILES, samples, cluster, options)
+    last = max(TILES.indices("projector"))
+    assert details.variants[-1].stages[0].stop > last
+    assert details.plan.decisions.vision_data_parallel.pooling == 1
+    assert details.plan.inputs.model.forbidden_cuts == ()
+    write_plan(details, tmp_path)
+    assert check_plan(tmp_path) == []
+    found = reload_plan(tmp_path)
+    moved = best_expressible(found.case, Expressible(forbidden_cuts=frozenset({found.stages[1].start})))
+    assert moved is not None
+    assert moved[0].stop > last
+    again = replan(found, moved, forbidden_cuts=frozenset({found.stages[1].start}), note="Split again, for a test.")
+    write_plan(again, tmp_path / "again")
+    assert check_plan(tmp_path / "again") == []
+    assert again.plan.decisions.vision_data_parallel == details.plan.decisions.vision_data_parallel
+    loaded = load_details(tmp_path)
+    assert loaded.variants[-2].stages == details.variants[-2].stages
+    plain = make_plan(TILES, samples, cluster, dataclasses.replace(options, vision=VisionChoice()))
+    write_plan(plain, tmp_path / "plain")
+    assert plain.variants[-1].stages[0].stop <= last, "else the next line shows nothing"
+    row = "  vision_data_parallel: {group: tp, degree: 2, exchange: gather, pooling: 1, rule: balanced, "
+    path = tmp_path / "plain" / "plan.yaml"
+    text = path.read_text().replace("estimates:\n", row + "objective: time, reduction: mean}\nestimates:\n", 1)
+    path.write_text(text)
+    assert any("stage 0 ends inside the vision tower" in problem for problem in check_plan(path))
+
+
+def test_nothing_is_counted_twice(shared, tmp_path):
+    """Step time with sharing minus without is what the slowest rank's tower and the update gain, recompute aside."""
+    options = dataclasses.replace(with_vision(group="tp", pooling=1), recompute="none", max_patches=5000)
+    details = make_plan(QWEN, image_samples(most=2, largest=2048), CLUSTER, options)
+    assert all(not stage.recompute for variant in details.variants[-2:] for stage in variant.stages)
+    found = details.plan.estimates.vision_data_parallel
+    gained = 1e3 * float(np.mean(details.variants[-2].step_s) - np.mean(details.variants[-1].step_s))
+    tower, update = found.tower_without_ms - found.tower_ms, found.update_without_ms - found.update_ms
+    assert tower > 0 > update, "whole towers have more parameters on every rank"
+    assert gained == pytest.approx(tower + update, rel=0.02)
+
+
+def test_the_stages_of_a_framework_keep_the_decision_and_its_export_says_what_it_lacks(shared, tmp_path):
+    write_plan(shared, tmp_path)
+    exported = export_plan(reload_plan(tmp_path), TARGETS["megatron"])
+    assert any("ranks share images, which Megatron" in warning for warning in exported.warnings)
+    plain = make_plan(QWEN, image_samples(), CLUSTER, OPTIONS)
+    write_plan(plain, tmp_path / "plain")
+    assert not any(
+        "share images" in w for w in export_plan(reload_plan(tmp_path / "plain"), TARGETS["megatron"]).warnings
+    )
+
+
+# -- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_draws_every_rank_before_and_after(shared):
+    page, found = html_report(shared), shared.plan.estimates.vision_data_parallel
+    part = page[page.index("Images shared among ranks") :]
+    panels = re.findall(r"<title>(Not shared|Shared)</title>.*?</svg>", part, re.DOTALL)
+    assert panels == ["Not shared", "Shared"]
+    drawn = re.findall(r'class="state" x="0%"[^>]*width="([0-9.]+)%"[^>]*data-t="rank (\d) encodes', part)
+    assert [int(rank) for _, rank in drawn] == [0, 1, 2, 3] * 2
+    widths = np.array([float(width) for width, _ in drawn]).reshape(2, 4)
+    loads = np.array([[r.tower_without_ms for r in found.ranks], [r.tower_ms for r in found.ranks]])
+    np.testing.assert_allclose(widths / widths[0, 0], loads / loads[0, 0], rtol=2e-3)
+    assert "tp 4, gather, balanced by time" in page
+    text = plan_text(shared)
+    assert "Images shared among ranks (not shared → shared)" in text
+    assert "features held" in text
+
+
+def test_reports_of_plans_without_it_do_not_mention_it():
+    details = make_plan(QWEN, image_samples(60), CLUSTER, OPTIONS)
+    assert "Images shared" not in html_report(details)
+    assert "Images shared" not in plan_text(details)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"group": "ep"}, "vision_dp 'ep' was asked for: choose one of none, auto, tp, cp, sp, dp"),
+        ({"group": "tp", "exchange": "shout"}, "vision exchange 'shout' was asked for: choose one of gather, routed"),
+        ({"group": "tp", "rule": "random"}, "vision rule 'random' was asked for: choose one of balanced, contiguous"),
+        ({"group": "tp", "objective": "fun"}, "vision objective 'fun' was asked for: choose one of time, memory"),
+        ({"group": "tp", "reduction": "max"}, "vision reduction 'max' was asked for: choose one of sum, mean"),
+        ({"group": "tp", "pooling": 0}, "vision pooling 0 was asked for, and it counts micro-batches: give 1 or more"),
+        ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
+        ({"group": "auto", "exchange": "gather"}, "depends on the group: name it instead of auto"),
+        ({"group": "tp", "exchange": "routed"}, "ranks hold the same images and embed all of their tokens: choose gat"),
+        ({"group": "sp", "exchange": "dispatch"}, "over sp, whose ranks hold the same images: choose gather or routed"),
+        ({"group": "dp", "exchange": "gather"}, "over dp, whose ranks hold images of their own: choose dispatch"),
+        ({"group": "dp", "reduction": "sum"}, "over dp, where a dispatch changes no sum: leave it out"),
+        ({"group": "tp", "reduction": "sum"}, "each rank has the whole loss, so that a sum is as many times too large"),
+    ],
+)
+def test_choices_that_no_plan_can_follow_are_refused(choice, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        PlanOptions(vision=VisionChoice(**choice))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (with_vision(group="sp"), "over sp was asked for, and the plan has cp 1, a group of one that shares with"),
+        (with_vision(group="cp", exchange="routed"), "shares with nobody: choose tp or dp, or leave it out"),
+        (with_vision(group="tp", pooling=3), "vision pooling 3 was asked for, and a step has 4 micro-batches a rank"),
+        (
+            PlanOptions(pp=2, tp=2, num_microbatches=4, vision=VisionChoice(group="tp", pooling=2)),
+            "vision pooling 2 was asked for on a pipeline of 2 stages where micro-batches are encoded one by one",
+        ),
+        (
+            PlanOptions(pp=1, tp=2, num_microbatches=4, schedule="GPipe", vision=VisionChoice(group="tp", pooling=2)),
+            "on GPipe, which holds all micro-batches, where micro-batches are encoded one by one: leave it out",
+        ),
+        (
+            PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="tp")),
+            "the plan has tp 1, a group of one that shares with nobody: leave it out",
+        ),
+    ],
+)
+def test_groups_and_pools_that_a_plan_does_not_have_are_refused(options, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        make_plan(QWEN, image_samples(120), CLUSTER, options)
+
+
+def test_without_images_there_is_nothing_to_share():
+    text = table_of([np.array([], np.int64)] * 40, np.random.default_rng(0))
+    with pytest.raises(PlanError, match="the data holds no image to share: leave it out"):
+        make_plan(QWEN, text, CLUSTER, with_vision(group="tp"))
+
+
+def test_whole_towers_that_do_not_fit_are_refused_with_the_group():
+    options = PlanOptions(pp=1, tp=8, num_microbatches=2, vision=VisionChoice(group="tp"), memory_bytes=64 * 2**30)
+    with pytest.raises(PartitionError, match="over tp 8: "):
+        make_plan(TILES, tile_samples(100), parse_cluster("8xA100-80GB"), options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("degree: 4", "degree: 2", "vision data parallel over tp has degree 2, and the plan has tp 4: make them equal"),
+        ("group: tp", "group: sp", "over sp was asked for, and the plan has cp 1"),
+        ("exchange: gather", "exchange: routed", "choose gather"),
+        ("pooling: 1", "pooling: 3", "choose a number that divides them"),
+        ("reduction: mean", "reduction: null", "has no reduction: say whether gradients are summed or averaged"),
+        ("reduction: mean", "reduction: sum", "so that a sum is as many times too large: choose mean"),
+    ],
+)
+def test_an_edited_decision_that_cannot_be_is_found(shared, tmp_path, before, after, message):
+    path = write_plan(shared, tmp_path)
+    text = path.read_text()
+    row = next(line for line in text.splitlines() if line.startswith("  vision_data_parallel: {"))
+    path.write_text(text.replace(row, row.replace(before, after)))
+    assert any(message in problem for problem in check_plan(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: Input should be 'tp', 'cp', 'sp' or 'dp'"),
+        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: Input should be"),
+        ("pooling: 1", "pooling: 0", r"decisions\.vision_data_parallel\.pooling is 0, and a plan has 1 or more"),
+        ("degree: 4", "degree: 0", r"decisions\.vision_data_parallel\.degree is 0, and a plan has 1 or more"),
+        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: Field required"),
+    ],
+)
+def test_unknown_words_of_the_decision_are_refused_when_read(before, after, message):
+    plan = small_plan()
+    plan = dataclasses.replace(
+        plan,
+        decisions=dataclasses.replace(plan.decisions, vision_data_parallel=DECISION),
+        estimates=dataclasses.replace(plan.estimates, vision_data_parallel=ESTIMATE),
+    )
+    text = plan_to_yaml(plan)
+    assert plan_from_yaml(text) == plan
+    assert text == GOLDEN.read_text(encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        plan_from_yaml(text.replace(before, after))
+
+
+def test_sharing_what_is_shared_already_starts_from_the_plain_case(shared, tmp_path):
+    case = reloaded(shared, tmp_path)
+    again = share_vision(case, case.vision.decision)
+    np.testing.assert_array_equal(again.work, case.work)
+    assert again.setting.profile == case.setting.profile
