@@ -68,7 +68,7 @@ def serve(
 
 
 def _read_key(path: Path) -> str:
-    key = path.read_text(encoding="utf-8").strip()
+    key = path.read_text(encoding="utf-8", errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise TrimtabError(f"{path} holds no key: write one line of printable ASCII into it")
     return key

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.hooks import remove_hook_from_submodules
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
@@ -76,15 +77,31 @@ def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_config(folder: Path, attention: str | None) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
             f"folder's own code ({reason}): use a folder in Transformers' own format"
         ) from None
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{folder} is quantised ({kind}), and the parts of its weights are not moved by a device map here: use the "
+            "folder that it was made from, or load it without a map"
+        )
     if attention is not None:
         config._attn_implementation = attention
     return config
+
+
+def _read_generation(folder: Path) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has a generation_config.json that cannot be read ({reason}): mend it, or take it away"
+        ) from None
 
 
 def _model_class(folder: Path, config: Any) -> Any:
@@ -133,7 +150,7 @@ def _load(
     """Transformers renames and converts what the files hold, and places it; the files themselves it does not open."""
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").is_file():
-        generation["generation_config"] = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation["generation_config"] = _read_generation(folder)
     with warnings.catch_warnings():
         # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")

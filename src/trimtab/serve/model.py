@@ -15,10 +15,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from trimtab.errors import ConfigError
-from trimtab.serve.chat import ChatRequest
+from trimtab.serve.chat import ChatRequest, marker_pattern
 from trimtab.serve.pictures import Picture, decode_picture
 from trimtab.serve.problems import RequestError
 
+# what stands for an image where a tokenizer does not call it special
+_PLACE_TOKENS = ("image_token", "video_token", "boi_token", "eoi_token", "start_image_token", "end_image_token")
 _PROBE = "trimtab asks whether this text arrives"
 
 
@@ -40,7 +42,10 @@ class ChatModel:
         self._max_prompt_tokens = max_prompt_tokens
         self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         added = self.tokenizer.added_tokens_decoder.values()
-        self.markers = tuple({*self.tokenizer.all_special_tokens, *(str(x) for x in added if x.special)})
+        places = (getattr(processor, name, None) for name in _PLACE_TOKENS)
+        special = {*self.tokenizer.all_special_tokens, *(str(x) for x in added if x.special)}
+        self.markers = tuple(sorted(special | {x for x in places if isinstance(x, str)}))
+        self._marked = marker_pattern(self.markers)
         self._ends = _end_tokens(model.generation_config)
         self._check_template()
 
@@ -49,13 +54,13 @@ class ChatModel:
         conversation = [
             {"role": turn.role, "content": [_template_part(part) for part in turn.parts]} for turn in request.turns
         ]
+        self._check_markers(request)
         try:
             inputs = self._processor.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             )
         except (ValueError, TemplateError) as error:  # what templates and image processors raise at bad input
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(400, f"the model's processor refuses this conversation: {reason}") from None
+            raise _refused(error) from None
         num_tokens = int(inputs["input_ids"].shape[1])
         self._check_length(num_tokens, request.max_new_tokens)
         return Prompt(inputs=dict(inputs), num_tokens=num_tokens)
@@ -117,6 +122,39 @@ class ChatModel:
                 code="context_length_exceeded",
             )
 
+    def _check_markers(self, request: ChatRequest) -> None:
+        """Refuses special tokens that texts make only together, or with the template's help: those of the whole
+        conversation must be those of its template alone."""
+        counts = []
+        for empty in (False, True):
+            conversation = [
+                {
+                    "role": turn.role,
+                    "content": [
+                        {"type": "text", "text": "x" if empty else part} if isinstance(part, str) else {"type": "image"}
+                        for part in turn.parts
+                    ],
+                }
+                for turn in request.turns
+            ]
+            counts.append(len(self._marked.findall(self._write(conversation))))
+        if counts[0] != counts[1]:
+            raise RequestError(
+                400,
+                "texts of the conversation make a special token together, which this model reads as a command and not "
+                "as text: leave it out",
+                param="messages",
+            )
+
+    def _write(self, conversation: list[dict[str, Any]]) -> str:
+        """The conversation as the template writes it."""
+        try:
+            return str(
+                self._processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            )
+        except (ValueError, TemplateError) as error:
+            raise _refused(error) from None
+
     def _check_template(self) -> None:
         """Whether the folder's chat template can write a message given as parts."""
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
@@ -126,6 +164,11 @@ class ChatModel:
             raise ConfigError(
                 f"the chat template of {self.name} cannot be used: {error}; put a chat_template.jinja beside the model"
             ) from None
+        if not self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:  # Transformers makes empty ones
+            raise ConfigError(
+                f"the tokenizer of {self.name} knows no words: put tokenizer.json and tokenizer_config.json beside the "
+                "model"
+            )
         if _PROBE not in text or "'type'" in text:
             raise ConfigError(
                 f"the chat template of {self.name} does not write messages whose content is a list of parts: put one "
@@ -153,6 +196,11 @@ class _Watcher(BaseStreamer, StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), not self._go_on, dtype=torch.bool, device=input_ids.device)
+
+
+def _refused(error: Exception) -> RequestError:
+    reason = " ".join(str(error).split())[:300]
+    return RequestError(400, f"the model's processor refuses this conversation: {reason}")
 
 
 def _template_part(part: str | Picture) -> dict[str, Any]:
