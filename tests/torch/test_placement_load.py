@@ -17,15 +17,18 @@ pytest.importorskip("accelerate", reason="hooks modules")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from simulated_devices import counted, simulated  # noqa: E402
-from spread_cases import GENERATE, make_case  # noqa: E402
+from spread_cases import GENERATE, make_case, maps_of  # noqa: E402
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
 from trimtab.errors import ConfigError, PartitionError  # noqa: E402
+from trimtab.partition.placed import Placement  # noqa: E402
+from trimtab.plan.placement_file import map_json  # noqa: E402
 from trimtab.runtime.device_units import resolve_units  # noqa: E402
 from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
 from trimtab.runtime.weights import LazyTensors, open_weights  # noqa: E402
+from trimtab.serve.device_map import read_device_map  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -167,6 +170,30 @@ def test_a_coarse_map_is_refined_so_that_no_name_is_taken_for_another():
     right = {name: "disk" if name.startswith("model.layers.1.") else "cpu" for name in names}
     assert expand_device_map(refined, names) == right
     assert expand_device_map(coarse, names) != right  # layers 10 and 11 are taken for parts of layer 1
+
+
+def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_path):
+    """A bare map alone would run it on the GPU of the next module, whose memory the plan has given away."""
+    guessed = 0
+    for number, drawn in enumerate(maps_of(internvl, 36)):
+        if not isinstance(drawn.placement, Placement) or not drawn.placement.spilled:
+            continue
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(map_json(drawn.placement)))
+        written = read_device_map(path)
+        with simulated():
+            planned = load_placed(internvl.folder, drawn.placement)
+            read = load_placed(internvl.folder, written.device_map, runs_on=written.runs_on)
+            bare = load_placed(internvl.folder, written.device_map)
+        devices = [
+            [getattr(getattr(m.get_submodule(name), "_hf_hook", None), "execution_device", None) for name in written.runs_on]
+            for m in (planned, read, bare)
+        ]
+        assert devices[0] == devices[1]
+        guessed += devices[1] != devices[2]
+    assert guessed > 0
+    with simulated(), pytest.raises(PartitionError, match="puts lm_head on 9, but"):
+        load_placed(internvl.folder, whole(internvl, 0), runs_on={"lm_head": 9})
 
 
 def test_every_tensor_is_in_one_unit(internvl):

@@ -164,7 +164,7 @@ def test_a_seed_repeats_a_sampled_answer(running: Running) -> None:
 def test_a_model_on_the_cpu_and_on_disk_answers_alike(folder: Path, running: Running, tmp_path: Path) -> None:
     places = {"model.visual": "cpu", "model.language_model": "cpu", "lm_head": "disk"}
     (tmp_path / "map.json").write_text(json.dumps({"device_map": places}))
-    read = read_device_map(tmp_path / "map.json")
+    read = read_device_map(tmp_path / "map.json").device_map
     with pytest.raises(ConfigError, match="--offload-folder"):
         load_model(folder, read)
     placed = ChatModel(
@@ -716,6 +716,9 @@ def test_a_tokenizer_without_words_is_refused_at_the_start(folder: Path, tmp_pat
         ("{}", "holds no device map"),
         ('{"model": 1.5}', "places 'model' on 1.5"),
         ('{"device_map": {"model": true}}', "places 'model' on True"),
+        ('{"device_map": [1]}', "holds no device map"),
+        ('{"device_map": {"model": 0}, "runs_on": {"model": null}}', "places 'model' on None"),
+        ('{"device_map": {"model": 0}, "run_on_cpu": "model"}', "run_on_cpu that is no list"),
     ],
 )
 def test_a_bad_device_map_is_refused(tmp_path: Path, content: str, words: str) -> None:

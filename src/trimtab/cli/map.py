@@ -181,6 +181,7 @@ def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any
         "objective": placement.objective,
         "arrangement": placement.arrangement,
         "device_map": dict(placement.device_map),
+        "runs_on": placement.runs_on,
         "run_on_cpu": placement.run_on_cpu,
         "fullest": placement.fullest,
         "moved_bytes": placement.moved_bytes,

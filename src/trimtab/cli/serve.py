@@ -53,12 +53,15 @@ def serve(
         drain_s=drain_s,
     )
     key = None if api_key_file is None else _read_key(api_key_file)
-    places = None if device_map is None else read_device_map(device_map)
+    written = None if device_map is None else read_device_map(device_map)
     with open_port(host, port, api_key=key) as opened:
         processor = load_processor(model_dir)
-        model = (
-            load_model(model_dir) if places is None else load_placed(model_dir, places, offload_folder=offload_folder)
-        )
+        if written is None:
+            model = load_model(model_dir)
+        else:
+            model = load_placed(
+                model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder
+            )
         chat = ChatModel(
             model, processor, name=name or model_dir.resolve().name, max_prompt_tokens=limits.max_prompt_tokens
         )

@@ -81,6 +81,11 @@ class Placement:
         return sum(x.moved_bytes for x in self.spilled)
 
     @property
+    def runs_on(self) -> dict[str, DeviceKey]:
+        """The GPU to which each module's weights are copied to run, of those that no GPU holds."""
+        return {name: x.runs_on for x in self.spilled if x.runs_on != "cpu" for name in x.modules}
+
+    @property
     def run_on_cpu(self) -> tuple[str, ...]:
         """Modules to compute in host memory instead of copying their weights: dispatch by `torch.device("cpu")`."""
         return tuple(name for x in self.spilled if x.runs_on == "cpu" for name in x.modules)

@@ -57,7 +57,7 @@ def resolve_units(
     module that has no device, is not there, or asks for a device that is not.
     """
     keys = {key: _device_key(device) for key, device in device_map.items()}
-    problems = [*_unknown_devices(keys), *_unknown_modules(model, keys)]
+    problems = [*_unknown_devices(keys), *_unknown_devices(runs_on or {}), *_unknown_modules(model, keys)]
     homes: dict[str, DeviceKey] = {}
     loose: dict[str, DeviceKey] = {}
     missing: list[str] = []

@@ -24,6 +24,7 @@ def load_placed(
     path: str | Path,
     placement: Placement | Mapping[str, DeviceKey],
     *,
+    runs_on: Mapping[str, DeviceKey] | None = None,
     dtype: torch.dtype | None = None,
     attention: str | None = None,
     offload_folder: str | Path | None = None,
@@ -31,7 +32,8 @@ def load_placed(
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
     A GPU's number, "cpu" or "disk" for each module. Modules on "cpu" or "disk" run on the GPU that the placement says,
-    their weights copied there each time; embeddings run in host memory and only rows move. What is on disk stays in the
+    or `runs_on` beside a bare map, their weights copied there each time; embeddings run in host memory and only rows
+    move. What is on disk stays in the
     folder's own files, or is written to `offload_folder` where one is named. `dtype`: that of the config if None.
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
@@ -45,7 +47,7 @@ def load_placed(
     kind = _model_class(folder, config)
     with torch.device("meta"):
         skeleton = kind(config)
-    placed = _resolve(skeleton, placement)
+    placed = _resolve(skeleton, placement, runs_on)
     dtype = dtype or _dtype_of(config, stored)
     if offload_folder is None:
         _check_on_disk(skeleton, placed, stored, dtype)
@@ -119,11 +121,14 @@ def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
 
 
-def _resolve(model: nn.Module, placement: Placement | Mapping[str, DeviceKey]) -> DeviceUnits:
+def _resolve(
+    model: nn.Module, placement: Placement | Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey] | None
+) -> DeviceUnits:
     if not isinstance(placement, Placement):
-        return resolve_units(model, placement)
-    runs_on = {name: gone.runs_on for gone in placement.spilled for name in gone.modules}
-    return resolve_units(model, placement.device_map, runs_on)
+        return resolve_units(model, placement, runs_on)
+    return resolve_units(
+        model, placement.device_map, {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
+    )
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
