@@ -158,8 +158,8 @@ def batch_of(workload: Workload, images: list[ImageCounts]) -> Batch:
 class InferenceTable:
     """Bytes of every layer, one array each, in the order of `ModelSpec.layers`.
 
-    A device that holds a set of layers needs, beside context and allocator slack,
-    weights + max(prompt KV + held + largest prefill peak, full KV + largest decode peak).
+    A device that holds a set of layers needs, beside context and allocator slack, weights + max(held + largest prefill
+    peak in front of the decoder, prompt KV + held + largest prefill peak of the decoder, full KV + largest decode peak).
     """
 
     weights: IntArray
@@ -168,6 +168,7 @@ class InferenceTable:
     held: IntArray  # live on the layer's device all through the prefill: pixels, embedded inputs, image features
     prefill: IntArray  # most that is live while the layer runs over the prompts, its input included
     decode: IntArray  # the same for one new token of each sequence
+    cached: IntArray  # 1 where the KV cache exists while the layer runs: in the decoder; 0 in tower and projector
     runs: IntArray  # times the layer runs in one batch of requests
     rows_out: IntArray  # bytes that leave it over all its runs: what a cut behind it would carry
     touched: IntArray  # weight bytes that its runs read; of an embedding the rows looked up
@@ -188,7 +189,7 @@ def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = 
     return InferenceTable(**{name: exact[:, i] for i, name in enumerate(_COLUMNS)})
 
 
-_COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "runs", "rows_out", "touched")
+_COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "cached", "runs", "rows_out", "touched")
 _PREFILL = _COLUMNS.index("prefill")
 
 
@@ -266,6 +267,7 @@ def _layer_bytes(layer: LayerSpec, serving: _Serving) -> list[float]:
         _held_bytes(layer, serving),
         _prefill_bytes(layer, serving),
         _decode_bytes(layer, serving) if language else 0.0,
+        language,
         runs,
         out,
         touched,

@@ -23,9 +23,9 @@ class DeviceUse:
     device: DeviceKey
     capacity_bytes: int | None  # None: a disk is not counted
     weight_bytes: int = 0
-    kv_bytes: int = 0  # cache when the peak comes: of the prompts, or of everything at the last new token
-    activation_bytes: int = 0  # most that is live at once while any module there runs
-    streamed_bytes: int = 0  # room for the largest layer that is copied here to run and dropped again
+    kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
+    activation_bytes: int = 0  # live beside it at that moment
+    streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
     reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
     modules: tuple[str, ...] = ()  # whose weights it holds
 
