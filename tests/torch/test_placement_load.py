@@ -186,7 +186,10 @@ def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_pat
             read = load_placed(internvl.folder, written.device_map, runs_on=written.runs_on)
             bare = load_placed(internvl.folder, written.device_map)
         devices = [
-            [getattr(getattr(m.get_submodule(name), "_hf_hook", None), "execution_device", None) for name in written.runs_on]
+            [
+                getattr(getattr(m.get_submodule(name), "_hf_hook", None), "execution_device", None)
+                for name in written.runs_on
+            ]
             for m in (planned, read, bare)
         ]
         assert devices[0] == devices[1]
@@ -233,7 +236,6 @@ def test_all_problems_of_a_map_are_named_at_once(internvl):
 def test_the_map_of_another_model_is_named_as_such(internvl):
     with simulated(), pytest.raises(PartitionError, match=r"is of another model: InternVL.* has no 'vision_model'"):
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 0, "language_model.output": 1})
-
 
     with simulated(), pytest.raises(PartitionError) as caught:
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 1})

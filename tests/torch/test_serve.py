@@ -32,9 +32,9 @@ from tiny_chat import FAMILIES, data_url, picture, question, save_chat_model
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.serve.device_map import read_device_map
+from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_model, load_processor
 from trimtab.serve.model import ChatModel
-from trimtab.serve.limits import ServeLimits
 from trimtab.serve.server import ChatServer, open_port, url_of
 
 pytestmark = pytest.mark.torch
@@ -177,6 +177,31 @@ def test_a_model_on_the_cpu_and_on_disk_answers_alike(folder: Path, running: Run
     tokens: list[int] = []
     placed.generate(placed.prepare(request), request, lambda token: not tokens.append(token))
     assert running.send(body).text == text_of(running, tokens)
+
+
+@pytest.mark.parametrize(
+    "places", [{"": 0}, {"model.visual": 1, "model.language_model": 0, "lm_head": 0}, {"": "cpu", "lm_head": 1}]
+)
+def test_a_model_placed_on_devices_answers_alike(folder: Path, running: Running, places: dict[str, int | str]) -> None:
+    """Simulated devices: pixels go straight to the vision tower, all else to the head's device."""
+    pytest.importorskip("accelerate", reason="hooks modules")
+    from simulated_devices import counted, simulated
+
+    from trimtab.runtime.placement import load_placed, move_inputs
+    from trimtab.serve.chat import parse_chat
+
+    body = question(WHAT, picture(5), max_tokens=6, temperature=0)
+    request = parse_chat(json.dumps(body).encode(), model="placed", limits=ServeLimits())
+    tokens: list[int] = []
+    with simulated():
+        model = load_placed(folder, places)
+        placed = ChatModel(model, load_processor(folder), name="placed", move_inputs=move_inputs)
+        prompt = placed.prepare(request)
+        with counted() as traffic:
+            placed.generate(prompt, request, lambda token: not tokens.append(token))
+    assert running.send(body).text == text_of(running, tokens)
+    if "cpu" not in places.values():  # nothing is streamed
+        assert traffic.total < 1.5 * prompt.inputs["pixel_values"].nbytes, "they cross one link"
 
 
 def test_models_health_and_metrics(running: Running) -> None:
@@ -704,7 +729,7 @@ def test_a_tokenizer_without_words_is_refused_at_the_start(folder: Path, tmp_pat
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink()  # Transformers makes an empty one
-    with pytest.raises(ConfigError, match="the tokenizer of tiny knows no words: put tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"the tokenizer of tiny knows no words: put tokenizer\.json"):
         ChatModel(load_model(copy), load_processor(copy), name="tiny")
 
 

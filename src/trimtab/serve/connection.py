@@ -18,10 +18,10 @@ def connection_class(max_head_s: float) -> type[H11Protocol]:
     Overrides methods that uvicorn does not document (0.54).
     """
 
-    class Connection(H11Protocol):
+    class Connection(H11Protocol):  # type: ignore[misc] # uvicorn is not read by the type checker
         _head_timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._await_head()
 

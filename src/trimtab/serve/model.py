@@ -33,10 +33,22 @@ class Prompt:
 
 
 class ChatModel:
-    """A model with its processor. Not for several threads: families keep state of the running request on the module."""
+    """A model with its processor. Not for several threads: families keep state of the running request on the module.
 
-    def __init__(self, model: Any, processor: Any, *, name: str, max_prompt_tokens: int | None = None) -> None:
+    `move_inputs` puts a request's tensors where a placed model wants them; without it all go to the model's device.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        name: str,
+        max_prompt_tokens: int | None = None,
+        move_inputs: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    ) -> None:
         self.name = name
+        self._move_inputs = _move_inputs if move_inputs is None else move_inputs
         self.tokenizer = processor.tokenizer
         self._model, self._processor = model, processor
         self._max_prompt_tokens = max_prompt_tokens
@@ -72,7 +84,8 @@ class ChatModel:
         to an end, rather than to `max_new_tokens` or to the caller's False.
         """
         watcher = _Watcher(on_token)
-        inputs = self._to_device(prompt.inputs)
+        cast = {name: x.to(self._model.dtype) if x.is_floating_point() else x for name, x in prompt.inputs.items()}
+        inputs = self._move_inputs(self._model, cast)
         with _seeded(request.seed):
             self._model.generate(
                 **inputs,
@@ -94,15 +107,6 @@ class ChatModel:
         if not settings.do_sample:
             settings.temperature = settings.top_p = settings.top_k = None  # unused; Transformers warns if they are set
         return settings
-
-    def _to_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        device, dtype = self._input_device(), self._model.dtype
-        return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
-
-    def _input_device(self) -> torch.device:
-        """Where the model's own hook, if it is placed on several devices, wants inputs and brings results back to."""
-        device = getattr(getattr(self._model, "_hf_hook", None), "execution_device", None)
-        return torch.device(self._model.device if device is None else device)
 
     def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
         if self._max_prompt_tokens is not None and num_tokens > self._max_prompt_tokens:
@@ -149,9 +153,7 @@ class ChatModel:
     def _write(self, conversation: list[dict[str, Any]]) -> str:
         """The conversation as the template writes it."""
         try:
-            return str(
-                self._processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-            )
+            return str(self._processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
         except (ValueError, TemplateError) as error:
             raise _refused(error) from None
 
@@ -174,6 +176,12 @@ class ChatModel:
                 f"the chat template of {self.name} does not write messages whose content is a list of parts: put one "
                 "that does into chat_template.jinja beside the model"
             )
+
+
+def _move_inputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """To where Accelerate's hook, if Transformers placed the model, wants inputs and brings results back to."""
+    hooked = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return {name: x.to(model.device if hooked is None else hooked) for name, x in inputs.items()}
 
 
 class _Watcher(BaseStreamer, StoppingCriteria):  # type: ignore[misc]

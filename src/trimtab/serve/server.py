@@ -51,7 +51,7 @@ def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
 
 
 def _listen(opened: socket.socket) -> None:
-    """Here a second server shows that took the port while both still loaded: two sockets may bind it, one may listen."""
+    """Refuses where another server took the port while both still loaded: two may bind it, one may listen."""
     try:
         opened.listen()
     except OSError as error:
