@@ -32,7 +32,10 @@ def map_model(
     ],
     cpu: Annotated[str | None, typer.Option(help="Host memory for weights that no GPU holds, as in 128GiB.")] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder where weights may stay that not even host memory holds.")
+        Path | None,
+        typer.Option(
+            help="Folder, of the machine that serves, where weights may stay that not even host memory holds."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of text in a prompt; image tokens come on top.")] = 1024,

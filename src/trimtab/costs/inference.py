@@ -8,6 +8,7 @@ import numpy as np
 
 from trimtab.costs.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
 from trimtab.costs.workload import QUANTS, Batch, Quant, Workload, batch_of, count_batch
+from trimtab.errors import PartitionError
 from trimtab.specs import IntArray, LayerSpec, ModelSpec
 
 __all__ = [
@@ -56,10 +57,16 @@ def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = 
     costs = [_layer_bytes(layer, serving) for layer in model.layers]
     columns = np.array(costs, dtype=np.float64).reshape(len(costs), -1)
     columns[:, _PREFILL] += stacked_bytes(model, serving)
+    if not columns.max() < _MAX_BYTES:
+        raise PartitionError(
+            f"batch {workload.batch}, {workload.seq_len} tokens of text, {len(workload.images)} images and "
+            f"{workload.max_new_tokens} new tokens make one layer take more than 8 PiB: give less of them"
+        )
     exact = np.ceil(columns - 1e-6).astype(np.int64)
     return InferenceTable(**{name: exact[:, i] for i, name in enumerate(_COLUMNS)})
 
 
+_MAX_BYTES = 2**53  # of one layer: float64 counts so far, and sums of a thousand layers stay in int64
 _COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "cached", "runs", "rows_out", "touched")
 _PREFILL = _COLUMNS.index("prefill")
 
