@@ -24,7 +24,7 @@ from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours
 from trimtab.errors import PartitionError
 
 NUM_NEW = 64
-SETTINGS = ((1, 0.2), (1, 0.5), (1, 0.8), (1, 1.2), (1, 2.0), (2, 0.2), (2, 0.6))
+SETTINGS = ((1, 0.2), (1, 0.5), (1, 0.8), (1, 1.0), (1, 1.2), (1, 2.0), (2, 0.2), (2, 0.6))
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ def folder(tmp_path: Path) -> Path:
     model = tmp_path / "my-vlm"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
     return model
 
 

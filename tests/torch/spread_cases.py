@@ -105,6 +105,12 @@ def maps_of(case: Case, number: int, seed: int = 0) -> Iterator[Map]:
             yield _drawn(case, draw, spill=i % 4 == 1)
 
 
+def coarse_maps(case: Case) -> list[dict[str, DeviceKey]]:
+    """As people write them: all on one device, and a model around others on one key, with a layer elsewhere."""
+    layers = [name for names in case.chain for name in names if ".layers." in name and "vision" not in name]
+    return [{"": 2}, {"": "cpu", layers[-1]: 1}, {"": 0, layers[0]: "cpu"}]
+
+
 def _solved(spec: ModelSpec, draw: random.Random, *, short: bool) -> Map:
     workload = Workload(seq_len=16, max_new_tokens=NEW_TOKENS, images=((56, 56),), dtype="fp32")
     total = 4 * spec.num_params

@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="holds the models that are spread")
 pytest.importorskip("accelerate", reason="hooks modules")
 
 from simulated_devices import simulated  # noqa: E402
-from spread_cases import DESCRIBED, GENERATE, OTHERS, make_case, maps_of  # noqa: E402
+from spread_cases import DESCRIBED, GENERATE, OTHERS, coarse_maps, make_case, maps_of  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 
 from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
@@ -36,4 +36,9 @@ def test_every_map_gives_the_whole_models_answer(name, tmp_path):
             assert torch.equal(logits.cpu(), case.logits), (drawn, "forward")
             assert torch.equal(model.generate(**inputs, **GENERATE).cpu(), case.tokens), (drawn, "generate")
             kinds.add(drawn.kind)
+        for drawn in coarse_maps(case):
+            model = load_placed(case.folder, drawn)
+            inputs = move_inputs(model, case.inputs)
+            assert torch.equal(model(**inputs).logits.cpu(), case.logits), (drawn, "forward")
+            assert torch.equal(model.generate(**inputs, **GENERATE).cpu(), case.tokens), (drawn, "generate")
     assert any("spilled" in kind and not kind.startswith("solved, 0") for kind in kinds)

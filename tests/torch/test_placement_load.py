@@ -17,15 +17,18 @@ pytest.importorskip("accelerate", reason="hooks modules")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from simulated_devices import counted, simulated  # noqa: E402
-from spread_cases import GENERATE, make_case  # noqa: E402
+from spread_cases import GENERATE, make_case, maps_of  # noqa: E402
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
 from trimtab.errors import ConfigError, PartitionError  # noqa: E402
+from trimtab.partition.placed import Placement  # noqa: E402
+from trimtab.plan.placement_file import map_json  # noqa: E402
 from trimtab.runtime.device_units import resolve_units  # noqa: E402
 from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
 from trimtab.runtime.weights import LazyTensors, open_weights  # noqa: E402
+from trimtab.serve.device_map import read_device_map  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -169,6 +172,33 @@ def test_a_coarse_map_is_refined_so_that_no_name_is_taken_for_another():
     assert expand_device_map(coarse, names) != right  # layers 10 and 11 are taken for parts of layer 1
 
 
+def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_path):
+    """A bare map alone would run it on the GPU of the next module, whose memory the plan has given away."""
+    guessed = 0
+    for number, drawn in enumerate(maps_of(internvl, 36)):
+        if not isinstance(drawn.placement, Placement) or not drawn.placement.spilled:
+            continue
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(map_json(drawn.placement)))
+        written = read_device_map(path)
+        with simulated():
+            planned = load_placed(internvl.folder, drawn.placement)
+            read = load_placed(internvl.folder, written.device_map, runs_on=written.runs_on)
+            bare = load_placed(internvl.folder, written.device_map)
+        devices = [
+            [
+                getattr(getattr(m.get_submodule(name), "_hf_hook", None), "execution_device", None)
+                for name in written.runs_on
+            ]
+            for m in (planned, read, bare)
+        ]
+        assert devices[0] == devices[1]
+        guessed += devices[1] != devices[2]
+    assert guessed > 0
+    with simulated(), pytest.raises(PartitionError, match="puts lm_head on 9, but"):
+        load_placed(internvl.folder, whole(internvl, 0), runs_on={"lm_head": 9})
+
+
 def test_every_tensor_is_in_one_unit(internvl):
     units = resolve_units(internvl.model, whole(internvl, "cpu")).units
     for name, _ in [*internvl.model.named_parameters(), *internvl.model.named_buffers()]:
@@ -178,8 +208,8 @@ def test_every_tensor_is_in_one_unit(internvl):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lm_head": None}, r"gives no device for lm_head\.weight: add it"),
-        ({f"{LLM}.rotary_emb": None}, r"gives no device for .*rotary_emb\.inv_freq: add it"),
+        ({"lm_head": None}, r"gives no device for lm_head: add it"),
+        ({f"{LLM}.rotary_emb": None}, r"gives no device for model\.language_model\.rotary_emb: add it"),
         ({"lm_head": 8}, r"puts lm_head on 8, but this machine has devices 0 to 7: choose one of them, cpu or disk"),
         ({"lm_head": "gpu"}, r"puts lm_head on 'gpu', but this machine has"),
         ({"lm_head": -1}, r"puts lm_head on -1, but"),
@@ -200,12 +230,36 @@ def test_all_problems_of_a_map_are_named_at_once(internvl):
     del placed[f"{LLM}.norm"]
     with simulated(), pytest.raises(PartitionError) as caught:
         load_placed(internvl.folder, placed)
-    assert [word in str(caught.value) for word in ("on 9", "phantom", "norm.weight")] == [True] * 3
+    assert [word in str(caught.value) for word in ("on 9", "phantom", "language_model.norm: add it")] == [True] * 3
 
 
 def test_the_map_of_another_model_is_named_as_such(internvl):
     with simulated(), pytest.raises(PartitionError, match=r"is of another model: InternVL.* has no 'vision_model'"):
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 0, "language_model.output": 1})
+
+    with simulated(), pytest.raises(PartitionError) as caught:
+        load_placed(internvl.folder, {"vision_model": 0, "mlp1": 1})
+    assert "gives no device" not in str(caught.value)  # for each of its modules
+    with simulated(), pytest.raises(PartitionError, match="puts the whole model on 9, but"):
+        load_placed(internvl.folder, {"": 9})
+
+
+def test_a_tower_without_a_device_is_named_once(internvl):
+    placed = {k: v for k, v in whole(internvl, 0).items() if not k.startswith("model.vision_tower")}
+    with simulated(), pytest.raises(PartitionError) as caught:
+        load_placed(internvl.folder, placed)
+    assert str(caught.value).count("gives no device") == 1
+    assert "gives no device for model.vision_tower: add it" in str(caught.value)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_what_mllama_asks_for_before_it_is_there_stays_on_a_gpu(home, tmp_path):
+    case = make_case("mllama", tmp_path)
+    embedding = "model.vision_model.patch_embedding"
+    with simulated(), pytest.raises(PartitionError, match=f"{embedding} cannot lie on {home}: Mllama.* place it on a"):
+        load_placed(case.folder, {"": 0, embedding: home})
+    with simulated():
+        assert answers(load_placed(case.folder, {"": 0, "model.vision_model": home}), case)
 
 
 def test_tied_weights_on_two_devices_are_refused(gemma3):
@@ -280,6 +334,26 @@ def test_a_weight_of_another_shape_is_refused(folder):
     config["text_config"]["vocab_size"] = 230
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"holds lm_head\.weight in another shape than config\.json says"):
+        load_placed(folder, {"": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"is quantised \(awq\), and the parts of its"),
+        ({"text_config": {"model_type": "qwen2", "num_hidden_layers": "four"}}, r"has no config\.json that"),
+    ],
+)
+def test_a_config_that_cannot_be_placed_is_refused(folder, change, message):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=message):
+        load_placed(folder, {"": "cpu"})
+
+
+def test_a_generation_config_that_is_none_is_refused(folder):
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"has a generation_config\.json that cannot be read .*: mend it, or take"):
         load_placed(folder, {"": "cpu"})
 
 

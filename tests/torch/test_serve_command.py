@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,8 @@ def test_a_signal_finishes_what_was_accepted_and_leaves_nothing(folder: Path, nu
             client.sendall(head.encode() + b"\r\n\r\n" + body)
             answer = client.recv(1)  # the first token is there, the last one is not
             process.send_signal(number)
+            if number == signal.SIGTERM:  # impatience changes nothing
+                process.send_signal(number)
             answer += b"".join(iter(lambda: client.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 200")
         assert b'"completion_tokens": 400' in answer
@@ -103,6 +106,24 @@ def test_a_signal_finishes_what_was_accepted_and_leaves_nothing(folder: Path, nu
         assert members(process.pid) == []
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_second_interrupt_ends_what_is_left(folder: Path) -> None:
+    body = json.dumps(question("what is it?", max_tokens=3900, temperature=0, stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with served(folder, "--max-new-tokens", "4000") as (process, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            answer = client.recv(1)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            with suppress(ConnectionResetError):
+                answer += b"".join(iter(lambda: client.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in answer
+        assert process.wait(60) == 0
+        assert members(process.pid) == []
 
 
 def test_a_placed_model_answers_as_the_whole_one(folder: Path, tmp_path: Path) -> None:

@@ -161,3 +161,10 @@ def test_every_wrong_setting_is_named_at_once():
         Workload(batch=0, seq_len=0, max_new_tokens=0, dtype="int3", quant="gguf", attention="magic")
     for word in ("batch 0", "seq_len 0", "max_new_tokens 0", "'int3'", "'gguf'", "'magic'", "bnb-nf4"):
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("asked", [{"batch": 10**20}, {"seq_len": 10**16}, {"max_new_tokens": 10**17}])
+def test_a_workload_beyond_counting_is_refused(asked):
+    """Past int64 it would wrap around, and seem to fit."""
+    with pytest.raises(PartitionError, match=r"make one layer take more than 8 PiB: give less of them"):
+        inference_table(describe("Qwen2.5-VL-7B"), Workload(**asked))

@@ -14,7 +14,7 @@ from trimtab.costs.inference import Workload, inference_table
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.chain import arrangements, modules_of, parts_of
-from trimtab.partition.device_bytes import device_bytes
+from trimtab.partition.device_bytes import device_bytes, run_bytes, unit_table
 from trimtab.partition.machine import Gpu, Machine, machine_of
 from trimtab.partition.placement import place
 from trimtab.units import GIB, MIB
@@ -270,3 +270,37 @@ def test_activations_that_nothing_can_hold_are_told_apart_from_weights():
 def test_a_machine_that_is_full_says_so():
     with pytest.raises(PartitionError, match="no GPU has memory free"):
         place(small_model(), machine([0, 0]), WORK)
+
+
+def test_what_streams_needs_room_only_while_it_runs():
+    """A tower that is copied in takes its largest layer, and of the cache nothing: the prompts' comes behind it."""
+    model = small_model(tied=False, num_layers=3, depth=3, vocab_size=50)
+    workload = Workload(batch=2, seq_len=64, max_new_tokens=4000, images=((112, 112),))
+    table = inference_table(model, workload)
+    everything = range(len(model.layers))
+    front = [i for i in everything if not table.cached[i]]
+    decoder = [i for i in everything if table.cached[i]]
+    held, prompt, full = (int(x.sum()) for x in (table.held, table.kv_prompt, table.kv_full))
+    encode = max(int(table.prefill[i] + table.weights[i]) for i in front)
+    prefill, decode = (max(int(x[i]) for i in decoder) for x in (table.prefill, table.decode))
+    expected = max(held + encode, held + prompt + prefill, full + decode)
+    found = device_bytes(table, everything, front, 0)
+    assert found.kv_bytes + found.activation_bytes + found.streamed_bytes == expected
+    assert found.weight_bytes == sum(int(table.weights[i]) for i in decoder)
+    assert full + decode > held + prompt + prefill, "the cache grows past all else, so the tower streams for nothing"
+    assert found.streamed_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_run_of_units_is_counted_as_its_layers_are(seed):
+    rng = np.random.default_rng(seed)
+    model = small_model(tied=bool(rng.integers(2)), num_layers=3, depth=2, vocab_size=203)
+    images = ((112, 112),) * int(rng.integers(3))
+    workload = Workload(batch=int(rng.integers(1, 4)), seq_len=int(rng.integers(5, 200)), images=images)
+    table = inference_table(model, workload)
+    spilled = [i for i in range(len(model.layers)) if rng.random() < 0.4]
+    for option in arrangements(parts_of(model)):
+        found = run_bytes(unit_table(table, option.units, spilled), 1000)
+        for s, e in itertools.combinations(range(len(option.units) + 1), 2):
+            layers = [i for unit in option.units[s:e] for i in unit.layers]
+            assert found[s, e] == device_bytes(table, layers, spilled, 1000).total_bytes

@@ -55,7 +55,22 @@ def test_a_spilled_map_reads_back_with_what_runs_in_host_memory(tmp_path):
     assert found.decisions.run_on_cpu == placement.run_on_cpu
     assert set(found.device_map.values()) == {0, "cpu"}
     bare = json.loads((tmp_path / "map.json").read_text())
-    assert bare == {"device_map": dict(placement.device_map), "run_on_cpu": list(placement.run_on_cpu)}
+    assert bare == {
+        "device_map": dict(placement.device_map),
+        "runs_on": placement.runs_on,
+        "run_on_cpu": list(placement.run_on_cpu),
+    }
+
+
+def test_a_spilled_map_says_which_gpu_each_layer_is_copied_to(tmp_path):
+    placement, _ = written(tmp_path, parse_machine("7GiB,6GiB", cpu="16GiB"))
+    assert set(placement.runs_on.values()) == {0, 1}
+    assert set(placement.runs_on) | set(placement.run_on_cpu) == {
+        name for name, home in placement.device_map.items() if home == "cpu"
+    }
+    assert load_placement(tmp_path).runs_on == placement.runs_on
+    rows = [line for line in (tmp_path / "placement.yaml").read_text().splitlines() if "runs_on" in line]
+    assert [re.search(r"device: cpu, runs_on: \d, modules", line) is not None for line in rows] == [True] * 2
 
 
 def test_the_same_placement_gives_the_same_bytes_and_rows_take_a_line(tmp_path):

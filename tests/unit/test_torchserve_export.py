@@ -112,3 +112,10 @@ def test_exporting_needs_no_torch() -> None:
     code = "import sys, trimtab.adapters.torchserve, trimtab.serve.device_map; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_folder_of_pickles_alone_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="holds no safetensors: save the model as safetensors"):
+        export_torchserve(folder, tmp_path / "store", TorchServeOptions(name="tiny"))
+    assert not (tmp_path / "store").exists()

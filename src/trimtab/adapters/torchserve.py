@@ -98,6 +98,8 @@ def parse_max_memory(words: list[str]) -> dict[str, str]:
 def _check(model_dir: Path, options: TorchServeOptions) -> None:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} holds no config.json: name the folder of a saved model")
+    if not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(f"{model_dir} holds no safetensors: save the model as safetensors, no other format is read")
     if not _NAME.fullmatch(options.name):
         raise ConfigError(f"{options.name!r} cannot stand in a URL: name the model with letters, digits, _ . and -")
     if options.device_map is not None and "disk" in options.device_map.values() and options.offload_folder is None:

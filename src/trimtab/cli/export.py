@@ -53,7 +53,7 @@ def torchserve(
         TorchServeOptions(
             name=name or model_dir.resolve().name,
             version=version,
-            device_map=None if device_map is None else read_device_map(device_map),
+            device_map=None if device_map is None else read_device_map(device_map).device_map,
             max_memory=parse_max_memory(max_memory) if max_memory else None,
             offload_folder=offload_folder,
             max_new_tokens=max_new_tokens,

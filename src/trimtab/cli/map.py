@@ -32,7 +32,10 @@ def map_model(
     ],
     cpu: Annotated[str | None, typer.Option(help="Host memory for weights that no GPU holds, as in 128GiB.")] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder where weights may stay that not even host memory holds.")
+        Path | None,
+        typer.Option(
+            help="Folder, of the machine that serves, where weights may stay that not even host memory holds."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of text in a prompt; image tokens come on top.")] = 1024,
@@ -181,6 +184,7 @@ def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any
         "objective": placement.objective,
         "arrangement": placement.arrangement,
         "device_map": dict(placement.device_map),
+        "runs_on": placement.runs_on,
         "run_on_cpu": placement.run_on_cpu,
         "fullest": placement.fullest,
         "moved_bytes": placement.moved_bytes,

@@ -34,7 +34,7 @@ def serve(
     drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to accepted requests.")] = 330.0,
 ) -> None:
     """Serve MODEL_DIR as /v1/chat/completions, with /health and /metrics; SIGTERM finishes what was accepted."""
-    from trimtab.runtime.placement import load_placed
+    from trimtab.runtime.placement import load_placed, move_inputs
     from trimtab.serve.device_map import read_device_map
     from trimtab.serve.limits import ServeLimits
     from trimtab.serve.load import load_model, load_processor
@@ -53,14 +53,19 @@ def serve(
         drain_s=drain_s,
     )
     key = None if api_key_file is None else _read_key(api_key_file)
-    places = None if device_map is None else read_device_map(device_map)
+    written = None if device_map is None else read_device_map(device_map)
     with open_port(host, port, api_key=key) as opened:
         processor = load_processor(model_dir)
-        model = (
-            load_model(model_dir) if places is None else load_placed(model_dir, places, offload_folder=offload_folder)
-        )
+        if written is None:
+            model = load_model(model_dir)
+        else:
+            model = load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
         chat = ChatModel(
-            model, processor, name=name or model_dir.resolve().name, max_prompt_tokens=limits.max_prompt_tokens
+            model,
+            processor,
+            name=name or model_dir.resolve().name,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            move_inputs=None if written is None else move_inputs,
         )
         server = ChatServer(chat, opened, limits, api_key=key)
         server.run(lambda url: log(f"serving {chat.name} on {url}/v1"))
@@ -68,7 +73,7 @@ def serve(
 
 
 def _read_key(path: Path) -> str:
-    key = path.read_text(encoding="utf-8").strip()
+    key = path.read_text(encoding="utf-8", errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise TrimtabError(f"{path} holds no key: write one line of printable ASCII into it")
     return key

@@ -1,165 +1,37 @@
-"""Bytes that serving a model takes, layer by layer: weights, KV cache, and what is live while a layer runs.
-
-The live tensors are those of Transformers 5's modules without gradients: a tensor counts from the operation that makes
-it to the end of the last frame that names it. Symbols: w bytes of a value, h hidden size, f intermediate size, q the
-queries' width (heads times their width), B sequences, T tokens of a prompt with its images, N new tokens.
-"""
+"""Bytes that serving a model takes, layer by layer: weights, KV cache, and what is live while a layer runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import get_args
 
 import numpy as np
 
-from trimtab.costs.flops import layer_matmuls
-from trimtab.costs.settings import ITEM_BYTES, Attention
-from trimtab.errors import PartitionError, join_problems
-from trimtab.specs import AttentionSpec, FloatArray, ImageCounts, IntArray, LayerSpec, MlpSpec, ModelSpec, Tower
+from trimtab.costs.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
+from trimtab.costs.workload import QUANTS, Batch, Quant, Workload, batch_of, count_batch
+from trimtab.errors import PartitionError
+from trimtab.specs import IntArray, LayerSpec, ModelSpec
 
-# -- what is asked --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quant:
-    """How a format stores the matrices it covers; everything else keeps the dtype."""
-
-    weight_bytes: float  # per weight, scales included
-    towers: tuple[Tower, ...]  # whose linear layers it covers; embeddings, norms and the head it never does
-    experts: bool  # whether routed experts too: Transformers 5 keeps them as one 3-d tensor, no linear layer
-    source: str
-
-
-_ALL: tuple[Tower, ...] = ("vision", "projector", "language")
-
-QUANTS = MappingProxyType(
-    {
-        "bnb-int8": Quant(
-            weight_bytes=1.0,
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes LLM.int8(): 1 byte; one fp32 scale an output row is not counted (< 0.2 %)",
-        ),
-        "bnb-nf4": Quant(
-            weight_bytes=0.5 + 4 / 64,
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes 4 bit: an fp32 maximum for each 64 weights",
-        ),
-        "bnb-nf4-double": Quant(
-            weight_bytes=0.5 + 1 / 64 + 4 / (64 * 256),
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes 4 bit, double quantisation: the maxima in 8 bit, an fp32 scale for 256 of them",
-        ),
-        "awq": Quant(
-            weight_bytes=0.5 + (2 + 0.5) / 128,
-            towers=("language",),
-            experts=True,
-            source="AWQ and GPTQ checkpoints, 4 bit, fp16 scale and 4-bit zero for each 128; ViT left alone",
-        ),
-        "fp8": Quant(
-            weight_bytes=1.0 + 4 / 128**2,
-            towers=("language",),
-            experts=True,
-            source="block-wise fp8 checkpoints: an fp32 scale for each 128 x 128 weights; ViT left alone",
-        ),
-    }
-)
-"""Quantised formats by name. A new one is an entry here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The largest batch that is to fit: sequences that run together, all alike."""
-
-    batch: int = 1
-    seq_len: int = 1024  # tokens of text in a prompt; image tokens come on top
-    max_new_tokens: int = 256
-    images: tuple[tuple[int, int], ...] = ()  # (width, height) in pixels of each image of one prompt
-    dtype: str = "bf16"
-    quant: str | None = None
-    attention: Attention = "sdpa"
-    padded: bool | None = None  # prompts of a batch differ in length, so a mask goes with them; None: if batch > 1
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} {value} cannot be served: give {least} or more"
-            for name, value, least in (
-                ("batch", self.batch, 1),
-                ("seq_len", self.seq_len, 1),
-                ("max_new_tokens", self.max_new_tokens, 1),
-            )
-            if value < least
-        ]
-        for what, value, known in (
-            ("dtype", self.dtype, tuple(ITEM_BYTES)),
-            ("attention", self.attention, get_args(Attention)),
-            ("quant", self.quant, (None, *QUANTS)),
-        ):
-            if value not in known:
-                names = ", ".join(str(x) for x in known if x is not None)
-                problems.append(f"{what} {value!r} has no formula: choose one of {names}")
-        if problems:
-            raise PartitionError(join_problems(problems))
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A workload's rows in the two towers."""
-
-    sequences: int
-    prompt_tokens: int  # of one sequence, image tokens included
-    new_tokens: int
-    patches: int  # ViT rows of all sequences: they run as one batch
-    image_tokens: int  # of all sequences
-    patches_sq: int  # of all images
-    largest_patches_sq: int  # of the image with the longest attention
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.prompt_tokens
-
-    @property
-    def context(self) -> int:
-        """Tokens of one sequence at the end; the last new token is never fed back."""
-        return self.prompt_tokens + self.new_tokens - 1
-
-
-def count_batch(model: ModelSpec, workload: Workload) -> Batch:
-    """The workload's images counted by the model's own rule."""
-    return batch_of(workload, [model.image_rule.count(width, height) for width, height in workload.images])
-
-
-def batch_of(workload: Workload, images: list[ImageCounts]) -> Batch:
-    """The rows of a workload whose prompts hold `images` each."""
-    B = workload.batch
-    tokens = sum(x.tokens for x in images)
-    return Batch(
-        sequences=B,
-        prompt_tokens=workload.seq_len + tokens,
-        new_tokens=workload.max_new_tokens,
-        patches=B * sum(x.patches for x in images),
-        image_tokens=B * tokens,
-        patches_sq=B * sum(x.patches_sq for x in images),
-        largest_patches_sq=max((x.patches_sq for x in images), default=0),
-    )
-
-
-# -- what it costs --------------------------------------------------------------------------------------------------
+__all__ = [
+    "QUANTS",
+    "Batch",
+    "InferenceTable",
+    "Quant",
+    "Workload",
+    "batch_of",
+    "count_batch",
+    "inference_table",
+    "kv_bytes_per_token",
+    "weight_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InferenceTable:
     """Bytes of every layer, one array each, in the order of `ModelSpec.layers`.
 
-    A device that holds a set of layers needs, beside context and allocator slack,
-    weights + max(prompt KV + held + largest prefill peak, full KV + largest decode peak).
+    A device that holds a set of layers needs, beside context and allocator slack, weights + max(
+    held + largest prefill peak in front of the decoder, prompt KV + held + largest prefill peak of the decoder,
+    full KV + largest decode peak).
     """
 
     weights: IntArray
@@ -168,6 +40,7 @@ class InferenceTable:
     held: IntArray  # live on the layer's device all through the prefill: pixels, embedded inputs, image features
     prefill: IntArray  # most that is live while the layer runs over the prompts, its input included
     decode: IntArray  # the same for one new token of each sequence
+    cached: IntArray  # 1 where the KV cache exists while the layer runs: in the decoder; 0 in tower and projector
     runs: IntArray  # times the layer runs in one batch of requests
     rows_out: IntArray  # bytes that leave it over all its runs: what a cut behind it would carry
     touched: IntArray  # weight bytes that its runs read; of an embedding the rows looked up
@@ -180,67 +53,25 @@ def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = 
     is counted on them together with the weights; not counted: workspace inside kernels, the allocator's rounding.
     `batch`: the workload's rows, where images are counted elsewhere.
     """
-    serving = _Serving.of(model, workload, count_batch(model, workload) if batch is None else batch)
+    serving = Serving.of(model, workload, count_batch(model, workload) if batch is None else batch)
     costs = [_layer_bytes(layer, serving) for layer in model.layers]
     columns = np.array(costs, dtype=np.float64).reshape(len(costs), -1)
-    columns[:, _PREFILL] += _stacked_bytes(model, serving)
+    columns[:, _PREFILL] += stacked_bytes(model, serving)
+    if not columns.max() < _MAX_BYTES:
+        raise PartitionError(
+            f"batch {workload.batch}, {workload.seq_len} tokens of text, {len(workload.images)} images and "
+            f"{workload.max_new_tokens} new tokens make one layer take more than 8 PiB: give less of them"
+        )
     exact = np.ceil(columns - 1e-6).astype(np.int64)
     return InferenceTable(**{name: exact[:, i] for i, name in enumerate(_COLUMNS)})
 
 
-_COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "runs", "rows_out", "touched")
+_MAX_BYTES = 2**53  # of one layer: float64 counts so far, and sums of a thousand layers stay in int64
+_COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "cached", "runs", "rows_out", "touched")
 _PREFILL = _COLUMNS.index("prefill")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Serving:
-    """A workload on a model: what the formulas of single layers share."""
-
-    workload: Workload
-    rows: Batch
-    item_bytes: int
-    pixel_values: float  # of all images
-    mask_bytes: float  # of one mask: boolean, or numbers to add for eager attention
-    copies_pixels: bool  # tiles of several images are joined in front of the tower
-    masked_windows: frozenset[int | None]  # attention windows whose layers are handed a mask instead of a flag
-    crossed_rows: float = 0.0  # of all images, that cross-attention layers read; 0 without such layers
-    crossed_width: int = 0
-
-    @staticmethod
-    def of(model: ModelSpec, workload: Workload, rows: Batch) -> _Serving:
-        windows = {x.attention.window for x in model.layers if x.tower == "language" and x.attention is not None}
-        padded = workload.batch > 1 if workload.padded is None else workload.padded
-        everywhere = workload.attention == "eager" or padded or (model.family == "gemma3" and rows.patches > 0)
-        masked = {x for x in windows if everywhere or (x is not None and x < rows.prompt_tokens)}
-        patch = next((x for x in model.layers if x.tower == "vision" and x.num_matmul_params), None)
-        volume = 0.0 if patch is None else patch.rows_per_input * patch.num_matmul_params / patch.output_size
-        crosses = any(x.attention is not None and x.attention.cross for x in model.layers)
-        if crosses and workload.attention == "flash":
-            raise PartitionError(
-                "flash attention cannot be used: cross-attention layers are given masks of four dimensions, which it "
-                "does not take: choose sdpa or eager"
-            )
-        projector = next(x for x in model.layers if x.tower == "projector") if crosses else None
-        return _Serving(
-            workload=workload,
-            rows=rows,
-            item_bytes=workload.item_bytes,
-            pixel_values=rows.patches * volume,
-            mask_bytes=(workload.item_bytes if workload.attention == "eager" else 1) * _prompt_pairs(rows),
-            copies_pixels=model.family in ("llava_next", "llava_onevision"),
-            masked_windows=frozenset(masked if workload.attention != "flash" else ()),
-            crossed_rows=0.0 if projector is None else rows.patches * projector.rows_out_per_input,
-            crossed_width=0 if projector is None else projector.output_size,
-        )
-
-    @property
-    def masks_bytes(self) -> float:
-        """What is made once, in front of the first block: all masks, and the image rows of cross-attention."""
-        crossed = self.item_bytes * self.crossed_rows * (self.crossed_width + self.rows.prompt_tokens)
-        return len(self.masked_windows) * self.mask_bytes + crossed
-
-
-def _layer_bytes(layer: LayerSpec, serving: _Serving) -> list[float]:
+def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
     w, rows = serving.item_bytes, serving.rows
     weights = weight_bytes(layer, serving.workload)
     per_token = kv_bytes_per_token(layer, w)
@@ -263,9 +94,10 @@ def _layer_bytes(layer: LayerSpec, serving: _Serving) -> list[float]:
         weights,
         (serving.crossed_rows if crosses else rows.tokens) * per_token,
         (serving.crossed_rows if crosses else rows.sequences * kept) * per_token,
-        _held_bytes(layer, serving),
-        _prefill_bytes(layer, serving),
-        _decode_bytes(layer, serving) if language else 0.0,
+        held_bytes(layer, serving),
+        prefill_bytes(layer, serving),
+        decode_bytes(layer, serving) if language else 0.0,
+        language,
         runs,
         out,
         touched,
@@ -298,212 +130,3 @@ def kv_bytes_per_token(layer: LayerSpec, item_bytes: int) -> int:
     if layer.tower != "language" or a is None:
         return 0
     return item_bytes * a.num_kv_heads * (a.head_dim + a.value_head_dim)
-
-
-# -- live bytes -----------------------------------------------------------------------------------------------------
-
-
-def _held_bytes(layer: LayerSpec, serving: _Serving) -> float:
-    """Tensors that outer frames keep until the prefill is over."""
-    w, rows = serving.item_bytes, serving.rows
-    if layer.tower == "vision" and layer.kind == "embed" and layer.num_matmul_params:
-        return 4.0 * serving.pixel_values  # fp32, as processors make them
-    if layer.tower == "projector" and layer.kind == "projector":
-        if serving.crossed_rows:  # the tower's result stays named; what becomes of it counts with the decoder
-            return w * serving.crossed_rows * layer.hidden_size
-        return float(w * rows.patches * layer.rows_out_per_input * layer.output_size)
-    if layer.tower == "language" and layer.kind == "embed":
-        return float(w * rows.tokens * layer.output_size)
-    return 0.0
-
-
-def _prefill_bytes(layer: LayerSpec, serving: _Serving) -> float:
-    """Most bytes live at once while `layer` runs over the whole batch, its input among them."""
-    w, rows, h = serving.item_bytes, serving.rows, layer.hidden_size
-    if layer.tower == "language":
-        R = float(rows.tokens)
-        if layer.kind == "block":
-            return _block_peak(layer, serving, R) + serving.masks_bytes
-        if layer.kind == "norm":  # meets the last block's input too, which the loop around the blocks still names
-            return R * (2 * w * h + _norm_peak(layer, w)) + serving.masks_bytes
-        if layer.kind == "head":  # the last token of each sequence alone; then a copy in fp32 to choose from
-            return rows.sequences * layer.output_size * (w + 4.0)
-        if serving.crossed_rows:  # the mask of cross-attention: repeated as int64, inverted in fp32, cast, filled
-            made = max(12 + (w if w < 4 else 0), 9 + 2 * w)
-            return serving.crossed_rows * (w * serving.crossed_width + rows.prompt_tokens * made)
-        return R * w * layer.output_size  # a copy that image features are put into, beside the rows looked up
-    if not rows.patches:
-        return 0.0
-    R = rows.patches * layer.rows_per_input
-    joined = 4.0 * serving.pixel_values if serving.copies_pixels else 0.0
-    cast = joined + (w * serving.pixel_values if w < 4 else 0.0)  # in the tower's dtype, until the tower is through
-    if layer.kind == "block":
-        kept = cast if _turns(layer) or layer.layer_scale else joined  # CLIP's and SigLIP's embeddings cast themselves
-        return kept + _block_peak(layer, serving, R)
-    if layer.kind == "norm":
-        return joined + R * (2 * w * h + _norm_peak(layer, w))
-    if layer.kind == "projector" and serving.crossed_rows:
-        return 0.0  # its input is held; the tower's last moments beside it: `_stacked_bytes`
-    if layer.kind == "projector":
-        widths = [p.out_width for p in layer_matmuls(layer, 1)]
-        inner = widths[0] if len(widths) > 1 else layer.output_size
-        # the ViT's result, its shuffled or normed copy; first product and its activation
-        return cast + R * w * (2 * h + max(2 * inner, inner + layer.output_size))
-    return cast + w * rows.patches * layer.rows_out_per_input * 2 * layer.output_size  # rows, rows with positions
-
-
-def _decode_bytes(layer: LayerSpec, serving: _Serving) -> float:
-    """Most bytes live at once for one new token: the cache grows by copying, keys before values."""
-    w, B = serving.item_bytes, serving.rows.sequences
-    if layer.kind == "head":
-        return B * layer.output_size * (w + 4.0)
-    if layer.kind != "block" or layer.attention is None:
-        return 0.0
-    a = layer.attention
-    if a.cross:  # nothing grows, but the cached heads are repeated for the queries that share them
-        shared = a.num_heads * (a.head_dim + a.value_head_dim) if a.num_kv_heads != a.num_heads else 0
-        return w * serving.crossed_rows * shared
-    context = serving.rows.context if a.window is None else min(serving.rows.context, a.window)
-    live = w * B * context * a.num_kv_heads * float(max(a.head_dim, a.value_head_dim))
-    if serving.workload.attention == "eager":
-        repeated = w * a.num_heads * (a.head_dim + a.value_head_dim) if a.num_kv_heads != a.num_heads else 0
-        live += B * context * (repeated + a.num_heads * (2.0 * w + (4 if w < 4 else 0)))
-    return live
-
-
-def _norm_peak(layer: LayerSpec, w: int) -> float:
-    """Bytes a row beside the norm's input: LayerNorm's result, or RMSNorm's fp32 copy with a second one beside it."""
-    return w * layer.hidden_size if layer.norm == "layer_norm" else 8.0 * layer.hidden_size
-
-
-def _block_peak(layer: LayerSpec, serving: _Serving, R: float) -> float:
-    """The largest of a block's phases: norm, attention, feed-forward.
-
-    Live all through: the block's input, which the loop around the blocks names; from the attention's end on also the
-    residual stream, and where a learned vector scales the attention's result that result too.
-    """
-    w, h = serving.item_bytes, layer.hidden_size
-    stream = (3 if layer.layer_scale else 2) * w * h
-    phases = [R * (stream + _norm_peak(layer, w))] if layer.norm is not None else []
-    if layer.attention is not None:
-        phases.append(R * 2 * w * h + _attention_peak(layer, layer.attention, serving, R))  # input and its normed copy
-    if layer.mlp is not None:
-        phases.append(R * (stream + w * h) + _mlp_peak(layer, layer.mlp, w, R))
-    return max(phases, default=0.0) + R * _table_bytes(layer, w)
-
-
-def _turns(layer: LayerSpec) -> bool:
-    """Towers that fuse q, k and v (Qwen-VL's) turn q and k by position, in fp32; the others add positions up front."""
-    return layer.tower == "vision" and layer.attention is not None and layer.attention.fused_qkv
-
-
-def _table_bytes(layer: LayerSpec, w: int) -> float:
-    """Cosines and sines of each row."""
-    if layer.attention is None or not (layer.tower == "language" or _turns(layer)):
-        return 0.0
-    return 2.0 * layer.attention.head_dim * (4 if layer.tower == "vision" else w)
-
-
-def _attention_peak(layer: LayerSpec, a: AttentionSpec, serving: _Serving, R: float) -> float:
-    """Beside the block's input and its normed copy."""
-    if a.cross:
-        return _cross_attention_peak(layer, a, serving, R)
-    w, kernel = serving.item_bytes, serving.workload.attention
-    q, k, v = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_head_dim
-    o = a.num_heads * a.value_head_dim
-    phases: list[float] = []
-    if a.qk_norm:
-        phases += [R * (w * q + 8.0 * q), R * (w * (q + k) + 8.0 * k)]
-    made = w * (q + k + v)
-    masked = False
-    if _turns(layer):  # q and k cast; turned q; k times cosine, half turned, that times sine
-        phases.append(R * (made + 4.0 * (2 * q + 4 * k)))
-        made += w * (q + k)
-    elif layer.tower == "language":
-        phases.append(R * (made + w * max(3 * q, q + 3 * k)))
-        masked = a.window in serving.masked_windows
-        made = w * q  # keys and values are the cache's own
-    repeated = w * (q + o) if a.num_kv_heads != a.num_heads and (kernel == "eager" or masked) else 0.0
-    if kernel == "eager":  # scores; softmax in fp32; cast back
-        scores = 2.0 * w + (4 if w < 4 else 0)
-        phases.append(R * (made + repeated) + _pairs_at_once(layer, serving.rows) * a.num_heads * scores)
-    else:
-        bias = w * _prompt_pairs(serving.rows) if masked else 0.0  # SDPA makes a bias of a boolean mask
-        joined = w * o if _turns(layer) and kernel == "sdpa" else 0.0  # images one by one, then joined
-        phases.append(R * (made + repeated + w * o + joined) + bias)
-    phases.append(R * w * (o + layer.hidden_size))
-    return max(phases)
-
-
-def _cross_attention_peak(layer: LayerSpec, a: AttentionSpec, serving: _Serving, R: float) -> float:
-    """The same with keys and values of `crossed_rows`: k normed in fp32, or both beside their cached copies."""
-    w, C = serving.item_bytes, serving.crossed_rows
-    q, k, v = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_head_dim
-    o = a.num_heads * a.value_head_dim
-    phases = [R * (w * q + 8.0 * q), R * w * q + C * max(8.0 * k, w * (k + v)), R * w * (o + layer.hidden_size)]
-    repeated = C * w * (q + o) if a.num_kv_heads != a.num_heads else 0.0
-    if serving.workload.attention == "eager":
-        pairs = serving.rows.prompt_tokens * C * a.num_heads
-        phases.append(R * w * q + repeated + pairs * (2.0 * w + (4 if w < 4 else 0)))
-    else:
-        phases.append(R * w * (q + o) + repeated)
-    return max(phases)
-
-
-def _stacked_bytes(model: ModelSpec, serving: _Serving) -> FloatArray:
-    """What a tower that hands on the states of all its blocks adds to the peak of each of its layers.
-
-    Mllama's keeps the result of every block until its end, where those that are read are stacked; the patches as they
-    were embedded; and a mask over the tiles, as numbers to add.
-    """
-    added = np.zeros(len(model.layers))
-    vision = model.indices("vision")
-    if model.family != "mllama" or not serving.rows.patches:
-        return added
-    w, rows, h = serving.item_bytes, serving.rows, model.layers[vision[0]].output_size
-    state = float(w * rows.patches * h)
-    always = w * rows.patches_sq + state * model.layers[vision[0]].rows_out_per_input
-    projector = model.layers[vision[-1] + 1]
-    result = w * serving.crossed_rows * projector.hidden_size  # among the held bytes, but no block runs beside it
-    num_states = 0
-    for i in vision:
-        layer = model.layers[i]
-        if layer.kind == "block":
-            added[i] = always + num_states * state - result
-            num_states += 1
-        elif num_states or layer.kind == "norm":
-            # two more masks while the first is made; behind the first encoder its last state is the norm's input
-            added[i] = always + max(num_states - 1, 0) * state + (0 if num_states else 2 * w * rows.patches_sq)
-    stacked = w * rows.patches * (projector.hidden_size - h)
-    added[vision[-1] + 1] = max(always + num_states * state + stacked, w * serving.crossed_rows * projector.output_size)
-    return added
-
-
-def _pairs_at_once(layer: LayerSpec, rows: Batch) -> float:
-    if layer.tower == "language":
-        return _prompt_pairs(rows)
-    # towers that pack images into one row compute them one by one, the others all tiles at once
-    return float(rows.largest_patches_sq if _turns(layer) else rows.patches_sq)
-
-
-def _prompt_pairs(rows: Batch) -> float:
-    return rows.sequences * float(rows.prompt_tokens) ** 2
-
-
-def _mlp_peak(layer: LayerSpec, m: MlpSpec, w: int, R: float) -> float:
-    """Beside the block's input, the residual stream and the normed rows."""
-    h, f = layer.hidden_size, m.intermediate_size
-    if m.num_experts is None:
-        fused_gate = layer.attention is not None and layer.attention.fused_qkv and layer.tower == "language"
-        return R * w * max(_dense_width(m, f, h), 4 * f if fused_gate and m.gated else 0)
-    # gathered rows stay; gate and up, activation, product; or result, weighed and put back in order. Routers of the
-    # DeepSeek kind, which have experts that every token visits, weigh in fp32
-    weighed = 4 if m.shared_intermediate_size else w
-    routed = (m.experts_per_token or 1) * (w * h + max(4 * w * f, w * h + 2 * weighed * h))
-    shared = w * (h + _dense_width(m, m.shared_intermediate_size, h)) if m.shared_intermediate_size else 0
-    return R * max(routed, shared)
-
-
-def _dense_width(m: MlpSpec, f: int, h: int) -> int:
-    """Activation, up and their product; or input and result of the activation; then the product and the result."""
-    return max(3 * f if m.gated or m.quick_gelu else 2 * f, f + h)

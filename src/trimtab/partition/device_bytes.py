@@ -31,15 +31,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitTable:
-    """Bytes of each unit of a chain; sums over a unit's layers, but for the peaks, of which only one is live."""
+    """Bytes of each unit of a chain; sums over a unit's layers, but for the peaks, of which only one is live.
+
+    A peak holds the weights of its layer too where they are copied to the device to run.
+    """
 
     weights: IntArray  # 0 for a unit whose weights no GPU holds
     kv_prompt: IntArray
     kv_full: IntArray
     held: IntArray
+    encode: IntArray  # peak of layers in front of the decoder: no cache exists yet
     prefill: IntArray
     decode: IntArray
-    streamed: IntArray  # weights copied to the device to run, 0 for a unit that it holds
     touched: IntArray  # weight bytes read by all runs
 
 
@@ -50,50 +53,66 @@ def unit_table(
     gone, off = np.zeros(len(table.weights), dtype=bool), np.zeros(len(table.weights), dtype=bool)
     gone[list(spilled)] = True
     off[list(on_cpu)] = True
-    resident, streamed = np.where(gone | off, 0, table.weights), np.where(gone & ~off, table.weights, 0)
+    streamed = np.where(gone, table.weights, 0)
 
     def total(column: IntArray) -> IntArray:
         kept = np.where(off, 0, column)
         return np.array([kept[list(u.layers)].sum() for u in units], dtype=np.int64)
 
-    def largest(column: IntArray) -> IntArray:
-        kept = np.where(off, 0, column)
+    def largest(column: IntArray, runs: IntArray) -> IntArray:
+        kept = np.where(off | (runs == 0), 0, column + streamed)
         return np.array([kept[list(u.layers)].max() for u in units], dtype=np.int64)
 
     return UnitTable(
-        weights=total(resident),
+        weights=total(np.where(gone, 0, table.weights)),
         kv_prompt=total(table.kv_prompt),
         kv_full=total(table.kv_full),
         held=total(table.held),
-        prefill=largest(table.prefill),
-        decode=largest(table.decode),
-        streamed=largest(streamed),
+        encode=largest(table.prefill, 1 - table.cached),
+        prefill=largest(table.prefill, table.cached),
+        decode=largest(table.decode, table.cached),
         touched=total(table.touched),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A moment in which a device may be fullest."""
+
+    kv_bytes: int
+    activation_bytes: int
+    streamed_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        return self.kv_bytes + self.activation_bytes + self.streamed_bytes
 
 
 def device_bytes(table: InferenceTable, layers: Sequence[int], spilled: Iterable[int], context_bytes: int) -> Held:
     """Bytes of a device that runs `layers`, of which the `spilled` ones are copied in each time.
 
-    Weights + max(prompt KV + held + prefill peak, full KV + decode peak) + largest streamed layer + reserve; the
-    reserve is the context and 5 % of KV cache and activations. Nothing for a device that runs nothing.
+    Weights + max(held + encode peak, prompt KV + held + prefill peak, full KV + decode peak) + reserve. A peak is the
+    most of any one layer, its weights included where they are copied in; the encode peak is that of tower and
+    projector, which are through before the cache begins. The reserve is the context and 5 % of all but the weights that
+    stay. Nothing for a device that runs nothing.
     """
     if not layers:
         return Held(weight_bytes=0, kv_bytes=0, activation_bytes=0, streamed_bytes=0, reserve_bytes=0)
     at, gone = list(layers), set(spilled)
-    weights = sum(int(table.weights[i]) for i in at if i not in gone)
-    streamed = max((int(table.weights[i]) for i in at if i in gone), default=0)
-    prompt = int(table.kv_prompt[at].sum())
-    first = prompt + int(table.held[at].sum()) + int(table.prefill[at].max())
-    full = int(table.kv_full[at].sum())
-    last = full + int(table.decode[at].max())
-    kv, live = (prompt, first) if first >= last else (full, last)
+    held, prompt, full = (int(column[at].sum()) for column in (table.held, table.kv_prompt, table.kv_full))
+    phases: list[_Phase] = []
+    for i in at:
+        streamed = int(table.weights[i]) if i in gone else 0
+        first = _Phase(prompt if table.cached[i] else 0, held + int(table.prefill[i]), streamed)
+        phases += [first, _Phase(full, int(table.decode[i]), streamed)] if table.cached[i] else [first]
+    phases += [_Phase(prompt, held, 0), _Phase(full, 0, 0)]
+    peak = max(phases, key=lambda phase: phase.live_bytes)
     return Held(
-        weight_bytes=weights,
-        kv_bytes=kv,
-        activation_bytes=live - kv,
-        streamed_bytes=streamed,
-        reserve_bytes=context_bytes + live // ALLOCATOR_DIVISOR,
+        weight_bytes=sum(int(table.weights[i]) for i in at if i not in gone),
+        kv_bytes=peak.kv_bytes,
+        activation_bytes=peak.activation_bytes,
+        streamed_bytes=peak.streamed_bytes,
+        reserve_bytes=context_bytes + peak.live_bytes // ALLOCATOR_DIVISOR,
     )
 
 
@@ -111,8 +130,10 @@ def run_bytes(units: UnitTable, context_bytes: int) -> IntArray:
             found[start, start + 1 :] = np.maximum.accumulate(column[start:])
         return found
 
+    held = sums(units.held)
     live = np.maximum(
-        sums(units.kv_prompt) + sums(units.held) + peaks(units.prefill), sums(units.kv_full) + peaks(units.decode)
+        held + np.maximum(peaks(units.encode), sums(units.kv_prompt) + peaks(units.prefill)),
+        sums(units.kv_full) + peaks(units.decode),
     )
-    total = sums(units.weights) + live + live // ALLOCATOR_DIVISOR + peaks(units.streamed) + context_bytes
+    total = sums(units.weights) + live + live // ALLOCATOR_DIVISOR + context_bytes
     return np.where(np.triu(np.ones((n + 1, n + 1), dtype=bool), k=1), total, 0)

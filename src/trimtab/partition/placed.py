@@ -23,9 +23,9 @@ class DeviceUse:
     device: DeviceKey
     capacity_bytes: int | None  # None: a disk is not counted
     weight_bytes: int = 0
-    kv_bytes: int = 0  # cache when the peak comes: of the prompts, or of everything at the last new token
-    activation_bytes: int = 0  # most that is live at once while any module there runs
-    streamed_bytes: int = 0  # room for the largest layer that is copied here to run and dropped again
+    kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
+    activation_bytes: int = 0  # live beside it at that moment
+    streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
     reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
     modules: tuple[str, ...] = ()  # whose weights it holds
 
@@ -79,6 +79,11 @@ class Placement:
     def moved_bytes(self) -> int:
         """Weights and rows that cross a link because they did not fit, per batch of requests."""
         return sum(x.moved_bytes for x in self.spilled)
+
+    @property
+    def runs_on(self) -> dict[str, DeviceKey]:
+        """The GPU to which each module's weights are copied to run, of those that no GPU holds."""
+        return {name: x.runs_on for x in self.spilled if x.runs_on != "cpu" for name in x.modules}
 
     @property
     def run_on_cpu(self) -> tuple[str, ...]:

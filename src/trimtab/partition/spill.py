@@ -47,7 +47,7 @@ def _spread(layers: list[int]) -> list[int]:
     return [layers[i] for i in turned if i < len(layers)]
 
 
-_NEVER_SPILLED = frozenset(
+NEVER_SPILLED = frozenset(
     {
         # parameters without a module of their own: nothing would bring them back to run
         "model.image_newline",
@@ -56,7 +56,8 @@ _NEVER_SPILLED = frozenset(
         "model.vision_model.patch_embedding",
     }
 )
+"""Layers whose weights have to be on a GPU."""
 
 
 def _stays(model: ModelSpec, layer: int) -> bool:
-    return model.layers[layer].name in _NEVER_SPILLED
+    return model.layers[layer].name in NEVER_SPILLED

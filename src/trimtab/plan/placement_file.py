@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,7 @@ class MapRow:
     """Modules of one device, in forward order."""
 
     device: int | str
+    runs_on: int | None = None  # the GPU that modules on "cpu" or "disk" are copied to; None: where they lie
     modules: tuple[str, ...]
 
 
@@ -74,7 +75,7 @@ class Decisions:
     objective: str
     arrangement: str
     device_map: tuple[MapRow, ...]
-    run_on_cpu: tuple[str, ...]  # computed in host memory; other modules on "cpu" are copied to a GPU to run
+    run_on_cpu: tuple[str, ...]  # computed in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,12 @@ class PlacementFile:
         """Module path -> device, every module by itself."""
         return {name: row.device for row in self.decisions.device_map for name in unfold_modules(row.modules)}
 
+    @property
+    def runs_on(self) -> dict[str, DeviceKey]:
+        """Module path -> the GPU it is copied to, of modules on "cpu" or "disk"."""
+        rows = ((row.runs_on, row.modules) for row in self.decisions.device_map)
+        return {name: gpu for gpu, modules in rows if gpu is not None for name in unfold_modules(modules)}
+
 
 def write_placement(
     folder: Path,
@@ -147,8 +154,12 @@ def write_placement(
 
 
 def map_json(placement: Placement) -> dict[str, object]:
-    """The map as loaders take it, and which of its "cpu" modules are computed there."""
-    return {"device_map": dict(placement.device_map), "run_on_cpu": list(placement.run_on_cpu)}
+    """The map as loaders take it; of what lies off the GPUs, the GPU it is copied to or that it is computed there."""
+    return {
+        "device_map": dict(placement.device_map),
+        "runs_on": placement.runs_on,
+        "run_on_cpu": list(placement.run_on_cpu),
+    }
 
 
 def load_placement(path: Path | str) -> PlacementFile:
@@ -208,7 +219,7 @@ def placement_file(
         decisions=Decisions(
             objective=placement.objective,
             arrangement=placement.arrangement,
-            device_map=_rows(placement.device_map),
+            device_map=_rows(placement),
             run_on_cpu=placement.run_on_cpu,
         ),
         estimates=Estimates(
@@ -282,11 +293,14 @@ def image_texts(workload: Workload) -> tuple[str, ...]:
     return tuple(f"{width}x{height}" + (f",{n}" if n > 1 else "") for (width, height), n in counts.items())
 
 
-def _rows(device_map: Mapping[str, DeviceKey]) -> tuple[MapRow, ...]:
-    groups: dict[DeviceKey, list[str]] = {}
-    for name, device in device_map.items():
-        groups.setdefault(device, []).append(name)
-    return tuple(MapRow(device=device, modules=fold_modules(names)) for device, names in groups.items())
+def _rows(placement: Placement) -> tuple[MapRow, ...]:
+    groups: dict[tuple[DeviceKey, DeviceKey | None], list[str]] = {}
+    for name, device in placement.device_map.items():
+        groups.setdefault((device, placement.runs_on.get(name)), []).append(name)
+    return tuple(
+        MapRow(device=device, runs_on=gpu if isinstance(gpu, int) else None, modules=fold_modules(names))
+        for (device, gpu), names in groups.items()
+    )
 
 
 def _gib(num_bytes: int) -> float:

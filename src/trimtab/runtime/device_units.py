@@ -1,22 +1,26 @@
 """A device map read against the model it is for: which module lies where, and where it runs.
 
 A *unit* is a module that lies on one device and is called as a whole. The units of a map are disjoint and hold every
-tensor, but for those that a module above them owns itself. No prefix of another name can then be taken for a unit, also
-by readers that compare letters instead of path parts (Transformers 5 takes `layers.10` for a part of `layers.1`).
+tensor, but for those that a module above them owns itself. A model around other models, or around the embedding, is no
+unit whatever the map says: `generate` and the outer forward call its parts past it. No prefix of another name can then
+be taken for a unit, also by readers that compare letters instead of path parts (Transformers 5 takes `layers.10` for a
+part of `layers.1`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems
 from trimtab.models.quote import quote
 from trimtab.partition.placed import DeviceKey
+from trimtab.partition.spill import NEVER_SPILLED
 
 CPU = torch.device("cpu")
 
@@ -54,7 +58,7 @@ def resolve_units(
     module that has no device, is not there, or asks for a device that is not.
     """
     keys = {key: _device_key(device) for key, device in device_map.items()}
-    problems = [*_unknown_devices(keys), *_unknown_modules(model, keys)]
+    problems = [*_unknown_devices(keys), *_unknown_devices(runs_on or {}), *_unknown_modules(model, keys)]
     homes: dict[str, DeviceKey] = {}
     loose: dict[str, DeviceKey] = {}
     missing: list[str] = []
@@ -63,12 +67,21 @@ def resolve_units(
             missing.append(name)
         else:
             (loose if is_tensor else homes)[name] = home
-    problems += [f"the device map gives no device for {name}: add it, or the module that holds it" for name in missing]
+    if homes or loose:
+        problems += [
+            f"the device map gives no device for {name}: add it, or the module that holds it"
+            for name in _topmost(missing, [*homes, *loose])
+        ]
     if not problems:
         problems += _torn(model, homes | loose)
     if problems:
         raise PartitionError(join_problems(problems))
     units = _place(model, _in_order(keys, homes), runs_on or {})
+    if stuck := [unit.name for unit in units if unit.streamed and _cannot_stream(model, unit.name)]:
+        raise PartitionError(
+            f"{stuck[0]} cannot lie on {homes[stuck[0]]}: {type(model).__name__} asks where its weight is before "
+            "anything could bring it; place it on a GPU, or the whole vision tower by one key"
+        )
     gpus = [unit.runs_on for unit in units if unit.runs_on != CPU]
     fallback = gpus[0] if gpus else CPU
     head = _head_of(model)
@@ -99,10 +112,14 @@ def _unknown_devices(keys: Mapping[str, DeviceKey]) -> list[str]:
     there = f"this machine has devices 0 to {count - 1}" if count else "this machine has no accelerator"
     wrong = {x for x in keys.values() if (x not in ("cpu", "disk") if isinstance(x, str) else not 0 <= x < count)}
     return [
-        f"the device map puts {next(k for k, v in keys.items() if v == device)} on {quote(device)}, but {there}: "
+        f"the device map puts {_first_on(keys, device)} on {quote(device)}, but {there}: "
         "choose one of them, cpu or disk"
         for device in sorted(wrong, key=str)
     ]
+
+
+def _first_on(keys: Mapping[str, DeviceKey], device: DeviceKey) -> str:
+    return next(key for key, home in keys.items() if home == device) or "the whole model"
 
 
 def _unknown_modules(model: nn.Module, keys: Mapping[str, DeviceKey]) -> list[str]:
@@ -131,6 +148,7 @@ def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[st
     """Units, then what no unit holds: (name, device or None, whether it is a tensor), in module order."""
     above = {key[: at + 1].rstrip(".") for key in keys for at, letter in enumerate(key) if letter == "."}
     above |= {""} if any(keys) else set()  # some key that is not the root
+    above |= _called_past(model)
 
     def visit(
         name: str, module: nn.Module, inherited: DeviceKey | None
@@ -148,6 +166,27 @@ def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[st
             yield from visit(f"{name}.{child_name}".lstrip("."), child, device)
 
     yield from visit("", model, None)
+
+
+def _called_past(model: nn.Module) -> set[str]:
+    """Models around other models or around the embedding: `self.model.visual(...)`, `get_input_embeddings()(...)`."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    inner = [
+        name for name, module in model.named_modules() if isinstance(module, PreTrainedModel) or module is embedding
+    ]
+    return {name[:at] for name in inner if name for at in (0, *(i for i, x in enumerate(name) if x == "."))}
+
+
+def _topmost(missing: Sequence[str], held: Sequence[str]) -> list[str]:
+    """Names without a device, the largest module in which nothing has one standing for all that it holds."""
+    covered = {""} | {name[:at] for name in held for at in (*(i for i, x in enumerate(name) if x == "."), len(name))}
+    found: dict[str, None] = {}
+    for name in missing:
+        top = name
+        while (above := top.rpartition(".")[0]) not in covered:
+            top = above
+        found[top] = None
+    return list(found)
 
 
 def _in_order(keys: Mapping[str, DeviceKey], homes: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
@@ -202,6 +241,11 @@ def _place(model: nn.Module, homes: Mapping[str, DeviceKey], runs_on: Mapping[st
         assert at is not None
         units.append(DeviceUnit(name=name, home=home, runs_on=_torch_device(at, CPU)))
     return units
+
+
+def _cannot_stream(model: nn.Module, name: str) -> bool:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind == "mllama" and name in NEVER_SPILLED
 
 
 def _torch_device(key: DeviceKey, otherwise: torch.device) -> torch.device:

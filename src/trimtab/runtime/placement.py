@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.hooks import remove_hook_from_submodules
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
@@ -23,6 +24,7 @@ def load_placed(
     path: str | Path,
     placement: Placement | Mapping[str, DeviceKey],
     *,
+    runs_on: Mapping[str, DeviceKey] | None = None,
     dtype: torch.dtype | None = None,
     attention: str | None = None,
     offload_folder: str | Path | None = None,
@@ -30,7 +32,8 @@ def load_placed(
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
     A GPU's number, "cpu" or "disk" for each module. Modules on "cpu" or "disk" run on the GPU that the placement says,
-    their weights copied there each time; embeddings run in host memory and only rows move. What is on disk stays in the
+    or `runs_on` beside a bare map, their weights copied there each time; embeddings run in host memory and only rows
+    move. What is on disk stays in the
     folder's own files, or is written to `offload_folder` where one is named. `dtype`: that of the config if None.
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
@@ -44,7 +47,7 @@ def load_placed(
     kind = _model_class(folder, config)
     with torch.device("meta"):
         skeleton = kind(config)
-    placed = _resolve(skeleton, placement)
+    placed = _resolve(skeleton, placement, runs_on)
     dtype = dtype or _dtype_of(config, stored)
     if offload_folder is None:
         _check_on_disk(skeleton, placed, stored, dtype)
@@ -76,15 +79,31 @@ def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_config(folder: Path, attention: str | None) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
             f"folder's own code ({reason}): use a folder in Transformers' own format"
         ) from None
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{folder} is quantised ({kind}), and the parts of its weights are not moved by a device map here: use the "
+            "folder that it was made from, or load it without a map"
+        )
     if attention is not None:
         config._attn_implementation = attention
     return config
+
+
+def _read_generation(folder: Path) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has a generation_config.json that cannot be read ({reason}): mend it, or take it away"
+        ) from None
 
 
 def _model_class(folder: Path, config: Any) -> Any:
@@ -102,11 +121,14 @@ def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
 
 
-def _resolve(model: nn.Module, placement: Placement | Mapping[str, DeviceKey]) -> DeviceUnits:
+def _resolve(
+    model: nn.Module, placement: Placement | Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey] | None
+) -> DeviceUnits:
     if not isinstance(placement, Placement):
-        return resolve_units(model, placement)
-    runs_on = {name: gone.runs_on for gone in placement.spilled for name in gone.modules}
-    return resolve_units(model, placement.device_map, runs_on)
+        return resolve_units(model, placement, runs_on)
+    return resolve_units(
+        model, placement.device_map, {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
+    )
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -133,7 +155,7 @@ def _load(
     """Transformers renames and converts what the files hold, and places it; the files themselves it does not open."""
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").is_file():
-        generation["generation_config"] = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation["generation_config"] = _read_generation(folder)
     with warnings.catch_warnings():
         # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")

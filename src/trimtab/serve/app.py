@@ -164,24 +164,24 @@ class _Chat:
         job = Job(chat, asyncio.get_running_loop(), time.monotonic(), limits.max_request_s)
         thread.submit(job)
         del body
-        async with _watched(job, receive):
+        async with _watched(job, thread, receive):
             answer = _Answer(name=endpoint.name, job=job)
             await (answer.stream(send) if chat.stream else answer.send(request.scope, receive, send))
 
 
 @asynccontextmanager
-async def _watched(job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels the job when its client goes away, or when this request is given up for any other reason."""
+async def _watched(job: Job, thread: ModelThread, receive: Receive) -> AsyncIterator[None]:
+    """Abandons the job when its client goes away, or when this request is given up for any other reason."""
 
     async def watch() -> None:
         await until_disconnected(receive)
-        job.cancelled = True
+        thread.abandon(job)
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
-        job.cancelled = True
+        thread.abandon(job)
         watcher.cancel()
 
 

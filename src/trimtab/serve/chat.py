@@ -36,6 +36,7 @@ _MAX_MESSAGES = 1024
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_TEMPERATURE = 2.0
+_MAX_VALUES = 100_000  # of a body beside the characters of its texts, each of which may be a comma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def parse_chat(body: bytes, *, model: str, limits: ServeLimits, markers: Sequenc
     `markers` are the tokenizer's special tokens: a text that holds one is refused, because the tokenizer would read
     it as a change of speaker or as the place of an image. Fields that are null count as absent.
     """
-    fields = _object(_json(body), "the body", None)
+    fields = _object(_json(body, limits), "the body", None)
     unknown = sorted(set(fields) - _READ - set(_NEUTRAL))
     if unknown:
         _refuse(f"unknown field {', '.join(map(repr, unknown))[:200]}: leave it out", unknown[0][:100])
@@ -85,7 +86,7 @@ def parse_chat(body: bytes, *, model: str, limits: ServeLimits, markers: Sequenc
         _refuse("user must be a text", "user")
     stream = _flag(fields, "stream")
     return ChatRequest(
-        turns=_turns(fields.get("messages"), limits, _marker_pattern(markers)),
+        turns=_turns(fields.get("messages"), limits, marker_pattern(markers)),
         max_new_tokens=_max_new_tokens(fields, limits),
         temperature=_number(fields, "temperature", 0.0, _MAX_TEMPERATURE),
         top_p=_number(fields, "top_p", 0.0, 1.0, above=True),
@@ -99,7 +100,7 @@ def parse_chat(body: bytes, *, model: str, limits: ServeLimits, markers: Sequenc
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _turns(messages: object, limits: ServeLimits, markers: re.Pattern[str] | None) -> tuple[Turn, ...]:
+def _turns(messages: object, limits: ServeLimits, markers: re.Pattern[str]) -> tuple[Turn, ...]:
     if not isinstance(messages, list) or not messages:
         _refuse("messages must be a list of at least one message", "messages")
     if len(messages) > _MAX_MESSAGES:
@@ -115,6 +116,8 @@ def _turns(messages: object, limits: ServeLimits, markers: re.Pattern[str] | Non
         unknown = sorted(set(message) - {"role", "content", "name"})
         if unknown:
             _refuse(f"{where} has a field {unknown[0][:100]!r} that is not offered: leave it out", where)
+        if not isinstance(message.get("name", ""), str):
+            _refuse(f"{where}.name must be a text", f"{where}.name")
         parts: list[str | Picture] = []
         for place, part in _parts(message.get("content"), f"{where}.content"):
             if isinstance(part, str):
@@ -158,7 +161,7 @@ def _parts(content: object, where: str) -> list[tuple[str, str | _ImageUrl]]:
         elif kind == "image_url" and set(part) == {"type", "image_url"}:
             image = part["image_url"]
             url = image.get("url") if isinstance(image, dict) else image
-            if not isinstance(url, str) or (isinstance(image, dict) and not set(image) <= {"url", "detail"}):
+            if not isinstance(url, str) or (isinstance(image, dict) and not _is_detailed(image)):
                 _refuse(f'{place}.image_url must be {{"url": "data:image/..."}}', place)
             parts.append((place, _ImageUrl(url)))
         else:
@@ -168,19 +171,25 @@ def _parts(content: object, where: str) -> list[tuple[str, str | _ImageUrl]]:
     return parts
 
 
-def _text(text: str, where: str, markers: re.Pattern[str] | None) -> str:
+def _is_detailed(image: Mapping[str, Any]) -> bool:
+    """OpenAI's `detail` is taken and makes no difference: the model's own processor says how large an image gets."""
+    return set(image) <= {"url", "detail"} and image.get("detail", "auto") in ("auto", "low", "high")
+
+
+def _text(text: str, where: str, markers: re.Pattern[str]) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         _refuse(f"{where} holds half of a surrogate pair, which is no character: send valid Unicode", where)
-    if markers is not None and (found := markers.search(text)):
+    if found := markers.search(text):
         _refuse(f"{where} holds {found[0]!r}, which this model reads as a command and not as text: leave it out", where)
     return text
 
 
-def _marker_pattern(markers: Sequence[str]) -> re.Pattern[str] | None:
+def marker_pattern(markers: Sequence[str]) -> re.Pattern[str]:
+    """Finds every marker, the longest where several start; nothing if there are none."""
     longest_first = sorted((marker for marker in markers if marker), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 # -- how to answer ----------------------------------------------------------------------------------------------------
@@ -249,16 +258,39 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float, *, ab
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json(body: bytes) -> object:
+def _json(body: bytes, limits: ServeLimits) -> object:
+    """What the body says. Its values are counted before any is made: an empty list takes 2 bytes here, 60 in memory."""
+    if sum(body.count(mark) for mark in b"[{,") > limits.max_characters + _MAX_VALUES:
+        _refuse(f"the body holds more than {_MAX_VALUES:,} values beside its texts: send less", None)
     try:
-        return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(400, f"the body is not JSON: {reason[:200]}; send one JSON object") from None
+        return json.loads(body, parse_constant=_no_constant, object_pairs_hook=_no_twin)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except (json.JSONDecodeError, _NotJsonError) as error:
+        reason = str(error)[:200]
+    except ValueError:  # Python's own limit for whole numbers
+        reason = "a number has thousands of digits"
+    raise RequestError(400, f"the body is not JSON: {reason}; send one JSON object")
+
+
+class _NotJsonError(ValueError):
+    """What Python's reader would let pass."""
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise _NotJsonError(f"{name} is no JSON number")
+
+
+def _no_twin(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: readers disagree on which of two counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in found if names.count(name) > 1)
+        raise _NotJsonError(f"an object names {twin[:100]!r} twice")
+    return found
 
 
 def _object(value: object, what: str, param: str | None) -> dict[str, Any]:

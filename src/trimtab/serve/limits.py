@@ -12,8 +12,9 @@ from trimtab.units import MIB
 class ServeLimits:
     """Bounds of one request and of the queue.
 
-    Memory beyond the model is at most `max_waiting + 1` bodies, the decoded images of one request (3 bytes a pixel,
-    and what the model's image processor makes of them), and one KV cache.
+    Memory beyond the model is at most `max_waiting + 1` bodies, while they are read also their values (some 100 bytes
+    each, no more of them than `max_characters` + 100,000), the decoded images of one request (3 bytes a pixel, and what
+    the model's image processor makes of them), and one KV cache.
     """
 
     max_body_bytes: int = 32 * MIB
@@ -31,5 +32,5 @@ class ServeLimits:
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("max_waiting", "max_images") else 1
             if value is not None and not value >= least:  # nan too
-                option = field.name.replace("_", "-")
+                option = field.name.removesuffix("_bytes").replace("_", "-")
                 raise TrimtabError(f"--{option} {value} leaves nothing to serve: give {least} or more")

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, join_problems
 
 DeviceMap = Mapping[str, int | str]
 
@@ -33,17 +44,26 @@ def load_model(
         device_map = {"": 0 if torch.accelerator.is_available() else "cpu"}
     if device_map != "auto" and "disk" in device_map.values() and offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
+    folder = _folder(path)
     with _readable(path, "weights"):
-        model = AutoModelForImageTextToText.from_pretrained(
-            _folder(path),
+        _check_files(path)
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            folder,
             device_map=device_map if device_map == "auto" else dict(device_map),
             max_memory=None if max_memory is None else dict(max_memory),
             dtype="auto",
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+            output_loading_info=True,
             **({} if offload_folder is None else {"offload_folder": str(offload_folder)}),
         )
+    # Transformers would draw both at random
+    wrong = [f"no weight for {name}" for name in sorted(report["missing_keys"])]
+    wrong += [f"{name} in another shape than config.json says" for name, *_ in sorted(report["mismatched_keys"])]
+    if wrong:
+        raise ConfigError(join_problems([f"{path} holds {what}: download it again" for what in wrong]))
     return model.eval()
 
 
@@ -91,12 +111,33 @@ def _readable(path: Path, what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"the {what} in {path} cannot be read ({reason}): name a folder in Transformers' own format, with its "
-            "weights as safetensors"
+            f"the {what} in {path} cannot be read ({' '.join(told.split())[:300]}): name a folder in Transformers' own "
+            f"format, with {_NEEDED[what]}"
         ) from None
+
+
+_NEEDED = MappingProxyType(
+    {
+        "weights": "its weights as safetensors, and install what a quantised model asks for",
+        "processor": "tokenizer.json, tokenizer_config.json and preprocessor_config.json",
+    }
+)
+
+
+def _check_files(path: Path) -> None:
+    """What Transformers would pass over in silence: a generation config that is none, weights of another folder."""
+    if (path / GENERATION_CONFIG_NAME).is_file():
+        GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    index = path / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        content = json.loads(index.read_bytes())
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        names = [str(x) for x in files.values()] if isinstance(files, dict) else [""]
+        if outside := [name for name in names if not name or Path(name).name != name]:
+            raise ConfigError(f"{index} names {outside[0]!r}, no file of its own folder: do not use it")
 
 
 def _folder(path: Path) -> str:

@@ -15,10 +15,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from trimtab.errors import ConfigError
-from trimtab.serve.chat import ChatRequest
+from trimtab.serve.chat import ChatRequest, marker_pattern
 from trimtab.serve.pictures import Picture, decode_picture
 from trimtab.serve.problems import RequestError
 
+# what stands for an image where a tokenizer does not call it special
+_PLACE_TOKENS = ("image_token", "video_token", "boi_token", "eoi_token", "start_image_token", "end_image_token")
 _PROBE = "trimtab asks whether this text arrives"
 
 
@@ -31,16 +33,31 @@ class Prompt:
 
 
 class ChatModel:
-    """A model with its processor. Not for several threads: families keep state of the running request on the module."""
+    """A model with its processor. Not for several threads: families keep state of the running request on the module.
 
-    def __init__(self, model: Any, processor: Any, *, name: str, max_prompt_tokens: int | None = None) -> None:
+    `move_inputs` puts a request's tensors where a placed model wants them; without it all go to the model's device.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        name: str,
+        max_prompt_tokens: int | None = None,
+        move_inputs: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    ) -> None:
         self.name = name
+        self._move_inputs = _move_inputs if move_inputs is None else move_inputs
         self.tokenizer = processor.tokenizer
         self._model, self._processor = model, processor
         self._max_prompt_tokens = max_prompt_tokens
         self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         added = self.tokenizer.added_tokens_decoder.values()
-        self.markers = tuple({*self.tokenizer.all_special_tokens, *(str(x) for x in added if x.special)})
+        places = (getattr(processor, name, None) for name in _PLACE_TOKENS)
+        special = {*self.tokenizer.all_special_tokens, *(str(x) for x in added if x.special)}
+        self.markers = tuple(sorted(special | {x for x in places if isinstance(x, str)}))
+        self._marked = marker_pattern(self.markers)
         self._ends = _end_tokens(model.generation_config)
         self._check_template()
 
@@ -49,13 +66,13 @@ class ChatModel:
         conversation = [
             {"role": turn.role, "content": [_template_part(part) for part in turn.parts]} for turn in request.turns
         ]
+        self._check_markers(request)
         try:
             inputs = self._processor.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             )
         except (ValueError, TemplateError) as error:  # what templates and image processors raise at bad input
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(400, f"the model's processor refuses this conversation: {reason}") from None
+            raise _refused(error) from None
         num_tokens = int(inputs["input_ids"].shape[1])
         self._check_length(num_tokens, request.max_new_tokens)
         return Prompt(inputs=dict(inputs), num_tokens=num_tokens)
@@ -67,7 +84,8 @@ class ChatModel:
         to an end, rather than to `max_new_tokens` or to the caller's False.
         """
         watcher = _Watcher(on_token)
-        inputs = self._to_device(prompt.inputs)
+        cast = {name: x.to(self._model.dtype) if x.is_floating_point() else x for name, x in prompt.inputs.items()}
+        inputs = self._move_inputs(self._model, cast)
         with _seeded(request.seed):
             self._model.generate(
                 **inputs,
@@ -90,15 +108,6 @@ class ChatModel:
             settings.temperature = settings.top_p = settings.top_k = None  # unused; Transformers warns if they are set
         return settings
 
-    def _to_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        device, dtype = self._input_device(), self._model.dtype
-        return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
-
-    def _input_device(self) -> torch.device:
-        """Where the model's own hook, if it is placed on several devices, wants inputs and brings results back to."""
-        device = getattr(getattr(self._model, "_hf_hook", None), "execution_device", None)
-        return torch.device(self._model.device if device is None else device)
-
     def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
         if self._max_prompt_tokens is not None and num_tokens > self._max_prompt_tokens:
             raise RequestError(
@@ -117,6 +126,37 @@ class ChatModel:
                 code="context_length_exceeded",
             )
 
+    def _check_markers(self, request: ChatRequest) -> None:
+        """Refuses special tokens that texts make only together, or with the template's help: those of the whole
+        conversation must be those of its template alone."""
+        counts = []
+        for empty in (False, True):
+            conversation = [
+                {
+                    "role": turn.role,
+                    "content": [
+                        {"type": "text", "text": "x" if empty else part} if isinstance(part, str) else {"type": "image"}
+                        for part in turn.parts
+                    ],
+                }
+                for turn in request.turns
+            ]
+            counts.append(len(self._marked.findall(self._write(conversation))))
+        if counts[0] != counts[1]:
+            raise RequestError(
+                400,
+                "texts of the conversation make a special token together, which this model reads as a command and not "
+                "as text: leave it out",
+                param="messages",
+            )
+
+    def _write(self, conversation: list[dict[str, Any]]) -> str:
+        """The conversation as the template writes it."""
+        try:
+            return str(self._processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+        except (ValueError, TemplateError) as error:
+            raise _refused(error) from None
+
     def _check_template(self) -> None:
         """Whether the folder's chat template can write a message given as parts."""
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
@@ -126,11 +166,22 @@ class ChatModel:
             raise ConfigError(
                 f"the chat template of {self.name} cannot be used: {error}; put a chat_template.jinja beside the model"
             ) from None
+        if not self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:  # Transformers makes empty ones
+            raise ConfigError(
+                f"the tokenizer of {self.name} knows no words: put tokenizer.json and tokenizer_config.json beside the "
+                "model"
+            )
         if _PROBE not in text or "'type'" in text:
             raise ConfigError(
                 f"the chat template of {self.name} does not write messages whose content is a list of parts: put one "
                 "that does into chat_template.jinja beside the model"
             )
+
+
+def _move_inputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """To where Accelerate's hook, if Transformers placed the model, wants inputs and brings results back to."""
+    hooked = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return {name: x.to(model.device if hooked is None else hooked) for name, x in inputs.items()}
 
 
 class _Watcher(BaseStreamer, StoppingCriteria):  # type: ignore[misc]
@@ -153,6 +204,11 @@ class _Watcher(BaseStreamer, StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), not self._go_on, dtype=torch.bool, device=input_ids.device)
+
+
+def _refused(error: Exception) -> RequestError:
+    reason = " ".join(str(error).split())[:300]
+    return RequestError(400, f"the model's processor refuses this conversation: {reason}")
 
 
 def _template_part(part: str | Picture) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import re
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[a-z]+=[a-z0-9.-]+)*;base64,", re.IGNORECASE)
+_MAX_RATIO = 200  # as Qwen-VL's processors have it; CLIP's would make 336 x 34 million pixels of 1 x 100,000
+_ANY = 2**62  # pixels; what a request may hold is judged here
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # those whose size trimtab reads itself; Pillow opens no other
 
 
@@ -51,7 +54,7 @@ def read_data_url(url: str, *, param: str, max_pixels: int) -> Picture:
     if not _known_format(content):
         raise RequestError(400, f"the image is none of {', '.join(_FORMATS)}: convert it to one of them", param=param)
     try:
-        width, height = image_size(content)
+        width, height = image_size(content, max_pixels=_ANY)
     except ImageError as error:
         raise RequestError(400, f"the image cannot be used: {error}", param=param) from None
     if width * height > max_pixels:
@@ -59,6 +62,13 @@ def read_data_url(url: str, *, param: str, max_pixels: int) -> Picture:
             400,
             f"an image of {width} x {height} pixels is more than the {max_pixels:,} pixels left to this request: "
             "shrink it",
+            param=param,
+        )
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        raise RequestError(
+            400,
+            f"an image of {width} x {height} pixels is more than {_MAX_RATIO} times as long as wide: processors that "
+            "enlarge its short side would make it huge; cut it up",
             param=param,
         )
     return Picture(content=content, width=width, height=height)
@@ -69,7 +79,8 @@ def decode_picture(picture: Picture) -> Image.Image:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(io.BytesIO(picture.content), formats=_FORMATS) as image:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(picture.content), formats=_FORMATS) as image:
+            warnings.simplefilter("ignore")  # of palettes with transparency, once for every stranger's image
             if image.size != (picture.width, picture.height):
                 raise ValueError(f"{image.width} x {image.height} pixels behind a header of another size")
             return ImageOps.exif_transpose(image).convert("RGB")

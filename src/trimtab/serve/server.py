@@ -15,6 +15,7 @@ import uvicorn
 
 from trimtab.errors import TrimtabError
 from trimtab.serve.app import Endpoint, is_loopback, make_app
+from trimtab.serve.connection import connection_class
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.worker import ModelThread
@@ -45,10 +46,21 @@ def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
         opened.bind(address)
     except OSError as error:
         opened.close()
-        raise TrimtabError(
-            f"cannot serve on {host} port {port} ({error.strerror}): name another with --port, or 0 for a free one"
-        ) from None
+        raise TrimtabError(_unservable(host, port, error)) from None
     return opened
+
+
+def _listen(opened: socket.socket) -> None:
+    """Refuses where another server took the port while both still loaded: two may bind it, one may listen."""
+    try:
+        opened.listen()
+    except OSError as error:
+        host, port = opened.getsockname()[:2]
+        raise TrimtabError(_unservable(host, port, error)) from None
+
+
+def _unservable(host: str, port: int, error: OSError) -> str:
+    return f"cannot serve on {host} port {port} ({error.strerror}): name another with --port, or 0 for a free one"
 
 
 def url_of(opened: socket.socket) -> str:
@@ -80,11 +92,12 @@ class ChatServer:
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 make_app(endpoint),
-                http="h11",
+                http=connection_class(limits.max_transfer_s),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # not a line for every scanner that sends no HTTP
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -97,15 +110,17 @@ class ChatServer:
         """Serves; `on_ready` gets the server's URL once the port listens."""
         url = url_of(self._socket)
         with _signals_to(self.stop):
-            self._thread.start()
             try:
-                self._socket.listen()
-                if on_ready is not None:
-                    on_ready(url)
-                self._uvicorn.run(sockets=[self._socket])
+                _listen(self._socket)
+                self._thread.start()
+                try:
+                    if on_ready is not None:
+                        on_ready(url)
+                    self._uvicorn.run(sockets=[self._socket])
+                finally:
+                    self._thread.stop()
             finally:
                 self._socket.close()
-                self._thread.stop()
 
     def stop(self) -> None:
         """As SIGTERM does, from another thread."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("trimtab.serve")
 _FAILURES_TO_BE_SICK = 3
+_GONE = "the client went away"
 _NEWEST_SHARE = 0.2  # of the running mean of answering times
 
 
@@ -66,9 +67,10 @@ class ModelThread:
 
     def __init__(self, model: ChatModel, limits: ServeLimits, metrics: Metrics) -> None:
         self._model, self._limits, self._metrics = model, limits, metrics
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
         self._places = limits.max_waiting + 1
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # holds the jobs, the places and whether to stop
+        self._stopping = False
         self._failures = 0  # in a row
         self._recent_s = 0.0  # of an answer: a place is free again about so often
         self._thread = threading.Thread(target=self._run, name="trimtab-model")
@@ -78,7 +80,9 @@ class ModelThread:
 
     def stop(self) -> None:
         """Returns when the thread has ended; jobs that are still queued are answered first."""
-        self._jobs.put(None)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
         self._thread.join()
 
     @property
@@ -87,7 +91,7 @@ class ModelThread:
 
     def enter(self) -> None:
         """Takes a place, or raises `RequestError` 429."""
-        with self._lock:
+        with self._changed:
             if self._places == 0:
                 raise RequestError(
                     429,
@@ -104,14 +108,35 @@ class ModelThread:
         self._free()
 
     def submit(self, job: Job) -> None:
-        self._jobs.put(job)
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def abandon(self, job: Job) -> None:
+        """Nobody wants the answer: a job that waits gives its place back, one being answered ends at its next token.
+
+        On the event loop's thread, whose queue gets an end.
+        """
+        job.cancelled = True
+        with self._changed:
+            if job not in self._jobs:
+                return
+            self._jobs.remove(job)
+            self._places += 1
+        self._metrics.waiting.dec()
+        job.events.put_nowait(RequestError(499, _GONE))
 
     def _free(self) -> None:
-        with self._lock:
+        with self._changed:
             self._places += 1
 
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._stopping)
+            return self._jobs.popleft() if self._jobs else None
+
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             self._metrics.waiting.dec()
             self._metrics.queue_s.observe(job.age_s)
             began = time.monotonic()
@@ -168,6 +193,6 @@ class ModelThread:
 
 def _check_alive(job: Job) -> None:
     if job.cancelled:
-        raise RequestError(499, "the client went away")
+        raise RequestError(499, _GONE)
     if job.too_old:
         raise job.overdue()
