@@ -8,7 +8,7 @@ from functools import cached_property
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.work import limit_work
+from trimtab.plan.work import joins_samples, limit_work
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -56,7 +56,12 @@ class Case:
             self.options,
             self.budget,
             work_mean=self.work.mean(axis=0),
-            work_max=limit_work(self.work, self.setting.max_patches, self.setting.max_tokens),
+            work_max=limit_work(
+                self.work,
+                self.setting.max_patches,
+                self.setting.max_tokens,
+                joined=joins_samples(self.options.attention),
+            ),
             num_microbatches=self.setting.num_microbatches,
         )
 
