@@ -69,6 +69,7 @@ class LayerBytes:
 def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
     """Each storage of `trace` to one layer, the first that saved it; that of code outside to the layer before it.
 
+    A layer other than `blocks` counts all that it saves, another's or not: the two may come to lie on two stages.
     Where one layer is recomputed the shares are exact; where several are that hold the same storage, it counts for
     each. Context is what layers are handed by keyword and without gradient, and what code between `blocks` keeps (one
     block stands for many, and such code need not run behind each): it is held once, whatever is recomputed.
@@ -84,6 +85,9 @@ def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerByt
             continue
         if storage.savers or storage.saved_outside:
             kept[owner] += storage.num_bytes
+        for place in storage.savers - {owner}:
+            if trace.layers[place].name not in blocks:
+                kept[place] += storage.num_bytes
         held = set(storage.entered)
         if storage.follows_gradient:
             held |= storage.named
@@ -241,7 +245,7 @@ def traced_profile(
     for kind in kinds:
         tower = model.layers[kind.layer].tower
         first = model.indices("vision" if tower == "projector" else tower)[0]
-        context[first] = np.maximum(context.get(first, 0.0), np.array(kind.context_bytes))
+        context[first] = context.get(first, 0.0) + np.array(kind.context_bytes)  # full and windowed masks are two
     entries = {
         number: tuple(float(x) for x in shared)
         for first, shared in context.items()
