@@ -30,9 +30,10 @@ def main(caps: int = 6) -> None:
             runs += own
             over = sum(run.utilisation > 1 for run in own)
             ratios = [ratio for run in own for ratio in run.saved_ratio]
+            fullest = max(run.utilisation for run in own)
             print(
-                f"{case.split(',')[0]:16s} {attention:5s} {dtype}: fullest device {max(r.utilisation for r in own):.4f} of "
-                f"its cap, {over} over; a stage's saved bytes real / planned {min(ratios):.4f}-{max(ratios):.4f}",
+                f"{case.split(',')[0]:16s} {attention:5s} {dtype}: fullest device {fullest:.4f} of its cap, {over} "
+                f"over; a stage's saved bytes real / planned {min(ratios):.4f}-{max(ratios):.4f}",
                 flush=True,
             )
     used = Counter(tier for run in runs for tier in run.tiers)

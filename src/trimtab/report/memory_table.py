@@ -13,15 +13,15 @@ from trimtab.units import format_bytes
 
 
 def print_memory(check: MemoryCheck, console: Console) -> None:
-    """One row for each pipeline rank; what is counted adds up to its peak, reserve included."""
-    table = Table(
-        title=f"Counted bytes of each rank, cap {format_bytes(check.cap_bytes)}", box=box.SIMPLE, title_justify="left"
-    )
-    for name in ("Rank", "Stages", "Recompute", "State", "Kept", "Transient", "Reserve", "Peak", "Planned", "Of cap"):
+    """One row for each pipeline rank, with the number of its layers computed again; parts and reserve make the peak."""
+    reserve = check.ranks[0].peak.memory.overhead_bytes
+    title = f"Counted bytes, reserve of {format_bytes(reserve)} in the peak, cap {format_bytes(check.cap_bytes)}"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for name in ("Rank", "Stages", "Again", "State", "Kept", "Transient", "Peak", "Planned", "Of cap"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in check.ranks:
         held = rank.peak.memory
-        parts = (held.state_bytes, held.saved_bytes, held.transient_bytes, held.overhead_bytes, held.total_bytes)
+        parts = (held.state_bytes, held.saved_bytes, held.transient_bytes, held.total_bytes)
         table.add_row(
             str(rank.rank),
             ", ".join(str(stage.index) for stage in rank.stages),
