@@ -114,15 +114,13 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
             own, formula = (_tier_of(layer, tier.name) for layer in (x, at_base))
             priced = _carry_tier(tier, x, at_base, alone, False)
             tiers.append(replace(priced, saved_bytes=_scale(own.saved_bytes, formula.saved_bytes, tier.saved_bytes)))
-        transient = _scale(x.transient_bytes, _most_moment(at_base), _most_moment(alone))
-        gathered = [a - b for a, b in zip(at_target.transient_bytes, alone.transient_bytes, strict=True)]
         layers.append(
             replace(
                 at_target,
                 tiers=tuple(tiers),
                 output_bytes=_scale(x.output_bytes, at_base.output_bytes, at_target.output_bytes),
-                transient_bytes=tuple(a + b for a, b in zip(transient, gathered, strict=True)),
-                other_transient_bytes=(),
+                transient_bytes=_carry_transient(x.transient_bytes, at_base, at_target, alone),
+                other_transient_bytes=_carry_transient(x.other_transient_bytes, at_base, at_target, alone),
                 entry_bytes=x.entry_bytes,
                 group=x.group,
             )
@@ -142,6 +140,17 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
 
 def _scale(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(s * t / b if b > 0 and b != t else s for s, b, t in zip(saved, base, target, strict=True))
+
+
+def _carry_transient(
+    saved: tuple[float, ...], base: LayerCost, target: LayerCost, linkless: LayerCost
+) -> tuple[float, ...]:
+    """Scaled; and what `target` gathers on top of `linkless`. Nothing stays nothing."""
+    if not saved:
+        return ()
+    scaled = _scale(saved, _most_moment(base), _most_moment(linkless))
+    gathered = zip(target.transient_bytes, linkless.transient_bytes, strict=True)
+    return tuple(own + (more - less) for own, (more, less) in zip(scaled, gathered, strict=True))
 
 
 def _most_moment(layer: LayerCost) -> tuple[float, ...]:

@@ -237,15 +237,17 @@ def traced_profile(
     """`analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
 
     The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
-    short of; "selective" and "attention" stay the formula's. Context of a tower is held by its first layer, and by a
-    stage that begins behind it. A group without a module of its own (a bare parameter) keeps its formula.
+    short of. The formulas' stay: the tiers "selective" and "attention", and of a block's transients the one that grows
+    fastest. Context of a tower is held by its first layer, and by a stage that begins behind it. A group without a
+    module of its own (a bare parameter) keeps its formula.
     """
     counted = {kind.group: kind for kind in kinds}
     context: dict[int, FloatArray] = {}
     for kind in kinds:
         tower = model.layers[kind.layer].tower
         first = model.indices("vision" if tower == "projector" else tower)[0]
-        context[first] = context.get(first, 0.0) + np.array(kind.context_bytes)  # full and windowed masks are two
+        # full and windowed masks are two; a fit's own error may fall below 0
+        context[first] = context.get(first, 0.0) + np.maximum(kind.context_bytes, 0.0)
     entries = {
         number: tuple(float(x) for x in shared)
         for first, shared in context.items()
@@ -308,8 +310,16 @@ def _with_bytes(
             tiers.append(replace(tier, saved_bytes=_sum(found.recomputed_bytes, more), extra_backward_s=tuple(extra)))
         else:
             tiers.append(replace(tier, saved_bytes=_sum(tier.saved_bytes, more)))
-    return replace(cost, tiers=tuple(tiers), output_bytes=found.output_bytes, transient_bytes=found.transient_bytes)
+    # of wide layers the sizes that were traced lie below those at which the gate's gradients outweigh the weight's
+    moments = (cost.transient_bytes, cost.other_transient_bytes or cost.transient_bytes)
+    return replace(
+        cost,
+        tiers=tuple(tiers),
+        output_bytes=found.output_bytes,
+        transient_bytes=found.transient_bytes,
+        other_transient_bytes=max(moments, key=lambda terms: terms[rows]) if layer.kind == "block" else (),
+    )
 
 
 def _sum(terms: Terms, more: FloatArray) -> Terms:
-    return tuple(float(x) for x in np.array(terms) + more)
+    return tuple(float(x) for x in np.maximum(np.array(terms) + more, 0.0))
