@@ -384,6 +384,9 @@ class LayerCost:
     step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
     weight_s: tuple[float, ...] = ()  # the part of backward_s that only weight gradients need; empty: not known
     other_transient_bytes: tuple[float, ...] = ()  # as transient_bytes, at another moment: the larger counts
+    # of a micro-batch in flight, more on a stage that begins with this layer: tables and masks of its tower, which
+    # every tier of an earlier layer counts; empty: none
+    entry_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +12,6 @@ import pytest
 Run = Any
 
 QWEN = ["profile", "Qwen2.5-VL-7B"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2.5-VL of some thousand parameters: config.json and preprocessor_config.json."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    text = {
-        "model_type": "qwen2_5_vl_text",
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 203,
-        "tie_word_embeddings": False,
-        "rope_parameters": rope,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 3,
-        "hidden_act": "silu",
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 70,
-        "num_heads": 4,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": 64,
-        "hidden_act": "silu",
-    }
-    config = {
-        "model_type": "qwen2_5_vl",
-        "text_config": text,
-        "vision_config": vision,
-        "tie_word_embeddings": False,
-        "image_token_id": 9,
-    }
-    pixels = {"min_pixels": 3136, "max_pixels": 10**6, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
-    return folder
 
 
 def test_formulas_are_printed_for_each_kind_of_layer(run: Run) -> None:
@@ -102,6 +53,53 @@ def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: 
     )
 
 
+def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
+    run: Run, tiny: Path, drawn: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="traces real layers: pip install 'trimtab[torch]'")
+    result = run("profile", tiny, "--traced", "--device", "H200", "--out", tmp_path / "p.json", "--json").json
+    assert result["method"] == "traced"
+    text = next(row for row in result["kept"] if row["name"] == "model.language_model.layers.0")
+    assert text["num_layers"] == 3
+    assert 0 < text["recomputed_bytes"] < text["fused_bytes"] < text["kept_bytes"]
+    assert text["fused_share"] == pytest.approx(1 - text["fused_bytes"] / text["kept_bytes"])
+    printed = run("profile", tiny, "--traced", "--device", "H200", "--attention", "eager", "--fused-kernels").out
+    assert "Bytes that one layer keeps for backward" in printed
+    assert "Fused: norms and gates" not in printed  # they are
+    assert printed.count("Eager attention keeps the scores of every pair") == 1
+
+    folder = tmp_path / "plan"
+    plan = ["plan", tiny, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--cluster", "2xH200"]
+    plan += ["--profile", tmp_path / "p.json", "--out", folder, "--max-pixels", "50000", "--pp", "2"]
+    planned = run(*plan, "--memory", "28MiB", "--json")
+    assert planned.code == 0, planned.err
+    written = (folder / "plan.yaml").read_text()
+    assert "costs: traced" in written
+    checked = run("check", folder, "--memory", "--json")
+    assert checked.code == 0, checked.out
+    memory = checked.json["memory"]
+    assert [rank["stages"] for rank in memory["ranks"]] == [[0], [1]]
+    for rank in memory["ranks"]:
+        assert sum(rank["counted"].values()) == pytest.approx(rank["counted_bytes"])
+        assert 0 < rank["counted_bytes"] <= rank["planned_bytes"] * (1 + 1e-9) <= memory["cap_bytes"] * (1 + 1e-9)
+    assert "it fits its memory by counted bytes too" in run("check", folder, "--memory").out
+
+    recompute = re.search(r"  recompute:\n(    - .*\n)+", written)
+    assert recompute is not None, "a plan that recomputes nothing shows nothing"
+    (folder / "plan.yaml").write_text(written.replace(recompute[0], "  recompute: []\n"))
+    changed = run("check", folder, "--memory", "--json")
+    assert changed.code == 1
+    assert any("by counted bytes" in problem and "recompute more" in problem for problem in changed.json["problems"])
+    assert not all(rank["fits"] for rank in changed.json["memory"]["ranks"])
+
+    (folder / "plan.yaml").write_text(written.replace(str(tiny), "gone"))
+    lost = run("check", folder, "--memory", "--json")
+    assert lost.code == 2
+    assert lost.json["error"].endswith("nothing is there: give --config, the model's config.json or its folder")
+    given = run("check", folder, "--memory", "--config", tiny / "config.json", "--json")
+    assert given.json["memory"]["ranks"] == memory["ranks"]
+
+
 def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Path) -> None:
     work = {"patches": 1024, "patches_per_image": 256, "tokens": 2048, "tokens_per_sample": 2048}
     runs = [
@@ -137,6 +135,12 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
         ([*QWEN, "--timed", "--from-logs", "x.json"], "--timed and --from-logs were both given"),
         ([*QWEN, "--timed", "--tp", "2"], "tp 2 was to be timed on one device"),
         ([*QWEN, "--timed", "--fused-kernels"], "fused kernels were to be timed"),
+        ([*QWEN, "--traced"], "no device was named: give --device as in H200"),
+        ([*QWEN, "--device", "H200", "--traced", "--timed"], "--traced and --timed were both given"),
+        ([*QWEN, "--device", "H200", "--traced", "--from-logs", "x.json"], "--traced and --from-logs were both given"),
+        ([*QWEN, "--device", "H200", "--traced", "--tp", "2"], "tp 2 was to be traced, and real layers are whole"),
+        ([*QWEN, "--device", "H200", "--traced", "--sizes", "64"], "--sizes were given with --traced"),
+        (["check", "--flags", "--x", "--for", "megatron", "--memory"], "--memory was asked for with --flags"),
         ([*QWEN, "--device", "H200", "--from-logs", "no-such.json"], "no-such.json"),
         ([*QWEN, "--device", "H200", "--tp", "3"], "tp 3 cannot share"),
         (["profile", "no-such-model", "--device", "H200"], "config.json"),

@@ -127,7 +127,7 @@ def test_layers_add_up_to_a_whole_model_of_another_size(case, attention):
     kept = sum(x.kept + x.context for x in shares)
     again = sum((x.recomputed if name in blocks else x.kept) + x.context for name, x in zip(names, shares, strict=True))
     layers = [x for x in profile.layers if x.name in parts]
-    assert sum(evaluate(x.tiers[0].saved_bytes, work)[0] for x in layers) == pytest.approx(kept, rel=5e-3)
+    assert sum(evaluate(x.tiers[0].saved_bytes, work)[0] for x in layers) == pytest.approx(kept, rel=0.01)
     full = sum(evaluate(x.tiers[-1 if x.name in blocks else 0].saved_bytes, work)[0] for x in layers)
     assert full == pytest.approx(again, rel=0.015)  # a tapped block's rows are two layers' input
     # masks are counted even where recompute alone would hold them
@@ -156,6 +156,32 @@ def test_fused_kernels_save_norm_copies_and_an_activation():
     _, fused = profile_of("internvl qwen2", "flash", fused_kernels=True)
     assert fused.profile.layers[place].tiers[0].saved_bytes == pytest.approx(kind.fused_bytes, abs=1e-3)
     assert next(x for x in fused.kinds if x.layer == place).fused_bytes is None
+
+
+@pytest.mark.parametrize("case", ["internvl qwen2", "qwen2_5_vl"])
+def test_a_blocks_transient_is_its_workspace_without_what_it_computes_again(case):
+    """Of dense blocks the formulas' is exact; whoever adds up a stage counts what is computed again himself."""
+    tiny, traced = profile_of(case, "flash" if case.startswith("internvl") else "sdpa", compare_fused=False)
+    formulas = profile_model(tiny.spec, H200, attention=traced.profile.attention)
+    work = np.array([1.0, 4096, 4096**2 / 16, 4096 * 64, 4096, 4096**2 / 4, 4096**2 / 4])
+    ours, theirs = (
+        dict(zip([x.name for x in p.layers], p.transients(work), strict=True)) for p in (traced.profile, formulas)
+    )
+    for place in tiny.spec.indices("language", "block") + tiny.spec.indices("vision", "block"):
+        name = tiny.spec.layers[place].name
+        assert ours[name] == pytest.approx(theirs[name], rel=0.01)
+
+
+def test_a_stage_that_begins_inside_a_tower_holds_its_masks():
+    tiny, traced = profile_of("gemma3", "eager", compare_fused=False)
+    layers, spec = traced.profile.layers, tiny.spec
+    first, *others = spec.indices("language")
+    blocks = spec.indices("language", "block")
+    masks = sum(np.array(x.context_bytes) for x in traced.kinds if spec.layers[x.layer].tower == "language")
+    assert masks[TOKENS_SQ] == 2 * layers[first].tiers[0].saved_bytes[TOKENS_SQ] / 2 > 0  # of full and windowed blocks
+    assert not layers[first].entry_bytes
+    for place in others:
+        assert layers[place].entry_bytes == (tuple(masks) if place in blocks else ())
 
 
 def test_profile_is_saved_and_says_how_it_was_made(tmp_path):

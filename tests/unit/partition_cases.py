@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from trimtab.partition.stages import split_stages
@@ -68,6 +70,16 @@ def split(profile, num_stages, *, memory=1e18, microbatches=8, **kwargs):
         num_microbatches=microbatches,
         **kwargs,
     )
+
+
+def with_tables(profile, rng):
+    """A layer holds tables that those behind it, up to another, are handed: stages that begin there hold them too."""
+    first, last = sorted(rng.integers(0, len(profile.layers), 2))
+    size, layers = float(rng.integers(1, 30)), list(profile.layers)
+    tiers = (replace(t, saved_bytes=constant(t.saved_bytes[0] + size)) for t in layers[first].tiers)
+    layers[first] = replace(layers[first], tiers=tuple(tiers))
+    layers[first + 1 : last + 1] = [replace(x, entry_bytes=constant(size)) for x in layers[first + 1 : last + 1]]
+    return replace(profile, layers=tuple(layers))
 
 
 def random_profile(rng, num_layers, num_groups, num_tiers=3):

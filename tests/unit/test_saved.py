@@ -14,7 +14,7 @@ from plan_cases import tile_samples
 
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.costs.profile import load_profile, profile_model, save_profile
-from trimtab.costs.saved import carry_seconds, refuse_unlike
+from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
@@ -99,6 +99,77 @@ def test_a_calibration_keeps_its_seconds_of_a_step() -> None:
     carried, formula = carry(logged, ParallelDims(pp=2)), profile_model(MODEL, A100, dims=ParallelDims(pp=2))
     assert carried.layers[0].step_s == pytest.approx(formula.layers[0].step_s + 0.25)
     assert carried.layers[1].step_s == formula.layers[1].step_s
+
+
+def counted(profile: Profile, factor: float, *, pair_bytes: float = 2.0) -> Profile:
+    """As if its bytes had been traced: each `factor` times the formula's, and a mask of every pair."""
+
+    def times(terms: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factor * x for x in terms)
+
+    mask = (0.0, 0.0, 0.0, 0.0, 0.0, pair_bytes, 0.0)
+    layers = tuple(
+        dataclasses.replace(
+            x,
+            output_bytes=times(x.output_bytes),
+            transient_bytes=times(x.transient_bytes),
+            other_transient_bytes=(),
+            entry_bytes=mask,
+            tiers=tuple(
+                dataclasses.replace(t, saved_bytes=tuple(map(sum, zip(times(t.saved_bytes), mask, strict=True))))
+                for t in x.tiers
+            ),
+        )
+        for x in profile.layers
+    )
+    said = (profile.assumptions[0], "Bytes were counted.", *profile.assumptions[1:])
+    return dataclasses.replace(profile, layers=layers, method="traced", assumptions=said)
+
+
+def carry_counted(saved: Profile, dims: ParallelDims, *, zero_stage: int = 1) -> Profile:
+    def formulas(device: DeviceSpec, dims: ParallelDims, zero_stage: int = min(zero_stage, 2)) -> Profile:
+        return profile_model(MODEL, device, dims=dims, zero_stage=zero_stage)
+
+    return carry_bytes(
+        saved,
+        base=formulas(A100, saved.dims),
+        target=formulas(A100, dims, zero_stage),
+        linkless=formulas(dataclasses.replace(A100, link_bytes_per_s=math.inf), dims),
+    )
+
+
+def test_at_its_own_degrees_a_profile_keeps_its_counted_bytes_to_the_bit() -> None:
+    saved = counted(profile_model(MODEL, A100), 1.3)
+    dims = ParallelDims(pp=2, dp=4)
+    carried, formula = carry_counted(saved, dims, zero_stage=2), profile_model(MODEL, A100, dims=dims, zero_stage=2)
+    for ours, theirs, priced in zip(carried.layers, saved.layers, formula.layers, strict=True):
+        assert [t.saved_bytes for t in ours.tiers] == [t.saved_bytes for t in theirs.tiers]
+        assert (ours.output_bytes, ours.transient_bytes) == (theirs.output_bytes, theirs.transient_bytes)
+        assert ours.entry_bytes == theirs.entry_bytes
+        assert [getattr(ours, name) for name in TERMS] == [getattr(priced, name) for name in TERMS]
+        assert (ours.state_bytes, ours.step_s) == (priced.state_bytes, priced.step_s)
+    assert (carried.method, carried.dims.dp) == ("traced", 4)
+    assert carried.assumptions[0] == formula.assumptions[0]
+    assert "Bytes were counted." in carried.assumptions
+
+
+def test_tp_divides_counted_bytes_as_it_divides_the_formulas_and_leaves_masks_whole() -> None:
+    saved, dims = counted(profile_model(MODEL, A100), 1.5), ParallelDims(tp=2)
+    carried, formula = carry_counted(saved, dims), profile_model(MODEL, A100, dims=dims)
+    for ours, priced in zip(carried.layers, formula.layers, strict=True):
+        for tier, by_formula in zip(ours.tiers, priced.tiers, strict=True):
+            expected = 1.5 * np.array(by_formula.saved_bytes)
+            expected[5] += 2.0
+            np.testing.assert_allclose(tier.saved_bytes, expected, rtol=1e-9)
+    assert any("Bytes counted at tp 1 were divided for tp 2" in said for said in carried.assumptions)
+
+
+def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None:
+    saved, dims = counted(profile_model(MODEL, A100), 1.5), ParallelDims(dp=8)
+    carried = carry_counted(saved, dims, zero_stage=3)
+    for ours, theirs in zip(carried.layers, saved.layers, strict=True):
+        gathered = np.array(ours.transient_bytes) - np.array(theirs.transient_bytes)
+        assert gathered.tolist() == [2 * 2 * ours.num_params, 0, 0, 0, 0, 0, 0]  # two layers' weights of two bytes
 
 
 @pytest.mark.parametrize(
@@ -195,6 +266,23 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(json.dumps(content))
     with pytest.raises(PlanError, match="is not the one the plan was made with"):
         load_details(tmp_path)
+
+
+def test_a_plan_from_a_traced_profile_reads_its_bytes(tmp_path: Path) -> None:
+    """Half the bytes, so less recompute; seconds are the formulas'; what is read back is what was planned."""
+    internvl, samples, cluster = describe("InternVL-Chat-V1-5"), tile_samples(), parse_cluster("16xA100")
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=50 * 2**30)
+    formulas = make_plan(internvl, samples, cluster, options)
+    limits = {"max_patches": formulas.packing.limits[0], "max_tokens": formulas.packing.limits[1]}
+    saved = counted(profile_model(internvl, cluster.device), 0.5, pair_bytes=0.0)
+    made = make_plan(internvl, samples, cluster, dataclasses.replace(options, profile=saved, **limits))
+    assert made.plan.inputs.training.costs == "traced"
+    backward_s = [x.variants[-1].stage_backward_s.sum() for x in (formulas, made)]
+    assert backward_s[1] < 0.95 * backward_s[0]
+    assert [x.forward_s for x in made.profile.layers] == [x.forward_s for x in formulas.profile.layers]
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    assert load_details(tmp_path).profile == made.profile
 
 
 def test_a_plan_of_formulas_names_no_profile(tmp_path: Path) -> None:

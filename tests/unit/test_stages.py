@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from partition_cases import ONE, layer, profile_of, random_profile, split
+from partition_cases import ONE, layer, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import assess_stages
@@ -49,7 +49,8 @@ def brute_force(profile, num_stages, memory, held, forbidden):
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
             times, saved, recomputed, transient, state = stage_options(profile, a, b, split_backward=any(pending))
-            whole = sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b])
+            entry = sum(profile.layers[a].entry_bytes)
+            whole, saved = entry + sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b]), entry + saved
             size = state + in_flight[i] * saved + pending[i] * whole + transient
             fits = np.flatnonzero(size <= memory)
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
@@ -81,6 +82,8 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
         P = int(rng.integers(1, min(L, 4) + 1))
         M = int(rng.integers(1, 6))
         profile = random_profile(rng, L, 4, num_tiers=4)
+        if rng.random() < 0.5:
+            profile = with_tables(profile, rng)
         memory = int(rng.integers(40, 400))
         schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
         forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)

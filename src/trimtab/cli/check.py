@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trimtab.cli.output import JsonOption, print_json
+from trimtab.cli.output import JsonOption, console, print_json
 
 if TYPE_CHECKING:
     from trimtab.adapters.megatron_check import Finding, Launcher
+    from trimtab.plan.check_memory import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
 Framework = Literal[
@@ -27,6 +29,13 @@ Framework = Literal[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    problems: list[str]  # what does not hold
+    warnings: list[str]  # what only costs something
+    memory: MemoryCheck | None = None
+
+
 def check(
     plan: Annotated[Path | None, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")] = None,
     framework: Annotated[
@@ -36,8 +45,11 @@ def check(
         str | None, typer.Option(help="Check these Megatron-LM flags, instead of a plan; needs --for and --config.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="The model of --flags: config.json, its folder, or a name.")
+        str | None, typer.Option(help="The model of --flags or --memory: config.json, its folder, or a name.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also: replay it with bytes counted on the model's real layers.")
+    ] = False,
     vision_cleared: Annotated[
         bool, typer.Option("--vision-cleared", help="The launcher clears the split in the vision tower's config.")
     ] = False,
@@ -45,47 +57,105 @@ def check(
 ) -> None:
     """Recompute coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold.
 
-    With --for, also what keeps a framework from running the plan, or the given --flags, as they stand.
+    With --for, also what keeps a framework from running the plan, or the given --flags, as they stand. With --memory,
+    also the counted peak of every pipeline rank, at the packs it runs.
     """
-    problems, warnings = _check_plan(plan, framework, flags, config, vision_cleared)
+    found = _check_plan(plan, framework, flags, config, vision_cleared, memory)
+    problems, warnings, counted = found.problems, found.warnings, found.memory
     if as_json:
         content = {"ok": not problems, "problems": problems}
-        print_json(content if framework is None else {**content, "warnings": warnings})
+        content |= {} if framework is None else {"warnings": warnings}
+        print_json(content if counted is None else {**content, "memory": _memory_json(counted)})
     else:
+        if counted is not None:
+            from trimtab.report.memory_table import print_memory
+
+            print_memory(counted, console())
         for problem in problems:
             print(problem)
         for warning in warnings:
             print(f"warning: {warning}")
         if not problems:
-            print(_praise(plan, framework))
+            print(_praise(plan, framework, memory))
     if problems:
         raise typer.Exit(1)
 
 
-def _praise(plan: Path | None, framework: str | None) -> str:
+def _praise(plan: Path | None, framework: str | None, memory: bool) -> str:
     if plan is None:
         return f"{framework}: these flags build every layer of the model once"
-    holds = f"{plan}: every sample is packed as the plan says, it fits its memory, and its inputs are unchanged"
+    fits = "it fits its memory by counted bytes too" if memory else "it fits its memory"
+    holds = f"{plan}: every sample is packed as the plan says, {fits}, and its inputs are unchanged"
     return holds if framework is None else f"{holds}; {framework} can run it"
 
 
 def _check_plan(
-    plan: Path | None, framework: Framework | None, flags: str | None, config: str | None, vision_cleared: bool
-) -> tuple[list[str], list[str]]:
-    """What does not hold, and what only costs something."""
+    plan: Path | None,
+    framework: Framework | None,
+    flags: str | None,
+    config: str | None,
+    vision_cleared: bool,
+    memory: bool,
+) -> _Outcome:
     from trimtab.errors import PlanError
 
     if (plan is None) == (flags is None):
         raise PlanError("a check was asked for, and it takes either a plan or --flags: give one of them")
+    if flags is not None and memory:
+        raise PlanError("--memory was asked for with --flags, and it is a plan's packs that are replayed: give a plan")
     if flags is not None:
-        return _check_flags(flags, framework, config, vision_cleared)
+        failing, costly = _check_flags(flags, framework, config, vision_cleared)
+        return _Outcome(problems=failing, warnings=costly)
     assert plan is not None
     from trimtab.plan.check import check_plan
 
-    problems = check_plan(plan)
-    if framework is None or problems:
-        return problems, []
-    return _check_for(plan, framework, vision_cleared)
+    if not memory:
+        problems, counted = check_plan(plan), None
+    else:
+        problems, counted = _check_memory(plan, config)
+    warnings: list[str] = []
+    if framework is not None and not problems:
+        problems, warnings = _check_for(plan, framework, vision_cleared)
+    return _Outcome(problems=problems, warnings=warnings, memory=counted)
+
+
+def _check_memory(plan: Path, config: str | None) -> tuple[list[str], MemoryCheck | None]:
+    """What does not hold, memory as counted included; and the count, where the plan can be read back."""
+    from trimtab.errors import TrimtabError
+    from trimtab.plan.check import check_plan
+    from trimtab.plan.check_memory import check_memory, find_traced_model
+
+    problems = check_plan(plan, model=find_traced_model(plan, config).model)
+    try:
+        counted = check_memory(plan, config=config)
+    except TrimtabError as error:
+        if str(error) not in problems:
+            raise
+        return problems, None
+    return [*problems, *counted.problems], counted
+
+
+def _memory_json(counted: MemoryCheck) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "cap_bytes": counted.cap_bytes,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stages": [stage.index for stage in rank.stages],
+                "counted_bytes": rank.peak.memory.total_bytes,
+                "counted": asdict(rank.peak.memory),
+                "step": rank.peak.step,
+                "dp_rank": rank.peak.dp_rank,
+                "planned_bytes": rank.planned.total_bytes,
+                "planned": asdict(rank.planned),
+                "fits": rank.problem is None,
+            }
+            for rank in counted.ranks
+        ],
+        "assumptions": counted.assumptions,
+    }
 
 
 def _check_flags(

@@ -1,4 +1,4 @@
-"""`trimtab profile`: seconds and bytes of a model's layers, by formula, timed on a device, or from logged runs."""
+"""`trimtab profile`: seconds and bytes of a model's layers: by formula, counted, timed on a device, or from logs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trimtab.cli.output import JsonOption, console, print_json
 if TYPE_CHECKING:
     from trimtab.costs.fit import Calibration
     from trimtab.costs.measured import TimedProfile
+    from trimtab.costs.traced_fit import TracedProfile
     from trimtab.specs import ModelSpec
 
 _ROWS = 1024  # of the table, where nothing was timed
@@ -22,6 +23,9 @@ _ROWS = 1024  # of the table, where nothing was timed
 def profile(
     config: ConfigArgument,
     timed: Annotated[bool, typer.Option("--timed", help="Time the real layers on --device (cpu, cuda).")] = False,
+    traced: Annotated[
+        bool, typer.Option("--traced", help="Count the bytes of the real layers, without weights; seconds by formula.")
+    ] = False,
     from_logs: Annotated[Path | None, typer.Option(help="Fit the formulas to these logged runs (JSON).")] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda with --timed (default: what is there); else a device as in H200.")
@@ -48,7 +52,7 @@ def profile(
     from trimtab.errors import TrimtabError, join_problems
     from trimtab.files import refuse_folder
     from trimtab.models.describe import describe
-    from trimtab.report.profile_table import kind_rows, print_kinds, print_runs
+    from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
     from trimtab.specs import ParallelDims
 
     if out is not None:
@@ -60,9 +64,17 @@ def profile(
         problems.append(f"tp {tp} was to be timed on one device: leave --tp out, `trimtab plan` divides what was timed")
     if timed and fused_kernels:
         problems.append("fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out")
+    if traced and timed:
+        problems.append("--traced and --timed were both given, and each makes a profile of its own: give one of them")
+    if traced and from_logs is not None:
+        problems.append("--traced and --from-logs were both given, and each makes a profile of its own: give one")
+    if traced and tp > 1:
+        problems.append(f"tp {tp} was to be traced, and real layers are whole: leave --tp out, `trimtab plan` divides")
+    if traced and sizes is not None:
+        problems.append("--sizes were given with --traced, which chooses its own: leave them out")
     if not timed and device is None:
         problems.append("no device was named: give --device as in H200, or --timed to time the one that is here")
-    if not timed and sizes is not None:
+    if not timed and not traced and sizes is not None:
         problems.append("--sizes were given, and formulas need none: leave them out, or give --timed")
     if problems:
         raise TrimtabError(join_problems(problems))
@@ -70,10 +82,15 @@ def profile(
     frozen = parse_towers(freeze or [])
     given: dict[str, Any] = {"attention": attention or "flash", "fused_kernels": fused_kernels}
     fits: TimedProfile | None = None
+    counts: TracedProfile | None = None
     calibration: Calibration | None = None
     if timed:
         fits = _time(config, model, device, dtype, attention, _parse_sizes(sizes), repeats, frozen)
         result = fits.profile
+    elif traced:
+        assert device is not None
+        counts = _trace(config, model, device, dtype, given, frozen)
+        result = counts.profile
     else:
         assert device is not None
         from trimtab.costs.devices import find_device
@@ -95,6 +112,9 @@ def profile(
     )
     kinds = {} if fits is None else {kind.group: kind for kind in fits.kinds}
     rows = kind_rows(result, model, settings, size=_ROWS, fits=kinds)
+    kept = () if counts is None else kept_rows(counts.kinds, model, settings, size=_ROWS)
+    source = counts or calibration
+    warnings = () if source is None else source.warnings
     if as_json:
         print_json(
             {
@@ -106,19 +126,22 @@ def profile(
                 "time_error": result.time_error,
                 "memory_error": result.memory_error,
                 "kinds": [asdict(row) for row in rows],
+                "kept": [{**asdict(row), "fused_share": row.fused_share} for row in kept],
                 "assumptions": result.assumptions,
                 "runs": [] if calibration is None else [asdict(run) for run in calibration.runs],
                 "terms": [] if calibration is None else [asdict(term) for term in calibration.terms],
-                "warnings": [] if calibration is None else calibration.warnings,
+                "warnings": warnings,
                 "file": None if out is None else str(out),
             }
         )
         return
     print_kinds(rows, result, console())
+    if kept:
+        print_kept(kept, console())
     if calibration is not None:
         print_runs(calibration, console())
-    print("\n".join(result.assumptions))
-    for warning in () if calibration is None else calibration.warnings:
+    print("\n".join(sentence for sentence in result.assumptions if sentence not in warnings))
+    for warning in warnings:
         print(f"warning: {warning}")
     if out is not None:
         print(f"profile: {out}")
@@ -141,6 +164,22 @@ def _time(
     options = TimingOptions(dtype=dtype, attention=attention, sizes=sizes, repeats=repeats, frozen_towers=frozen)
     with progress("timing") as advance:
         return profile_timed(read_config(config), model, open_device(device), options, progress=advance)
+
+
+def _trace(
+    config: str,
+    model: ModelSpec,
+    device: str,
+    dtype: str,
+    given: dict[str, Any],
+    frozen: tuple[Literal["vision", "projector", "language"], ...],
+) -> TracedProfile:
+    from trimtab.costs.devices import find_device
+    from trimtab.costs.traced import profile_traced
+    from trimtab.models.describe import read_config
+
+    known = find_device(device)
+    return profile_traced(read_config(config), model, known, dtype=dtype, frozen_towers=frozenset(frozen), **given)
 
 
 def _parse_sizes(text: str | None) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
 
-FORMAT = "trimtab-profile 1.1"
+FORMAT = "trimtab-profile 1.2"
 
 TIME_ERROR = 0.30
 """Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
@@ -130,7 +130,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
             f"layers.{i} ({layer.name}): {len(values)} coefficients, expected {NUM_WORK_TERMS}"
             for i, layer in enumerate(profile.layers)
             for values in (
-                *(terms for terms in (layer.weight_s, layer.other_transient_bytes) if terms),
+                *(terms for terms in (layer.weight_s, layer.other_transient_bytes, layer.entry_bytes) if terms),
                 *(layer.forward_s, layer.backward_s, layer.output_bytes, layer.transient_bytes),
                 *(terms for tier in layer.tiers for terms in (tier.extra_backward_s, tier.saved_bytes)),
             )

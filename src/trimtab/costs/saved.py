@@ -1,4 +1,4 @@
-"""A saved profile's seconds in a plan: is it of these layers and settings, and what do other degrees make of them?"""
+"""A saved profile in a plan: is it of these layers and settings, and what do other degrees make of its figures?"""
 
 from __future__ import annotations
 
@@ -97,6 +97,72 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     )
 
 
+def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Profile) -> Profile:
+    """`target` with the bytes that `saved` counted: each coefficient times what the formulas say the degrees change.
+
+    `base` and `target` are the formulas at the degrees of `saved` and of the plan; in `base` and in `linkless` (those
+    of the plan, with links that take no time) no weights are gathered. Kept and sent bytes become saved x target /
+    base, tier by tier and term by term; a term that no formula has (masks) stays as it was counted. Transients become
+    saved x linkless / base, and weights that ZeRO-3 gathers are added. At the degrees of `saved` nothing changes.
+    Assumption: tp divides counted bytes as it divides the formulas'. Seconds and what comes once a step are the
+    formulas'; what recompute takes is scaled from `saved`, which knows where it stops.
+    """
+    layers = []
+    for x, at_base, at_target, alone in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        tiers = []
+        for tier in at_target.tiers:
+            own, formula = (_tier_of(layer, tier.name) for layer in (x, at_base))
+            priced = _carry_tier(tier, x, at_base, alone, False)
+            tiers.append(replace(priced, saved_bytes=_scale(own.saved_bytes, formula.saved_bytes, tier.saved_bytes)))
+        layers.append(
+            replace(
+                at_target,
+                tiers=tuple(tiers),
+                output_bytes=_scale(x.output_bytes, at_base.output_bytes, at_target.output_bytes),
+                transient_bytes=_carry_transient(x.transient_bytes, at_base, at_target, alone),
+                other_transient_bytes=_carry_transient(x.other_transient_bytes, at_base, at_target, alone),
+                entry_bytes=x.entry_bytes,
+                group=x.group,
+            )
+        )
+    said = [sentence for sentence in saved.assumptions if sentence not in target.assumptions]
+    if saved.dims.tp != target.dims.tp:
+        said.append(
+            f"Bytes counted at tp {saved.dims.tp} were divided for tp {target.dims.tp} as the formulas divide them."
+        )
+    return replace(
+        target,
+        layers=tuple(layers),
+        method=saved.method,
+        assumptions=(target.assumptions[0], *said, *target.assumptions[1:]),
+    )
+
+
+def _scale(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(s * t / b if b > 0 and b != t else s for s, b, t in zip(saved, base, target, strict=True))
+
+
+def _carry_transient(
+    saved: tuple[float, ...], base: LayerCost, target: LayerCost, linkless: LayerCost
+) -> tuple[float, ...]:
+    """Scaled; and what `target` gathers on top of `linkless`. Nothing stays nothing."""
+    if not saved:
+        return ()
+    scaled = _scale(saved, _most_moment(base), _most_moment(linkless))
+    gathered = zip(target.transient_bytes, linkless.transient_bytes, strict=True)
+    return tuple(own + (more - less) for own, (more, less) in zip(scaled, gathered, strict=True))
+
+
+def _most_moment(layer: LayerCost) -> tuple[float, ...]:
+    """The larger of a formula's two moments, term by term."""
+    other = layer.other_transient_bytes or layer.transient_bytes
+    return tuple(map(max, layer.transient_bytes, other))
+
+
+def _tier_of(layer: LayerCost, name: str) -> RecomputeTier:
+    return next(tier for tier in layer.tiers if tier.name == name)
+
+
 def _carry(
     saved: tuple[float, ...],
     base: tuple[float, ...],
@@ -116,10 +182,6 @@ def _carry(
 def _carry_tier(
     target: RecomputeTier, saved: LayerCost, base: LayerCost, linkless: LayerCost, measured_links: bool
 ) -> RecomputeTier:
-    def named(layer: LayerCost) -> tuple[float, ...]:
-        return next(tier.extra_backward_s for tier in layer.tiers if tier.name == target.name)
-
-    return replace(
-        target,
-        extra_backward_s=_carry(named(saved), named(base), target.extra_backward_s, named(linkless), measured_links),
-    )
+    at = (_tier_of(layer, target.name).extra_backward_s for layer in (saved, base))
+    alone = _tier_of(linkless, target.name).extra_backward_s
+    return replace(target, extra_backward_s=_carry(*at, target.extra_backward_s, alone, measured_links))

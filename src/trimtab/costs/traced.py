@@ -28,6 +28,7 @@ from trimtab.costs.traced_fit import (
     traced_profile,
 )
 from trimtab.costs.traced_inputs import check_family, find_unit, make_batch
+from trimtab.costs.traced_kernels import fuse_kernels
 from trimtab.costs.traced_step import trace_step
 from trimtab.costs.traced_weights import build_weightless
 from trimtab.errors import ConfigError
@@ -40,7 +41,7 @@ _SMALL = ((2, 48), (3, 16), (4, 120), (3, 176), (5, 80))
 _LARGE = (2048, 4096)
 """Rows of each tower, about, in the steps that give transients: so many that rows outweigh weights' gradients."""
 _LARGE_EAGER = (1024, 2048, 3072)
-_FUSED = 2  # of the small steps, taken with fused kernels
+_FUSED = 1  # of the small steps, taken with fused kernels: what these save is so much a row
 
 
 def profile_traced(
@@ -89,7 +90,7 @@ def profile_traced(
     recomputed = [tracer.probe(size, size, recompute=True) for size in large]
     fused = []
     if compare_fused and not fused_kernels:
-        tracer = _Tracer(config, model, settings, sorted(groups), fused_kernels=True)
+        fuse_kernels(tracer.module)
         fused = [tracer.probe(size, text, backward=False) for size, text in tracer.small_sizes()[:_FUSED]]
     warnings = []
     if attention == "eager":
@@ -113,8 +114,6 @@ class _Tracer:
         model: ModelSpec,
         settings: CostSettings,
         chosen: Sequence[int],
-        *,
-        fused_kernels: bool | None = None,
     ) -> None:
         self.model, self.settings, self.dtype = model, settings, DTYPES[settings.dtype]
         idle = [x.name for i, x in enumerate(model.layers) if x.kind == "block" and i not in chosen]
@@ -122,7 +121,7 @@ class _Tracer:
             _build_config(config, model),
             dtype=self.dtype,
             attention=settings.attention,
-            fused_kernels=settings.fused_kernels if fused_kernels is None else fused_kernels,
+            fused_kernels=settings.fused_kernels,
             idle=idle,
         )
         parts = dict(self.module.named_modules())

@@ -41,7 +41,7 @@ class KindCounts:
     recomputed_bytes: Terms  # the layer recomputed
     context_bytes: Terms  # tables and masks it is handed, shared by the layers of its tower; of code between blocks
     output_bytes: Terms
-    transient_bytes: Terms
+    transient_bytes: Terms  # beside what is kept and, if the layer is recomputed, what is computed again
     forward_flops: Terms
     backward_flops: Terms
     recompute_flops: Terms
@@ -69,6 +69,7 @@ class LayerBytes:
 def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
     """Each storage of `trace` to one layer, the first that saved it; that of code outside to the layer before it.
 
+    A layer other than `blocks` counts all that it saves, another's or not: the two may come to lie on two stages.
     Where one layer is recomputed the shares are exact; where several are that hold the same storage, it counts for
     each. Context is what layers are handed by keyword and without gradient, and what code between `blocks` keeps (one
     block stands for many, and such code need not run behind each): it is held once, whatever is recomputed.
@@ -84,6 +85,9 @@ def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerByt
             continue
         if storage.savers or storage.saved_outside:
             kept[owner] += storage.num_bytes
+        for place in storage.savers - {owner}:
+            if trace.layers[place].name not in blocks:
+                kept[place] += storage.num_bytes
         held = set(storage.entered)
         if storage.follows_gradient:
             held |= storage.named
@@ -130,6 +134,8 @@ def fit_counts(
             return _fit(work, values, columns, f"{what} of {layer.name}")
 
         kept_bytes = fit([s[place].kept for s in shares], "kept bytes")
+        recomputed_bytes = fit([s[place].recomputed for s in shares], "bytes kept under recompute")
+        again = _difference(kept_bytes, recomputed_bytes if layer.name in blocks else kept_bytes)
         less = [a[place].kept - b[place].kept for a, b in zip(shares, fused_shares, strict=False)]
         counts.append(
             KindCounts(
@@ -137,10 +143,10 @@ def fit_counts(
                 group=groups[number],
                 num_params=traced[0].num_params,
                 kept_bytes=kept_bytes,
-                recomputed_bytes=fit([s[place].recomputed for s in shares], "bytes kept under recompute"),
+                recomputed_bytes=recomputed_bytes,
                 context_bytes=fit([s[place].context for s in shares], "tables and masks"),
                 output_bytes=fit([x.output_bytes for x in traced], "output bytes"),
-                transient_bytes=_fit_transient(layer, settings, number, recomputed, kept_bytes),
+                transient_bytes=_fit_transient(layer, settings, number, recomputed, kept_bytes, again),
                 forward_flops=fit([x.forward_flops for x in traced], "forward FLOPs"),
                 backward_flops=fit([x.backward_flops for x in traced], "backward FLOPs"),
                 recompute_flops=fit([x.recompute_flops for x in traced], "recompute FLOPs"),
@@ -187,11 +193,12 @@ def _without(kept: Terms, less: Sequence[int], work: FloatArray, rows: int) -> T
 
 
 def _fit_transient(
-    layer: LayerSpec, settings: CostSettings, number: int, probes: Sequence[Probe], kept: Terms
+    layer: LayerSpec, settings: CostSettings, number: int, probes: Sequence[Probe], kept: Terms, again: Terms
 ) -> Terms:
     """The larger of backward's transient and what forward's leaves above what is kept, as a line through the sizes.
 
-    Two sizes: each pair costs what is kept for it (SDPA's masks, made again with the layer). Three: what they say.
+    Less `again`, what the layer computed again in `probes`: whoever adds up a stage counts that where it is recomputed.
+    Two sizes: each pair costs what is kept for it (SDPA's masks) and not computed again. Three: what they say.
     """
     values = []
     for probe in probes:
@@ -200,18 +207,22 @@ def _fit_transient(
         values.append(max(traced.backward_transient_bytes, traced.forward_transient_bytes - share.recomputed))
     columns = find_columns(layer, settings)
     work = np.array([probe.work[number] for probe in probes])
-    y = np.array(values, dtype=np.float64)
+    y = np.array(values, dtype=np.float64) - work @ np.array(again)
     terms = [0.0] * NUM_WORK_TERMS
     chosen = [0, columns.rows, columns.pairs]
     if len(probes) == 2:
-        terms[columns.pairs] = kept[columns.pairs]
-        y -= work[:, columns.pairs] * kept[columns.pairs]
+        terms[columns.pairs] = kept[columns.pairs] - again[columns.pairs]
+        y -= work[:, columns.pairs] * terms[columns.pairs]
         chosen = chosen[:2]
     X = work[:, chosen]
     scale = X.max(axis=0)
     for column, value in zip(chosen, np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, strict=True):
         terms[column] = float(value)
     return tuple(terms)
+
+
+def _difference(more: Terms, less: Terms) -> Terms:
+    return tuple(a - b for a, b in zip(more, less, strict=True))
 
 
 def traced_profile(
@@ -226,25 +237,33 @@ def traced_profile(
     """`analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
 
     The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
-    short of; "selective" stays the formula's. Context of a tower is held by its first layer. A group
-    without a module of its own (a bare parameter) keeps its formula.
+    short of. The formulas' stay: the tiers "selective" and "attention", and of a block's transients the one that grows
+    fastest. Context of a tower is held by its first layer, and by a stage that begins behind it. A group without a
+    module of its own (a bare parameter) keeps its formula.
     """
     counted = {kind.group: kind for kind in kinds}
     context: dict[int, FloatArray] = {}
     for kind in kinds:
         tower = model.layers[kind.layer].tower
         first = model.indices("vision" if tower == "projector" else tower)[0]
-        context[first] = np.maximum(context.get(first, 0.0), np.array(kind.context_bytes))
+        # full and windowed masks are two; a fit's own error may fall below 0
+        context[first] = context.get(first, 0.0) + np.maximum(kind.context_bytes, 0.0)
+    entries = {
+        number: tuple(float(x) for x in shared)
+        for first, shared in context.items()
+        for number in range(first + 1, max(model.indices(model.layers[first].tower, "block"), default=first) + 1)
+    }
     rate = analytic.device.peak_flops * settings.efficiency.matmul * (0.5 if settings.dtype == "fp32" else 1.0)
     layers = []
     for number, (cost, layer) in enumerate(zip(analytic.layers, model.layers, strict=True)):
         found = counted.get(cost.group)
-        shared = context.get(number)
-        layers.append(cost if found is None else _with_bytes(cost, layer, found, settings, rate, shared))
+        made = cost if found is None else _with_bytes(cost, layer, found, settings, rate, context.get(number))
+        layers.append(replace(made, entry_bytes=entries.get(number, ())))
     uncounted = sorted({x.name for x in analytic.layers if x.group not in counted})
     said = [
         f"Bytes kept and transient were counted on the real layers, without weights: {how}.",
-        "Tables and masks that a tower's layers share, and what code between its blocks keeps, are its first layer's.",
+        "Tables and masks that a tower's layers share, and what code between its blocks keeps, are its first layer's, "
+        "and again of every stage that begins behind it.",
         *warnings,
     ]
     if uncounted:
@@ -291,11 +310,16 @@ def _with_bytes(
             tiers.append(replace(tier, saved_bytes=_sum(found.recomputed_bytes, more), extra_backward_s=tuple(extra)))
         else:
             tiers.append(replace(tier, saved_bytes=_sum(tier.saved_bytes, more)))
-    once = list(found.transient_bytes)
-    if settings.zero_stage == 3:
-        once[0] += 2.0 * cost.num_params * settings.item_bytes
-    return replace(cost, tiers=tuple(tiers), output_bytes=found.output_bytes, transient_bytes=tuple(once))
+    # of wide layers the sizes that were traced lie below those at which the gate's gradients outweigh the weight's
+    moments = (cost.transient_bytes, cost.other_transient_bytes or cost.transient_bytes)
+    return replace(
+        cost,
+        tiers=tuple(tiers),
+        output_bytes=found.output_bytes,
+        transient_bytes=found.transient_bytes,
+        other_transient_bytes=max(moments, key=lambda terms: terms[rows]) if layer.kind == "block" else (),
+    )
 
 
 def _sum(terms: Terms, more: FloatArray) -> Terms:
-    return tuple(float(x) for x in np.array(terms) + more)
+    return tuple(float(x) for x in np.maximum(np.array(terms) + more, 0.0))

@@ -46,7 +46,7 @@ def check_family(model: ModelSpec) -> None:
     if model.family not in known:
         raise UnknownModelError(
             f"layers of model_type {model.family!r} were to be traced, and Transformers has no code of its own for it: "
-            f"give the configuration of one of {', '.join(known)}, or leave --traced out"
+            f"give the configuration of one of {', '.join(known)}, or take the bytes of formulas"
         )
 
 

@@ -69,9 +69,10 @@ def assess_stages(
 ) -> SplitResult:
     """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
-    Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers) + largest
-    transient + overhead, bytes at `work_max`. A layer's transient is the workspace of its backward (`transient_bytes`)
-    and, where it recomputes, what it then holds more than its tier saves: layers are computed again one at a time.
+    Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and what
+    its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is the
+    workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its tier saves:
+    layers are computed again one at a time.
     Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
     Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
     recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
@@ -89,8 +90,9 @@ def assess_stages(
     stage_forward = np.array([forward[x].sum() for x in own])
     extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
     stage_backward = np.array([backward[x].sum() for x in own]) + extra
-    saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen])
-    whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own])
+    entry = entry_bytes(profile, most)[[stage.start for stage in stages]]
+    saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen]) + entry
+    whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own]) + entry
     held = np.array([state[x].sum() for x in own])
     again = [
         0.0 if splits_backward(schedule) else max(0.0, _saved(layer.tiers[0], most) - _saved(tier, most))
@@ -124,6 +126,11 @@ def assess_stages(
         lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
         exact=False,
     )
+
+
+def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
+    """(num_layers,) bytes that a stage holds more when it begins with the layer, of one micro-batch."""
+    return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
 
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:

@@ -4,12 +4,13 @@ K *segments* are runs of layers between two allowed cuts; a stage is an interval
     time(i, a, b) = max over forms j of tail[j, i, b] - head[j, i, a] + weight[j, i] * extra(i, a, b)
 where extra is the least recompute time (module `tiers`) for which
     state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient <= cap[i],
-`saved` by the chosen tiers, `whole` without recompute, `transient` the most that one layer's backward needs beside: a
-layer that recomputes needs what it computes again as well (`TierTable.reach`), so that a stage that recomputes nothing
-has more room, and a stage may do better with a weaker tier. Where a micro-batch is pending, `whole` holds that already.
-Time and bytes rise when the interval grows. Where besides no later stage
-is dearer than an earlier one for the same interval (true of in-flight counts where backwards are whole),
-`furthest_ends` is exact; else it still never calls a feasible limit infeasible.
+`saved` by the chosen tiers and `whole` without recompute, `entry[a]` in both, `transient` the most that one layer's
+backward needs beside: a layer that recomputes needs what it computes again as well (`TierTable.reach`), so that a stage
+that recomputes nothing has more room, and a stage may do better with a weaker tier. Where a micro-batch is pending,
+`whole` holds that already. Time and bytes rise when the interval grows: what it enters with is no more than what
+earlier segments hold for it. Where besides no later stage is dearer than an earlier one for the same interval (true of
+in-flight counts where backwards are whole), `furthest_ends` is exact; else it still never calls a feasible limit
+infeasible.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Pipeline(NamedTuple):
     saved_least: IntArray  # (K + 1,) the same on its smallest tier
     num_alike: IntArray  # (K + 1, C) layers of each class
     transient: IntArray  # (log2 K, K) first tiers', sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
-    whole: IntArray  # (K + 1,) the same on tier "none"
+    whole: IntArray  # (K + 1,) saved bytes on tier "none"
+    entry: IntArray  # (K + 1,) saved bytes more of a stage that begins here
     in_flight: IntArray  # (S,) at least 0
     pending: IntArray  # (S,) further micro-batches that hold everything
     cap: IntArray  # (S,) bytes
@@ -67,12 +69,12 @@ def _transient(pipeline: Pipeline, a: int, b: int) -> int:
 def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int:
     """Bytes of one micro-batch by which the first tiers overfill stage i; `IMPOSSIBLE` if the smallest tiers do too."""
     room = pipeline.cap[i] - (pipeline.state[b] - pipeline.state[a]) - transient
-    room -= pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
+    room -= pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a] + pipeline.entry[a])
     if room < 0:
         return IMPOSSIBLE
     if pipeline.in_flight[i] == 0:
         return 0
-    room //= pipeline.in_flight[i]
+    room = room // pipeline.in_flight[i] - pipeline.entry[a]
     if pipeline.saved_least[b] - pipeline.saved_least[a] > room:
         return IMPOSSIBLE
     return int(pipeline.saved_first[b] - pipeline.saved_first[a] - room)
@@ -213,8 +215,9 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
                 size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
                 if pipeline.pending[i] == 0 and own > 0:
                     size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - _transient(pipeline, a, b))
-                size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
-                size = max(size + pipeline.in_flight[i] * saved, fullest[i + 1, b])
+                size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a] + pipeline.entry[a])
+                size += pipeline.in_flight[i] * (saved + pipeline.entry[a])
+                size = max(size, fullest[i + 1, b])
                 total = own + extra[i + 1, b]
                 if total < extra[i, a] or (total == extra[i, a] and size < fullest[i, a]):
                     extra[i, a], fullest[i, a], following[i, a] = total, size, b
@@ -262,7 +265,8 @@ def least_memory(pipeline: Pipeline, tiers: TierTable) -> int:
         capped = pipeline._replace(cap=np.full_like(pipeline.cap, cap), known=nothing)
         return bool(furthest_ends(capped, tiers, anything)[-1] == num_segments)
 
-    held = pipeline.in_flight * pipeline.saved_first[-1] + pipeline.pending * pipeline.whole[-1]
+    entry = int(pipeline.entry.max())
+    held = pipeline.in_flight * (pipeline.saved_first[-1] + entry) + pipeline.pending * (pipeline.whole[-1] + entry)
     transient = max(int(pipeline.transient.max()), int(tiers.reach.max(initial=0)))
     least = _bisect(feasible, -1, int(pipeline.state[-1] + held.max()) + transient)
     assert least is not None, "everything on every device at once is more than any stage needs"

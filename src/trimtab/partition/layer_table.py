@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.partition.assess import entry_bytes
 from trimtab.partition.cuts import Pipeline
 from trimtab.partition.stages import RecomputeMode
 from trimtab.partition.tiers import TierTable, tier_table
@@ -39,6 +40,7 @@ class LayerTable:
     saved_first: IntArray  # (L,) bytes of the first tier
     saved_least: IntArray  # (L,) bytes of the smallest tier
     whole: IntArray  # (L,) bytes on tier "none"
+    entry: IntArray  # (L,) bytes more on a stage that begins with the layer
     layer_class: IntArray  # (L,) class of a layer that has upgrades, else -1
     first_tier: tuple[RecomputeTier, ...]  # (L,) cheapest tier of each layer
     upgrades: tuple[tuple[RecomputeTier, ...], ...]  # (L,) tiers that save more and cost more, in that order
@@ -88,6 +90,7 @@ class LayerTable:
                 np.maximum.reduceat(self.workspace if pending.any() else self.transient, self.positions[:-1])
             ),
             whole=self.prefix(self.whole),
+            entry=np.append(self.entry, 0)[self.positions],
             in_flight=in_flight,
             pending=pending,
             cap=np.minimum(cap, MAX_BYTES).astype(np.int64),
@@ -172,6 +175,7 @@ def layer_table(
         saved_first=columns[1],
         saved_least=columns[2],
         whole=np.maximum(columns[1], [math.ceil(x) for x in whole]),
+        entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
         first_tier=tuple(first),
         upgrades=tuple(upgrades),

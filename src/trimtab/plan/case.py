@@ -9,7 +9,7 @@ from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDataParallel
-from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, limit_work
+from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, joins_samples, limit_work
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -81,7 +81,12 @@ class Case:
     @cached_property
     def problem(self) -> SplitProblem:
         """Time at the mean pack, memory at the largest pack that the limits allow."""
-        work_max = limit_work(self.work, self.setting.max_patches, self.setting.max_tokens)
+        work_max = limit_work(
+            self.work,
+            self.setting.max_patches,
+            self.setting.max_tokens,
+            joined=joins_samples(self.options.attention),
+        )
         model = self.model
         if self.vision is not None:
             work_max[PATCHES : PATCHES_WINDOWED + 1] = self.vision.largest

@@ -113,10 +113,7 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
             f"the plan's model {given.name} was described from Python, and no file says what it is: "
             "describe it again and pass it as model="
         )
-    source, preprocessor = given.config, given.preprocessor
-    beside = folder / source
-    if not Path(source).exists() and beside.exists():
-        source = str(beside)
+    source, preprocessor = find_config(given.config, folder), given.preprocessor
     other = None if preprocessor is None else Path(preprocessor)
     if other is not None and not other.exists() and (folder / other).exists():
         other = folder / other
@@ -127,6 +124,12 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
                 f"folder that the plan was made in, or put the {what} there"
             )
     return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+
+
+def find_config(config: str, folder: Path) -> str:
+    """The plan's model as its user named it, or what lies beside the plan under that name; it may be nowhere."""
+    beside = folder / config
+    return str(beside) if not Path(config).exists() and beside.exists() else config
 
 
 def options_of(plan: Plan) -> PlanOptions:

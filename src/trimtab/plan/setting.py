@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.profile import profile_model
-from trimtab.costs.saved import carry_seconds, refuse_unlike
+from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.simulate import simulate
@@ -29,7 +29,7 @@ from trimtab.plan.case import Setting, split_problem
 from trimtab.plan.limits import TriedLimits, try_limits
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.times import rank_step_s, times_of
-from trimtab.plan.work import MICROBATCHES, limit_work, price_samples
+from trimtab.plan.work import MICROBATCHES, joins_samples, limit_work, price_samples
 from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
@@ -183,15 +183,19 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 
 
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
-    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given."""
+    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
 
-    def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float) -> Profile:
+    A traced profile gives its bytes instead.
+    """
+    traced = options.profile is not None and options.profile.method == "traced"
+
+    def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float, *, gathered: bool = True) -> Profile:
         return profile_model(
             model,
             device,
             dims=dims,
             dtype=options.dtype,
-            zero_stage=options.zero_stage,
+            zero_stage=options.zero_stage if gathered else min(options.zero_stage, 2),
             optimizer=options.optimizer,
             attention=options.attention,
             fused_kernels=options.fused_kernels,
@@ -203,11 +207,13 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
-    return carry_seconds(
+    carry = carry_bytes if traced else carry_seconds
+    return carry(
         saved,
-        base=formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s),
+        base=formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced),
         target=target,
-        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf),
+        # with such links gathering takes no seconds either
+        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf, gathered=not traced),
     )
 
 
@@ -277,7 +283,9 @@ def _price_limits(
             options,
             budget,
             work_mean=work_mean,
-            work_max=limit_work(tried.extremes, tried.max_patches, tried.max_tokens),
+            work_max=limit_work(
+                tried.extremes, tried.max_patches, tried.max_tokens, joined=joins_samples(options.attention)
+            ),
             num_microbatches=num_microbatches,
         )
         try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.costs.settings import Attention
 from trimtab.errors import PlanError
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -44,9 +45,10 @@ def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
 _SQUARES = ((PATCHES_SQ, PATCHES), (PATCHES_WINDOWED, PATCHES), (TOKENS_SQ, TOKENS), (TOKENS_WINDOWED, TOKENS))
 
 
-def limit_work(work: FloatArray, max_patches: int, max_tokens: int) -> FloatArray:
+def limit_work(work: FloatArray, max_patches: int, max_tokens: int, *, joined: bool = False) -> FloatArray:
     """(T,): the largest micro-batch the limits allow; squares at the densest row of `work`.
 
+    `joined`: attention holds the pairs between a pack's samples too (`joins_samples`), so tokens as one sample's.
     `work` holds samples or packs, one a row, or just their `extreme_rows`. A pack is no denser than its densest sample,
     so rows of samples bound every pack that can be made of them.
     """
@@ -56,7 +58,19 @@ def limit_work(work: FloatArray, max_patches: int, max_tokens: int) -> FloatArra
     largest[TOKENS] = max(max_tokens, work[:, TOKENS].max(initial=0.0))
     for square, rows in _SQUARES:
         largest[square] = _density(work, square, rows).max(initial=0.0) * largest[rows]
-    return largest
+    return join_samples(largest) if joined else largest
+
+
+def joins_samples(attention: Attention) -> bool:
+    """Whether scores or masks of a pack are those of one long sample: all but flash attention, which needs no mask."""
+    return attention != "flash"
+
+
+def join_samples(work: FloatArray) -> FloatArray:
+    """`work` (..., T) as bytes see it where `joins_samples`; its seconds are priced by the samples' own squares."""
+    joined = work.copy()
+    joined[..., TOKENS_SQ] = work[..., TOKENS] ** 2
+    return joined
 
 
 def extreme_rows(work: FloatArray) -> FloatArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,10 @@ from trimtab.costs.fit import Calibration
 from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
 from trimtab.costs.measured import KindFit
 from trimtab.costs.settings import CostSettings
+from trimtab.costs.traced_fit import KindCounts
 from trimtab.report.words import clean
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile
-from trimtab.units import TERA, format_seconds
+from trimtab.units import TERA, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,68 @@ def kind_rows(
         )
         for members, rows, forward, backward, flops, rate, fit in found
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRow:
+    """What one kind of block keeps between forward and backward at one size, counted."""
+
+    name: str  # of its first layer
+    num_layers: int
+    rows: float  # patches or tokens of the micro-batch, in one image and one sample
+    kept_bytes: float  # nothing recomputed
+    recomputed_bytes: float  # the layer recomputed
+    transient_bytes: float  # its backward's own, beside those
+    fused_bytes: float | None  # kept_bytes if norms and gates were single kernels; None: they are
+
+    @property
+    def fused_share(self) -> float | None:
+        """Share of the kept bytes that fused norms and gates would save before anything is recomputed."""
+        return None if self.fused_bytes is None or self.kept_bytes == 0 else 1 - self.fused_bytes / self.kept_bytes
+
+
+def kept_rows(
+    kinds: Sequence[KindCounts], model: ModelSpec, settings: CostSettings, *, size: int
+) -> tuple[KeptRow, ...]:
+    """A row for each kind of block that was traced, in forward order."""
+    found = []
+    for kind in kinds:
+        layer = model.layers[kind.layer]
+        if layer.kind != "block":
+            continue
+        work = np.array(_work_of(layer, settings, size))
+        found.append(
+            KeptRow(
+                name=layer.name,
+                num_layers=sum(x.alike == layer.alike for x in model.layers),
+                rows=float(work[find_columns(layer, settings).rows]),
+                kept_bytes=float(np.dot(kind.kept_bytes, work)),
+                recomputed_bytes=float(np.dot(kind.recomputed_bytes, work)),
+                transient_bytes=float(np.dot(kind.transient_bytes, work)),
+                fused_bytes=None if kind.fused_bytes is None else float(np.dot(kind.fused_bytes, work)),
+            )
+        )
+    return tuple(found)
+
+
+def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
+    """Bytes of one layer of each kind, and what fused norms and gates would save before any recompute."""
+    table = Table(title="Bytes that one layer keeps for backward", box=box.SIMPLE, title_justify="left")
+    table.add_column("Layer", overflow="fold")
+    for name in ("Like it", "Rows", "Keeps", "Recomputed", "Transient", "Fused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        share = row.fused_share
+        table.add_row(
+            Text(clean(row.name.removeprefix("model."))),
+            str(row.num_layers),
+            f"{row.rows:.0f}",
+            *(format_bytes(x) for x in (row.kept_bytes, row.recomputed_bytes, row.transient_bytes)),
+            "" if share is None else f"-{share:.1%}",
+        )
+    console.print(table)
+    if any(row.fused_share is not None for row in rows):
+        console.print("Fused: norms and gates as single kernels, before anything is recomputed.")
 
 
 def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]:

@@ -1,0 +1,104 @@
+"""Peak bytes of every pipeline rank over a run's real micro-batches, block by block of the schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.partition.assess import DeviceMemory, chosen_tiers
+from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
+from trimtab.partition.stages import SplitProblem
+from trimtab.specs import FloatArray, IntArray, Profile, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedPeak:
+    """The worst moment of one pipeline rank, and in which step of which data-parallel rank it comes."""
+
+    memory: DeviceMemory
+    step: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _StageBytes:
+    """(num_packs + 1,) bytes of one stage for each pack; the last is of no pack."""
+
+    saved: FloatArray  # held from forward to backward
+    whole: FloatArray  # held from a backward of the inputs alone to that of the weights
+    transient: FloatArray  # beside them while the stage computes
+
+
+def replay_peaks(
+    problem: SplitProblem,
+    stages: Sequence[Stage],
+    work: FloatArray,
+    table: IntArray,
+) -> tuple[ReplayedPeak, ...]:
+    """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
+
+    As `assess_stages` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers hold,
+    a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
+    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`.
+    """
+    P, V, M = problem.num_stages, problem.num_chunks, problem.num_microbatches
+    profile, split = problem.profile, splits_backward(problem.schedule)
+    assert table.shape[2] == M, "the schedule has another number of micro-batches"
+    packs = table.reshape(-1, M)  # an empty slot is -1, the last row of what follows
+    work = np.vstack([work, np.zeros((1, work.shape[1]))])
+    order = block_order(problem.schedule, num_devices=P, num_chunks=V, num_microbatches=M)
+    devices = devices_of_stages(problem.schedule, num_devices=P, num_chunks=V)
+    result = []
+    for device in range(P):
+        own = {s: _stage_bytes(profile, stages[s], work, split) for s in np.flatnonzero(devices == device)}
+        state = sum(profile.layers[i].state_bytes for s in own for i in range(stages[s].start, stages[s].stop))
+        held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
+        saved_then = np.zeros(len(packs))
+        blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
+        for stage, microbatch, kind in blocks:
+            which, pack = own[int(stage)], packs[:, microbatch]
+            if kind == FORWARD:
+                held = held + which.saved[pack]
+            elif kind == BACKWARD and split:
+                held = held + (which.whole - which.saved)[pack]
+            now = held + which.transient[pack]
+            saved_then = np.where(now > most, held, saved_then)
+            most = np.maximum(most, now)
+            if kind != FORWARD and not (kind == BACKWARD and split):
+                held = held - (which.whole if split else which.saved)[pack]
+        worst = int(most.argmax())
+        result.append(
+            ReplayedPeak(
+                memory=DeviceMemory(
+                    state_bytes=float(state),
+                    saved_bytes=float(saved_then[worst]),
+                    transient_bytes=float(most[worst] - saved_then[worst]),
+                    overhead_bytes=float(problem.overhead_bytes),
+                ),
+                step=worst // table.shape[1],
+                dp_rank=worst % table.shape[1],
+            )
+        )
+    return tuple(result)
+
+
+def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) -> _StageBytes:
+    saved, whole, transient = np.zeros((3, len(work)))
+    layers, tiers = profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage)
+    alike = Counter(
+        (tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes)
+        for layer, tier in zip(layers, tiers, strict=True)
+    )
+    for (held, everything, *moments), number in alike.items():
+        kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
+        own = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
+        again = 0.0 if split else np.maximum(full - kept, 0.0)
+        saved, whole = saved + number * kept, whole + number * full
+        transient = np.maximum(transient, np.maximum(own, 0.0) + again)
+    if layers[0].entry_bytes:
+        entry = np.maximum(work @ np.array(layers[0].entry_bytes), 0.0)
+        saved, whole = saved + entry, whole + entry
+    return _StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient)

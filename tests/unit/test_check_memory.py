@@ -1,0 +1,123 @@
+"""plan/check_memory.py without torch: a plan replayed with bytes that were counted before."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.costs.profile import profile_model
+from trimtab.costs.traced_fit import TracedProfile
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe, read_config
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.check_memory import MemoryCheck, find_traced_model, replay_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.reload import reload_plan
+from trimtab.specs import Profile
+
+CLUSTER = parse_cluster("16xA100")
+OPTIONS = PlanOptions(
+    pp=4, tp=2, num_microbatches=8, memory_bytes=52 * 2**30, reserve_bytes=2**30, max_patches=9225, max_tokens=4352
+)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of 16 devices whose stages recompute."""
+    folder = tmp_path_factory.mktemp("planned")
+    details = make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), CLUSTER, OPTIONS)
+    assert any(stage.recompute for stage in details.variants[-1].stages)
+    write_plan(details, folder)
+    return folder
+
+
+def as_counted(factor: float) -> TracedProfile:
+    """Kept bytes `factor` times the formulas'."""
+    formulas = profile_model(describe("InternVL-Chat-V1-5"), CLUSTER.device)
+    layers = tuple(
+        dataclasses.replace(
+            x,
+            tiers=tuple(dataclasses.replace(t, saved_bytes=tuple(factor * b for b in t.saved_bytes)) for t in x.tiers),
+        )
+        for x in formulas.layers
+    )
+    profile: Profile = dataclasses.replace(formulas, layers=layers, method="traced")
+    return TracedProfile(profile=profile, kinds=(), warnings=())
+
+
+def replayed(folder: Path, factor: float = 1.0) -> MemoryCheck:
+    return replay_plan(reload_plan(folder), as_counted(factor))
+
+
+def test_the_packs_that_run_need_no_more_than_the_limits_allow(planned: Path) -> None:
+    check = replayed(planned)
+    assert check.problems == []
+    assert check.cap_bytes == OPTIONS.memory_bytes
+    for rank in check.ranks:
+        assert 0.9 * rank.planned.total_bytes < rank.peak.memory.total_bytes <= rank.planned.total_bytes * (1 + 1e-9)
+        assert rank.peak.memory.overhead_bytes == OPTIONS.reserve_bytes
+
+
+def test_a_stage_over_the_cap_is_named_with_what_it_needs_and_what_to_try(planned: Path) -> None:
+    check = replayed(planned, 2.0)
+    over = [rank for rank in check.ranks if rank.peak.memory.total_bytes > check.cap_bytes]
+    assert len(check.problems) == len(over) > 0
+    for rank, problem in zip(over, check.problems, strict=True):
+        assert problem.startswith(f"pipeline rank {rank.rank} needs ")
+        assert "of 52.0 GiB by counted bytes, in step " in problem
+        assert "or pack less into a micro-batch" in problem
+        whole = all(len(stage.recompute) and stage.num_recomputed() for stage in rank.stages)
+        assert ("recompute more of its layers (" in problem) or whole
+
+
+def test_a_layer_taken_out_of_recompute_by_hand_is_caught(planned: Path, tmp_path: Path) -> None:
+    """A cap that the plan needs all of: what one layer keeps is then too much."""
+    text = (planned / "plan.yaml").read_text()
+    need = max(rank.peak.memory.total_bytes for rank in replayed(planned).ranks)
+    for name in ("samples.npz", "offsets.npy", "indices.npy", "schedule.npy"):
+        (tmp_path / name).write_bytes((planned / name).read_bytes())
+    tight = text.replace(f"memory_bytes: {OPTIONS.memory_bytes}", f"memory_bytes: {int(need) + 1}")
+    (tmp_path / "plan.yaml").write_text(tight)
+    assert replayed(tmp_path).problems == []
+    found = reload_plan(tmp_path)
+    fullest = max(replayed(tmp_path).ranks, key=lambda rank: rank.peak.memory.total_bytes).rank
+    choice = found.stages[fullest].recompute[-1]
+    changed = dataclasses.replace(choice, layers=choice.layers[1:])
+    stages = list(found.stages)
+    stages[fullest] = dataclasses.replace(stages[fullest], recompute=(*stages[fullest].recompute[:-1], changed))
+    check = replay_plan(dataclasses.replace(found, stages=tuple(stages)), as_counted(1.0))
+    (problem,) = check.problems
+    assert problem.startswith(f"pipeline rank {fullest} needs ")
+
+
+def test_the_configuration_is_the_plans_own_or_the_one_that_is_given(planned: Path, tmp_path: Path) -> None:
+    assert find_traced_model(planned).config == "InternVL-Chat-V1-5"
+    assert find_traced_model(planned).model is None
+    given = find_traced_model(planned, "InternVL-Chat-V1-5")
+    assert (given.config, given.model) == ("InternVL-Chat-V1-5", None)
+    with pytest.raises(
+        PlanError, match=r"--config Qwen2.5-VL-7B describes 65 layers with .*: give the configuration of"
+    ):
+        find_traced_model(planned, "Qwen2.5-VL-7B")
+    moved = (planned / "plan.yaml").read_text().replace("config: InternVL-Chat-V1-5", "config: gone/config.json")
+    (tmp_path / "plan.yaml").write_text(moved)
+    with pytest.raises(PlanError, match=r"is to be at gone/config.json, and nothing is there: give --config"):
+        find_traced_model(tmp_path)
+    found = find_traced_model(tmp_path, "InternVL-Chat-V1-5").model
+    assert found is not None
+    assert found.layers == describe("InternVL-Chat-V1-5").layers
+
+
+def test_a_model_described_from_python_needs_its_configuration(tmp_path: Path) -> None:
+    model = describe(read_config("InternVL-Chat-V1-5"), name="mine")
+    assert model.origin is None
+    write_plan(make_plan(model, tile_samples(), CLUSTER, OPTIONS), tmp_path)
+    with pytest.raises(
+        PlanError, match=r"layers of mine, whose configuration was described from Python: give --config"
+    ):
+        find_traced_model(tmp_path)
+    assert find_traced_model(tmp_path, "InternVL-Chat-V1-5").model is not None
