@@ -98,7 +98,10 @@ def plan(
         list[str] | None, typer.Option(help="Towers that are not trained, as in vision,projector.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Plan with the seconds (traced: bytes) of this profile, which `trimtab profile --out` wrote.")
+        Path | None,
+        typer.Option(
+            help="Plan with the seconds (traced: bytes) of this profile, which `trimtab profile --out` wrote."
+        ),
     ] = None,
     target: Annotated[
         Framework | None, typer.Option("--for", help="Only cuts that this framework can express.")
