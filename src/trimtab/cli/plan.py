@@ -119,7 +119,10 @@ def plan(
         typer.Option(help="How the trainer adds gradients up over these ranks; default: mean."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Plan with the seconds (traced: bytes) of this profile, which `trimtab profile --out` wrote.")
+        Path | None,
+        typer.Option(
+            help="Plan with the seconds (traced: bytes) of this profile, which `trimtab profile --out` wrote."
+        ),
     ] = None,
     target: Annotated[
         Framework | None, typer.Option("--for", help="Only cuts that this framework can express.")

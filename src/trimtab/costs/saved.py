@@ -182,6 +182,5 @@ def _carry(
 def _carry_tier(
     target: RecomputeTier, saved: LayerCost, base: LayerCost, linkless: LayerCost, measured_links: bool
 ) -> RecomputeTier:
-    at = (_tier_of(layer, target.name).extra_backward_s for layer in (saved, base))
-    alone = _tier_of(linkless, target.name).extra_backward_s
-    return replace(target, extra_backward_s=_carry(*at, target.extra_backward_s, alone, measured_links))
+    own, at_base, alone = (_tier_of(layer, target.name).extra_backward_s for layer in (saved, base, linkless))
+    return replace(target, extra_backward_s=_carry(own, at_base, target.extra_backward_s, alone, measured_links))

@@ -53,8 +53,9 @@ def replay_peaks(
     devices = devices_of_stages(problem.schedule, num_devices=P, num_chunks=V)
     result = []
     for device in range(P):
-        own = {s: _stage_bytes(profile, stages[s], work, split) for s in np.flatnonzero(devices == device)}
-        state = sum(profile.layers[i].state_bytes for s in own for i in range(stages[s].start, stages[s].stop))
+        numbers = [s for s in range(P * V) if devices[s] == device]
+        own = {s: _stage_bytes(profile, stages[s], work, split) for s in numbers}
+        state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
         held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
         saved_then = np.zeros(len(packs))
         blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
