@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.profile import profile_model
-from trimtab.costs.saved import carry_seconds, refuse_unlike
+from trimtab.costs.saved import carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.simulate import simulate
@@ -183,7 +183,10 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 
 
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
-    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given."""
+    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
+
+    A probed profile gives its bytes too.
+    """
 
     def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float) -> Profile:
         return profile_model(
@@ -203,12 +206,14 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
-    return carry_seconds(
+    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s)
+    carried = carry_seconds(
         saved,
-        base=formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s),
+        base=base,
         target=target,
         linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf),
     )
+    return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
 
 
 def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> Iterator[ParallelDims]:

@@ -1,0 +1,267 @@
+"""What a pipeline was measured to hold, put into a plan's profile: bytes of layers, state, and what no formula prices.
+
+A *probe* is one run of the plan's stages on one pack. Everything recomputes in full in it, or all but a few layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.errors import PlanError
+from trimtab.partition.schedules import devices_of_stages, splits_backward
+from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.case import Case
+from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, RecomputeTier, Stage
+from trimtab.units import format_bytes
+
+ABOUT_BYTES = "Bytes were measured on "
+"""How the sentence begins that says where a profile's bytes come from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptProbe:
+    """One layer taken off full recompute: what it then kept, measured."""
+
+    layer: int  # number in the model
+    tier: str  # where it went
+    pack: int
+    num_bytes: float  # beyond what it keeps on "full", for one micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProbe:
+    """One device of the pipeline on one pack, every layer that can recomputing in full."""
+
+    device: int
+    pack: int
+    state_bytes: int  # parameters, buffers, gradients, optimizer state
+    kept_bytes: int  # when its first backward began, state aside
+    peak_bytes: int  # of all, over whole steps
+    in_flight: tuple[int, ...]  # micro-batches that each of its stages held at that moment, first stage first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedProfile:
+    """A profile with measured bytes, and how far the old one was off."""
+
+    profile: Profile
+    state_factor: float  # measured state over predicted
+    correction_bytes: tuple[int, ...]  # of each device: what its peak was above all that is priced
+
+
+def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages with every layer that can on tier "full"."""
+    return tuple(
+        replace(
+            stage,
+            recompute=tuple(
+                RecomputeChoice(tier="full", layers=layers)
+                for layers in [tuple(i for i in range(stage.start, stage.stop) if tier_of(profile.layers[i], "full"))]
+                if layers
+            ),
+        )
+        for stage in stages
+    )
+
+
+def tier_of(layer: LayerCost, name: str) -> RecomputeTier | None:
+    return next((tier for tier in layer.tiers if tier.name == name), None)
+
+
+def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
+    """What the layer keeps on `tier` beyond "full", for a micro-batch of this work, as its profile has it."""
+    kept, full = tier_of(layer, tier), tier_of(layer, "full")
+    assert kept is not None, "asked of tiers that the layer has"
+    assert full is not None, "asked of layers that can recompute"
+    return float(np.dot(np.subtract(kept.saved_bytes, full.saved_bytes), work))
+
+
+def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """For each device the pack that it needs most memory for while everything recomputes; each once, ascending."""
+    profile = case.setting.profile
+    needs = np.stack([_full_bytes(profile, stage, case.work) for stage in full_recompute(profile, stages)])
+    devices = _devices(case, stages)
+    heaviest = {int(needs[devices == device].sum(axis=0).argmax()) for device in range(case.setting.dims.pp)}
+    # what is kept when nothing recomputes may be most of another pack
+    whole = np.stack(
+        [
+            case.work @ np.array([x.tiers[0].saved_bytes for x in profile.layers[s.start : s.stop]]).sum(axis=0)
+            for s in stages
+        ]
+    )
+    heaviest |= {int(whole[devices == device].sum(axis=0).argmax()) for device in range(case.setting.dims.pp)}
+    return tuple(sorted(heaviest))
+
+
+def probed_profile(
+    case: Case, stages: Sequence[Stage], kept: Sequence[KeptProbe], devices: Sequence[DeviceProbe], *, where: str
+) -> ProbedProfile:
+    """The case's profile with what was measured; `where` names the device in a sentence.
+
+    Kept bytes: of each group of layers and each tier, full + (tier - full) x the largest measured over predicted ratio.
+    State: one factor for all layers. What remains, device by device, everything recomputed: where less was kept than
+    predicted, the layers that cannot recompute are scaled down; where the peak is less, no layer's transient is
+    larger than what was there; where it is more, the difference (context, workspaces, rounding, buffers) is added to
+    the transients of the device's layers, of which the largest alone counts. So at the probed packs the prediction for
+    full recompute is the measured peak, or more where kept bytes and transients peak at different moments.
+    """
+    profile = _with_kept(case, kept)
+    predicted_state = sum(layer.state_bytes for layer in profile.layers)
+    by_device = {probe.device: probe.state_bytes for probe in devices}
+    factor = sum(by_device.values()) / predicted_state if predicted_state > 0 else 1.0
+    layers = [replace(layer, state_bytes=layer.state_bytes * factor) for layer in profile.layers]
+    own = _devices(case, stages)
+    corrections = []
+    for device in sorted(by_device):
+        probes = [probe for probe in devices if probe.device == device]
+        held = [stage for stage, place in zip(stages, own, strict=True) if place == device]
+        corrections.append(_correct_device(layers, held, probes, case))
+    biggest = max(corrections)
+    said = (
+        f"{ABOUT_BYTES}{where}: those kept, layer kind by layer kind, state ({factor:.3g} x the formulas'), "
+        f"and up to {format_bytes(biggest)} more than both and a layer's backward explain, which is counted beside it.",
+    )
+    return ProbedProfile(
+        profile=replace(
+            profile, layers=_regroup(layers), method="probed", assumptions=(*_unsaid(profile.assumptions), *said)
+        ),
+        state_factor=factor,
+        correction_bytes=tuple(int(x) for x in corrections),
+    )
+
+
+def add_transient(profile: Profile, stages: Sequence[Stage], num_bytes: float) -> Profile:
+    """The profile with so many bytes more in the backward of each layer of these stages."""
+    inside = {i for stage in stages for i in range(stage.start, stage.stop)}
+    layers = [_more(layer, num_bytes) if i in inside else layer for i, layer in enumerate(profile.layers)]
+    return replace(profile, layers=_regroup(layers))
+
+
+def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) -> Case:
+    """The case with another memory of each device; None: the plan's, a share of it kept free as in the plan."""
+    before = case.budget
+    total = before.total_bytes if memory_bytes is None else memory_bytes
+    if reserve is not None:
+        if not 0 <= reserve < 1:
+            raise PlanError(f"reserve {reserve} was asked for, and it is a share: give 0 or more, below 1")
+        kept_free = int(total * reserve)
+    else:
+        kept_free = int(total * (before.reserve_bytes / before.total_bytes))
+    options = replace(case.options, memory_bytes=total, reserve_bytes=kept_free)
+    return replace(case, options=options, budget=MemoryBudget.of(case.cluster, options))
+
+
+def with_profile(case: Case, profile: Profile) -> Case:
+    """The case priced by this profile, which the plan then keeps."""
+    return replace(case, options=replace(case.options, profile=profile), setting=replace(case.setting, profile=profile))
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _devices(case: Case, stages: Sequence[Stage]) -> IntArray:
+    problem = case.problem
+    return np.asarray(
+        devices_of_stages(
+            problem.schedule, num_devices=len(stages) // problem.num_chunks, num_chunks=problem.num_chunks
+        )
+    )
+
+
+def _full_bytes(profile: Profile, stage: Stage, work: FloatArray) -> FloatArray:
+    """(num_packs,) bytes kept in full recompute and the largest transient with what is computed again."""
+    layers = profile.layers[stage.start : stage.stop]
+    whole = work @ np.array([layer.tiers[0].saved_bytes for layer in layers]).T
+    full = work @ np.array([(tier_of(layer, "full") or layer.tiers[0]).saved_bytes for layer in layers]).T
+    transient = np.maximum(
+        work @ np.array([layer.transient_bytes for layer in layers]).T,
+        work @ np.array([layer.other_transient_bytes or layer.transient_bytes for layer in layers]).T,
+    )
+    result: FloatArray = full.sum(axis=1) + (np.maximum(transient, 0) + whole - full).max(axis=1)
+    return result
+
+
+def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
+    profile = case.setting.profile
+    ratios: dict[tuple[int, str], float] = {}
+    for probe in kept:
+        layer = profile.layers[probe.layer]
+        predicted = freed_bytes(layer, probe.tier, case.work[probe.pack])
+        if predicted > 0:
+            key = (layer.group, probe.tier)
+            ratios[key] = max(ratios.get(key, 0.0), probe.num_bytes / predicted)
+    layers = []
+    for layer in profile.layers:
+        full = tier_of(layer, "full")
+        tiers = []
+        for tier in layer.tiers:
+            ratio = ratios.get((layer.group, tier.name))
+            if full is None or ratio is None:
+                tiers.append(tier)
+                continue
+            terms = (f + ratio * (t - f) for t, f in zip(tier.saved_bytes, full.saved_bytes, strict=True))
+            tiers.append(replace(tier, saved_bytes=tuple(max(0.0, float(x)) for x in terms)))
+        layers.append(replace(layer, tiers=tuple(tiers)))
+    return replace(profile, layers=tuple(layers))
+
+
+def _correct_device(
+    layers: list[LayerCost], stages: Sequence[Stage], probes: Sequence[DeviceProbe], case: Case
+) -> float:
+    """Changes those of `layers` that one device holds; the bytes that its peak is above what is priced."""
+    held = [i for stage in stages for i in range(stage.start, stage.stop)]
+    work = np.array([case.work[probe.pack] for probe in probes])  # (probes, T)
+    number = np.array([np.repeat(probe.in_flight, [s.stop - s.start for s in stages]) for probe in probes])
+
+    def kept(name: str) -> FloatArray:
+        """(probes, layers) bytes for one micro-batch."""
+        tiers = [tier_of(layers[i], name) or layers[i].tiers[0] for i in held]
+        return np.asarray(np.maximum(work @ np.array([tier.saved_bytes for tier in tiers]).T, 0.0), np.float64)
+
+    fixed = np.array([tier_of(layers[i], "full") is None for i in held])
+    measured = np.array([probe.kept_bytes for probe in probes], dtype=np.float64)
+    full = number * kept("full")
+    rest = full[:, fixed].sum(axis=1)
+    share = np.divide(rest + measured - full.sum(axis=1), rest, out=np.ones_like(rest), where=rest > 0)
+    scale = float(np.clip(share, 0.0, 1.0).max())
+    for i in np.array(held)[fixed]:
+        none = layers[i].tiers[0]
+        lower = replace(none, saved_bytes=tuple(x * scale for x in none.saved_bytes))
+        layers[i] = replace(layers[i], tiers=(lower, *layers[i].tiers[1:]))
+
+    peak = np.array([probe.peak_bytes for probe in probes], dtype=np.float64)
+    left = peak - sum(layers[i].state_bytes for i in held) - (number * kept("full")).sum(axis=1)
+    need = np.array([replace(case.setting.profile, layers=tuple(layers)).transients(row)[held] for row in work])
+    if not splits_backward(case.problem.schedule):
+        need += np.maximum(kept("none") - kept("full"), 0.0)
+    correction = float((left - need.max(axis=1)).max())
+    for column, i in enumerate(held):
+        excess = float((need[:, column] - left).min())
+        layers[i] = _more(layers[i], correction if correction > 0 else -max(0.0, excess))
+    return max(0.0, correction)
+
+
+def _more(layer: LayerCost, num_bytes: float) -> LayerCost:
+    """The layer with so many bytes more in its backward, at either moment."""
+    first, other = layer.transient_bytes, layer.other_transient_bytes
+    return replace(
+        layer,
+        transient_bytes=(first[0] + num_bytes, *first[1:]),
+        other_transient_bytes=(other[0] + num_bytes, *other[1:]) if other else (),
+    )
+
+
+def _regroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Groups anew: layers of one kind that lie on different stages may have been changed unlike."""
+    groups: dict[tuple[object, ...], int] = {}
+    return tuple(
+        replace(x, group=groups.setdefault((x.group, x.tiers, x.transient_bytes), len(groups))) for x in layers
+    )
+
+
+def _unsaid(assumptions: Sequence[str]) -> tuple[str, ...]:
+    """Without what an earlier probe said."""
+    return tuple(sentence for sentence in assumptions if not sentence.startswith(ABOUT_BYTES))
