@@ -104,18 +104,12 @@ def print_probe(result: ProbeResult, console: Console) -> None:
 
     scale = memory_scale([result.limit_bytes, *(x.full_peak_bytes for x in result.devices)])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in (
-        "device",
-        f"all recomputed\n{scale.unit}",
-        f"left\n{scale.unit}",
-        "a ViT layer frees\nmeasured (predicted)",
-        "an LLM layer frees\nmeasured (predicted)",
-        "recompute",
-        f"peak\n{scale.unit}",
-        f"predicted\n{scale.unit}",
-        f"left\n{scale.unit}",
-    ):
-        table.add_column(title, justify="left" if title in ("device", "recompute") else "right")
+    table.add_column("device")
+    for title in (f"full\n{scale.unit}", "left\n", "ViT layer\nfrees", "LLM layer\nfrees"):
+        table.add_column(title, justify="right")
+    table.add_column("recompute\nchosen")
+    for title in (f"peak\n{scale.unit}", "predicted\n", "left\n"):
+        table.add_column(title, justify="right")
     for device in result.devices:
         table.add_row(
             str(device.device),
@@ -123,9 +117,9 @@ def print_probe(result: ProbeResult, console: Console) -> None:
             scale.number(result.limit_bytes - device.full_peak_bytes),
             _kinds_text(device, "vision"),
             _kinds_text(device, "language"),
-            ", ".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
+            "\n".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
             scale.number(device.peak_bytes),
-            scale.number(device.predicted_bytes),
+            f"{device.predicted_bytes / device.peak_bytes - 1:+.1%}",
             scale.number(result.limit_bytes - device.peak_bytes),
         )
     console.print(table)
@@ -133,16 +127,16 @@ def print_probe(result: ProbeResult, console: Console) -> None:
     console.print(
         Text(
             f"{runs} runs in {format_seconds(result.wall_s)}; {backs or 'no'} step{'' if backs == 1 else 's'} back; "
-            f"limit {format_bytes(result.limit_bytes)}"
+            f"limit {format_bytes(result.limit_bytes)}. Freed: of one micro-batch (predicted, off)."
         )
     )
 
 
 def _kinds_text(device: ProbedDevice, tower: Tower) -> str:
-    """A line for each kind of the tower's layers, where it keeps all against full recompute."""
+    """A line for each kind of the tower's layers: bytes that full recompute frees, and how far the profile was off."""
     from trimtab.units import format_bytes
 
     def tell(kind: ProbedKind) -> str:
-        return f"{format_bytes(kind.measured_bytes)} ({format_bytes(kind.predicted_bytes)})"
+        return f"{format_bytes(kind.measured_bytes)} ({kind.predicted_bytes / kind.measured_bytes - 1:+.0%})"
 
     return "\n".join(tell(x) for x in device.kinds if x.tower == tower and x.tier == "none") or "-"

@@ -80,20 +80,22 @@ def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
 
 
 def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
-    """For each device the pack that it needs most memory for while everything recomputes; each once, ascending."""
-    profile = case.setting.profile
-    needs = np.stack([_full_bytes(profile, stage, case.work) for stage in full_recompute(profile, stages)])
+    """Of each device the pack of which its layers keep most, nothing recomputed; each once, ascending.
+
+    And the same among packs of several samples: they may need masks, which a lone sample does not.
+    """
+    layers = case.setting.profile.layers
+    keeps = np.array([layer.tiers[0].saved_bytes for layer in layers])
+    of_stage = case.work @ np.array([keeps[stage.start : stage.stop].sum(axis=0) for stage in stages]).T
     devices = _devices(case, stages)
-    heaviest = {int(needs[devices == device].sum(axis=0).argmax()) for device in range(case.setting.dims.pp)}
-    # what is kept when nothing recomputes may be most of another pack
-    whole = np.stack(
-        [
-            case.work @ np.array([x.tiers[0].saved_bytes for x in profile.layers[s.start : s.stop]]).sum(axis=0)
-            for s in stages
-        ]
-    )
-    heaviest |= {int(whole[devices == device].sum(axis=0).argmax()) for device in range(case.setting.dims.pp)}
-    return tuple(sorted(heaviest))
+    several = np.flatnonzero(np.diff(case.packing.offsets) > 1)
+    found = set()
+    for device in range(case.setting.dims.pp):
+        kept = of_stage[:, devices == device].sum(axis=1)
+        found.add(int(kept.argmax()))
+        if len(several):
+            found.add(int(several[kept[several].argmax()]))
+    return tuple(sorted(found))
 
 
 def probed_profile(
@@ -169,19 +171,6 @@ def _devices(case: Case, stages: Sequence[Stage]) -> IntArray:
             problem.schedule, num_devices=len(stages) // problem.num_chunks, num_chunks=problem.num_chunks
         )
     )
-
-
-def _full_bytes(profile: Profile, stage: Stage, work: FloatArray) -> FloatArray:
-    """(num_packs,) bytes kept in full recompute and the largest transient with what is computed again."""
-    layers = profile.layers[stage.start : stage.stop]
-    whole = work @ np.array([layer.tiers[0].saved_bytes for layer in layers]).T
-    full = work @ np.array([(tier_of(layer, "full") or layer.tiers[0]).saved_bytes for layer in layers]).T
-    transient = np.maximum(
-        work @ np.array([layer.transient_bytes for layer in layers]).T,
-        work @ np.array([layer.other_transient_bytes or layer.transient_bytes for layer in layers]).T,
-    )
-    result: FloatArray = full.sum(axis=1) + (np.maximum(transient, 0) + whole - full).max(axis=1)
-    return result
 
 
 def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:

@@ -44,7 +44,7 @@ from trimtab.runtime.pipeline import PipelineLayout, build_pipeline
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
-from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
+from trimtab.runtime.probe.trial import ProbedRank, Reading, frozen_heap, gather_readings, run_trial
 from trimtab.runtime.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.recompute import Granularity
 from trimtab.runtime.train import autocast, fit_layout, load_model, make_optimizer
@@ -148,11 +148,12 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
     with process_group(settings.device) as device:
         bench = open_bench(settings, found, case, device, progress or (lambda _: None))
-        full = _measure_full(bench)
-        kept = tuple(_measure_kinds(bench, full))
-        where = _name_of(device)
-        measured = probed_profile(bench.case, bench.stages, kept, full, where=where)
-        settled = settle(bench, with_profile(bench.case, measured.profile))
+        with frozen_heap():
+            full = _measure_full(bench)
+            kept = tuple(_measure_kinds(bench, full))
+            where = _name_of(device)
+            measured = probed_profile(bench.case, bench.stages, kept, full, where=where)
+            settled = settle(bench, with_profile(bench.case, measured.profile))
         result = _result(bench, found, measured, settled, kept, full, where)
     return replace(result, wall_s=time.perf_counter() - started)
 
