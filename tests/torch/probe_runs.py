@@ -18,28 +18,31 @@ from trimtab.runtime.ranks import process_group
 from trimtab.units import MIB
 
 
-def write_probed(folder: Path, family: str, *, num_microbatches: int = 2, **options: object) -> None:
-    """model/, data/, plan/ for two stages, and alone/ for one: every sample a pack of its own or nearly."""
+def write_probed(folder: Path, family: str) -> None:
+    """model/, data/, and plans alone/ for one stage and two/ for two."""
     write_run(folder, family, dp=1)
     found = reload_plan(folder / "plan")
     setting = found.case.setting
-    given = {
-        "dtype": "fp32",
-        "attention": "sdpa",
-        "zero_stage": 0,
-        "max_patches": setting.max_patches,
-        "max_tokens": setting.max_tokens,
-        **options,
-    }
-    chosen = PlanOptions(dp=1, pp=1, tp=1, num_microbatches=num_microbatches, **given)
-    details = trimtab.make_plan(
-        found.case.model,
-        found.case.samples,
-        trimtab.parse_cluster("1xA100-80GB"),
-        chosen,
-        origin=PlanOrigin(data_files=found.plan.inputs.data.files),
-    )
-    trimtab.write_plan(details, folder / "alone")
+    for name, pp in (("alone", 1), ("two", 2)):
+        options = PlanOptions(
+            dp=1,
+            pp=pp,
+            tp=1,
+            num_microbatches=2 * pp,
+            dtype="fp32",
+            attention="sdpa",
+            zero_stage=0,
+            max_patches=setting.max_patches,
+            max_tokens=setting.max_tokens,
+        )
+        details = trimtab.make_plan(
+            found.case.model,
+            found.case.samples,
+            trimtab.parse_cluster(f"{pp}xA100-80GB"),
+            options,
+            origin=PlanOrigin(data_files=found.plan.inputs.data.files),
+        )
+        trimtab.write_plan(details, folder / name)
 
 
 def settings_of(folder: Path, memory_mib: float | None = None, **more: object) -> ProbeSettings:

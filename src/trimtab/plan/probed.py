@@ -104,23 +104,26 @@ def probed_profile(
     """The case's profile with what was measured; `where` names the device in a sentence.
 
     Kept bytes: of each group of layers and each tier, full + (tier - full) x the largest measured over predicted ratio.
-    State: one factor for all layers. What remains, device by device, everything recomputed: where less was kept than
-    predicted, the layers that cannot recompute are scaled down; where the peak is less, no layer's transient is
-    larger than what was there; where it is more, the difference (context, workspaces, rounding, buffers) is added to
-    the transients of the device's layers, of which the largest alone counts. So at the probed packs the prediction for
-    full recompute is the measured peak, or more where kept bytes and transients peak at different moments.
+    State: one factor for all layers. What remains, at the pack of each device's highest peak, everything recomputed:
+    where less was kept than predicted, the layers that cannot recompute are scaled down; where the peak is less, no
+    layer's transient is larger than what was there; where it is more, the difference (context, workspaces, rounding,
+    buffers) is added to the transients of the device's layers, of which the largest alone counts. So the prediction for
+    full recompute is that peak, or more where kept bytes, gradients and transients peak at different moments.
     """
     profile = _with_kept(case, kept)
     predicted_state = sum(layer.state_bytes for layer in profile.layers)
-    by_device = {probe.device: probe.state_bytes for probe in devices}
+    by_device = {
+        device: max(probe.state_bytes for probe in devices if probe.device == device)
+        for device in range(case.setting.dims.pp)
+    }
     factor = sum(by_device.values()) / predicted_state if predicted_state > 0 else 1.0
     layers = [replace(layer, state_bytes=layer.state_bytes * factor) for layer in profile.layers]
     own = _devices(case, stages)
     corrections = []
     for device in sorted(by_device):
-        probes = [probe for probe in devices if probe.device == device]
+        heaviest = max((probe for probe in devices if probe.device == device), key=lambda probe: probe.peak_bytes)
         held = [stage for stage, place in zip(stages, own, strict=True) if place == device]
-        corrections.append(_correct_device(layers, held, probes, case))
+        corrections.append(_correct_device(layers, held, heaviest, case))
     biggest = max(corrections)
     said = (
         f"{ABOUT_BYTES}{where}: those kept, layer kind by layer kind, state ({factor:.3g} x the formulas'), "
@@ -197,39 +200,33 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def _correct_device(
-    layers: list[LayerCost], stages: Sequence[Stage], probes: Sequence[DeviceProbe], case: Case
-) -> float:
-    """Changes those of `layers` that one device holds; the bytes that its peak is above what is priced."""
-    held = [i for stage in stages for i in range(stage.start, stage.stop)]
-    work = np.array([case.work[probe.pack] for probe in probes])  # (probes, T)
-    number = np.array([np.repeat(probe.in_flight, [s.stop - s.start for s in stages]) for probe in probes])
+def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: DeviceProbe, case: Case) -> float:
+    """Changes those of `layers` that the device holds; the bytes that its peak is above what is priced."""
+    work = case.work[probe.pack]
+    held = np.array([i for stage in stages for i in range(stage.start, stage.stop)])
+    number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in stages])
 
     def kept(name: str) -> FloatArray:
-        """(probes, layers) bytes for one micro-batch."""
+        """(layers,) bytes for one micro-batch."""
         tiers = [tier_of(layers[i], name) or layers[i].tiers[0] for i in held]
-        return np.asarray(np.maximum(work @ np.array([tier.saved_bytes for tier in tiers]).T, 0.0), np.float64)
+        return np.array([max(0.0, float(np.dot(tier.saved_bytes, work))) for tier in tiers])
 
-    fixed = np.array([tier_of(layers[i], "full") is None for i in held])
-    measured = np.array([probe.kept_bytes for probe in probes], dtype=np.float64)
     full = number * kept("full")
-    rest = full[:, fixed].sum(axis=1)
-    share = np.divide(rest + measured - full.sum(axis=1), rest, out=np.ones_like(rest), where=rest > 0)
-    scale = float(np.clip(share, 0.0, 1.0).max())
-    for i in np.array(held)[fixed]:
+    fixed = np.array([tier_of(layers[i], "full") is None for i in held])
+    rest = float(full[fixed].sum())
+    share = (rest + probe.kept_bytes - float(full.sum())) / rest if rest > 0 else 1.0
+    for i in held[fixed]:
         none = layers[i].tiers[0]
-        lower = replace(none, saved_bytes=tuple(x * scale for x in none.saved_bytes))
-        layers[i] = replace(layers[i], tiers=(lower, *layers[i].tiers[1:]))
+        fewer = replace(none, saved_bytes=tuple(x * min(1.0, max(0.0, share)) for x in none.saved_bytes))
+        layers[i] = replace(layers[i], tiers=(fewer, *layers[i].tiers[1:]))
 
-    peak = np.array([probe.peak_bytes for probe in probes], dtype=np.float64)
-    left = peak - sum(layers[i].state_bytes for i in held) - (number * kept("full")).sum(axis=1)
-    need = np.array([replace(case.setting.profile, layers=tuple(layers)).transients(row)[held] for row in work])
+    left = probe.peak_bytes - sum(layers[i].state_bytes for i in held) - float((number * kept("full")).sum())
+    need = replace(case.setting.profile, layers=tuple(layers)).transients(work)[held]
     if not splits_backward(case.problem.schedule):
-        need += np.maximum(kept("none") - kept("full"), 0.0)
-    correction = float((left - need.max(axis=1)).max())
-    for column, i in enumerate(held):
-        excess = float((need[:, column] - left).min())
-        layers[i] = _more(layers[i], correction if correction > 0 else -max(0.0, excess))
+        need = need + np.maximum(kept("none") - kept("full"), 0.0)
+    correction = left - float(need.max())
+    for i, own in zip(held, need.tolist(), strict=True):
+        layers[i] = _more(layers[i], correction if correction > 0 else -max(0.0, own - left))
     return max(0.0, correction)
 
 
