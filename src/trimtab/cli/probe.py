@@ -51,16 +51,19 @@ def probe(
     """
     from trimtab.cli.show import parse_share, plan_json, write_all
     from trimtab.plan.check import refuse_broken
-    from trimtab.runtime.conversations import ReadingOptions
+    from trimtab.units import parse_bytes
+
+    memory_bytes = None if budget is None else parse_bytes(budget)
+    share = None if reserve is None else parse_share(reserve)
+    from trimtab.runtime.conversations import ReadingOptions  # torch: only for what can be run
     from trimtab.runtime.probe.run import ProbeSettings
     from trimtab.runtime.probe.run import probe as run
-    from trimtab.units import parse_bytes
 
     settings = ProbeSettings(
         plan=plan,
         model=model,
-        memory_bytes=None if budget is None else parse_bytes(budget),
-        reserve=None if reserve is None else parse_share(reserve),
+        memory_bytes=memory_bytes,
+        reserve=share,
         num_steps=steps,
         reading=ReadingOptions(
             tokenizer=tokenizer,
