@@ -106,7 +106,7 @@ def probed_profile(
     Kept bytes: of each group of layers and each tier, full + (tier - full) x the largest measured over predicted ratio.
     State: one factor for all layers. What remains, at the pack of each device's highest peak, everything recomputed:
     where less was kept than predicted, the layers that cannot recompute are scaled down; where the peak is less, no
-    layer's transient is larger than what was there; where it is more, the difference (context, workspaces, rounding,
+    layer's transient is larger than what was there (one chunk a device); where it is more, the difference (context, workspaces, rounding,
     buffers) is added to the transients of the device's layers, of which the largest alone counts. So the prediction for
     full recompute is that peak, or more where kept bytes, gradients and transients peak at different moments.
     """
@@ -118,12 +118,10 @@ def probed_profile(
     }
     factor = sum(by_device.values()) / predicted_state if predicted_state > 0 else 1.0
     layers = [replace(layer, state_bytes=layer.state_bytes * factor) for layer in profile.layers]
-    own = _devices(case, stages)
     corrections = []
     for device in sorted(by_device):
         heaviest = max((probe for probe in devices if probe.device == device), key=lambda probe: probe.peak_bytes)
-        held = [stage for stage, place in zip(stages, own, strict=True) if place == device]
-        corrections.append(_correct_device(layers, held, heaviest, case))
+        corrections.append(_correct_device(layers, stages, heaviest, case))
     biggest = max(corrections)
     said = (
         f"{ABOUT_BYTES}{where}: those kept, layer kind by layer kind, state ({factor:.3g} x the formulas'), "
@@ -202,14 +200,15 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
 
 def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: DeviceProbe, case: Case) -> float:
     """Changes those of `layers` that the device holds; the bytes that its peak is above what is priced."""
-    work = case.work[probe.pack]
-    held = np.array([i for stage in stages for i in range(stage.start, stage.stop)])
-    number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in stages])
+    problem = replace(case.problem, work_max=case.work[probe.pack], overhead_bytes=0.0)
+    own = [s for s, device in zip(stages, _devices(case, stages), strict=True) if device == probe.device]
+    held = np.array([i for stage in own for i in range(stage.start, stage.stop)])
+    number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in own])
 
     def kept(name: str) -> FloatArray:
         """(layers,) bytes for one micro-batch."""
         tiers = [tier_of(layers[i], name) or layers[i].tiers[0] for i in held]
-        return np.array([max(0.0, float(np.dot(tier.saved_bytes, work))) for tier in tiers])
+        return np.array([max(0.0, float(np.dot(tier.saved_bytes, problem.work_max))) for tier in tiers])
 
     full = number * kept("full")
     fixed = np.array([tier_of(layers[i], "full") is None for i in held])
@@ -220,13 +219,17 @@ def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: Dev
         fewer = replace(none, saved_bytes=tuple(x * min(1.0, max(0.0, share)) for x in none.saved_bytes))
         layers[i] = replace(layers[i], tiers=(fewer, *layers[i].tiers[1:]))
 
-    left = probe.peak_bytes - sum(layers[i].state_bytes for i in held) - float((number * kept("full")).sum())
-    need = replace(case.setting.profile, layers=tuple(layers)).transients(work)[held]
-    if not splits_backward(case.problem.schedule):
+    profile = replace(problem.profile, layers=tuple(layers))
+    priced = replace(problem, profile=profile).assess(full_recompute(profile, stages)).memory[probe.device]
+    left = probe.peak_bytes - priced.state_bytes - priced.saved_bytes
+    need = profile.transients(problem.work_max)[held]
+    if not splits_backward(problem.schedule):
         need = need + np.maximum(kept("none") - kept("full"), 0.0)
-    correction = left - float(need.max())
-    for i, own in zip(held, need.tolist(), strict=True):
-        layers[i] = _more(layers[i], correction if correction > 0 else -max(0.0, own - left))
+    correction = left - priced.transient_bytes
+    if correction < 0 and problem.num_chunks > 1:  # chunks peak at moments of their own, another choice at others
+        return 0.0
+    for i, needed in zip(held, need.tolist(), strict=True):
+        layers[i] = _more(layers[i], correction if correction > 0 else -max(0.0, needed - left))
     return max(0.0, correction)
 
 

@@ -40,17 +40,17 @@ from trimtab.plan.probed import (
 from trimtab.plan.reload import ReloadedPlan, reload_plan
 from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.conversations import ReadingOptions, open_conversations
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline
+from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
 from trimtab.runtime.probe.trial import ProbedRank, Reading, frozen_heap, gather_readings, run_trial
 from trimtab.runtime.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.recompute import Granularity
-from trimtab.runtime.train import autocast, fit_layout, load_model, make_optimizer
+from trimtab.runtime.train import autocast, load_model, make_optimizer
 from trimtab.runtime.train_settings import TrainSettings
 from trimtab.runtime.verify import verify_plan
-from trimtab.specs import RecomputeChoice, RecomputedTier, Stage, Tower
+from trimtab.specs import Profile, RecomputeChoice, RecomputedTier, Stage, Tower
 from trimtab.units import format_bytes
 
 _OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -273,14 +273,14 @@ def _layout(plan: Plan, case: Case) -> PipelineLayout:
 
     The one more meets gradients that are there already, as most do.
     """
-    layout = replace(fit_layout(plan, dp=plan.decisions.parallel.dp), recompute=())
+    layout = replace(read_layout(plan), recompute=())
     if layout.schedule != "1F1B":
         return layout
     return replace(layout, num_microbatches=min(layout.num_microbatches, case.setting.dims.pp + 1))
 
 
 def _in_reach(case: Case) -> Case:
-    """The case without tiers that torch's schedule of this name cannot run."""
+    """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
     if case.problem.schedule not in SPLIT_BACKWARD:
         return case
     profile = case.setting.profile
@@ -289,6 +289,15 @@ def _in_reach(case: Case) -> Case:
         for layer in profile.layers
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def _with_all_tiers(profile: Profile, offered: Profile) -> Profile:
+    """The profile with the tiers that it lacks as `offered` has them: a saved profile is asked for each."""
+    layers = tuple(
+        replace(layer, tiers=tuple(tier_of(layer, tier.name) or tier for tier in other.tiers))
+        for layer, other in zip(profile.layers, offered.layers, strict=True)
+    )
+    return replace(profile, layers=layers)
 
 
 # -- steps 1 to 3: measure --------------------------------------------------------------------------------------------
@@ -317,13 +326,13 @@ def _measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
             )
             for device, reading in enumerate(readings)
         ]
-    missing = {x.device: x.peak_bytes - bench.limit_bytes for x in sorted(found, key=lambda x: x.peak_bytes)}
-    device = max(missing, key=lambda device: missing[device])
-    if missing[device] > 0:
+    fullest = max(found, key=lambda x: x.peak_bytes)
+    missing = fullest.peak_bytes - bench.limit_bytes
+    if missing > 0:
         raise PlanError(
             f"{_budget_words(bench.case)} was to hold the plan's heaviest packs, and with everything recomputed "
-            f"device {device} needs {format_bytes(bench.limit_bytes + missing[device])}, "
-            f"{format_bytes(missing[device])} ({missing[device]} bytes) more: {_CURES}"
+            f"device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {format_bytes(missing)} "
+            f"({missing} bytes) more: {_CURES}"
         )
     return tuple(found)
 
@@ -467,7 +476,8 @@ def _result(
             )
         )
     off = max(abs(x.predicted_bytes / x.peak_bytes - 1.0) for x in devices)
-    profile = replace(settled.case.setting.profile, memory_error=max(_LEAST_ERROR, off))
+    profile = _with_all_tiers(settled.case.setting.profile, found.case.setting.profile)
+    profile = replace(profile, memory_error=max(_LEAST_ERROR, off))
     plan = replace(
         found.plan,
         assumptions=(
