@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 from train_on_two_stages import run, write_model
-
 from trimtab.demo.draw import draw_dataset
 
 

@@ -106,9 +106,10 @@ def probed_profile(
     Kept bytes: of each group of layers and each tier, full + (tier - full) x the largest measured over predicted ratio.
     State: one factor for all layers. What remains, at the pack of each device's highest peak, everything recomputed:
     where less was kept than predicted, the layers that cannot recompute are scaled down; where the peak is less, no
-    layer's transient is larger than what was there (one chunk a device); where it is more, the difference (context, workspaces, rounding,
-    buffers) is added to the transients of the device's layers, of which the largest alone counts. So the prediction for
-    full recompute is that peak, or more where kept bytes, gradients and transients peak at different moments.
+    layer's transient is larger than what was there (one chunk a device); where it is more, the difference (context,
+    workspaces, rounding, buffers) is added to the transients of the device's layers, of which the largest alone counts.
+    So the prediction for full recompute is that peak, or more where kept bytes, gradients and transients peak at
+    different moments.
     """
     profile = _with_kept(case, kept)
     predicted_state = sum(layer.state_bytes for layer in profile.layers)
