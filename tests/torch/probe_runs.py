@@ -12,7 +12,7 @@ import trimtab
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.probed import with_budget
 from trimtab.plan.reload import reload_plan
-from trimtab.runtime.probe.run import Bench, ProbeSettings, open_bench
+from trimtab.runtime.probe.bench import Bench, ProbeSettings, open_bench
 from trimtab.runtime.probe.trial import frozen_heap
 from trimtab.runtime.ranks import process_group
 from trimtab.units import MIB

@@ -29,8 +29,9 @@ from trimtab.plan.check import check_plan
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.probed import full_recompute, with_profile
 from trimtab.plan.reload import reload_plan
+from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
-from trimtab.runtime.probe.run import CHOICE, FULL, probe, settle
+from trimtab.runtime.probe.run import CHOICE, probe, settle
 from trimtab.runtime.recompute import apply
 from trimtab.units import MIB
 

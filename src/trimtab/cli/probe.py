@@ -56,7 +56,7 @@ def probe(
     memory_bytes = None if budget is None else parse_bytes(budget)
     share = None if reserve is None else parse_share(reserve)
     from trimtab.runtime.conversations import ReadingOptions  # torch: only for what can be run
-    from trimtab.runtime.probe.run import ProbeSettings
+    from trimtab.runtime.probe.bench import ProbeSettings
     from trimtab.runtime.probe.run import probe as run
 
     settings = ProbeSettings(
