@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from trimtab.errors import PlanError
+from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
 from trimtab.plan.probed import (
     DeviceProbe,
@@ -46,7 +47,7 @@ def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
         ]
     fullest = max(found, key=lambda x: x.peak_bytes)
     missing = fullest.peak_bytes - bench.limit_bytes
-    if missing > 0:
+    if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
         raise PlanError(
             f"{_budget_words(bench.case)} was to hold the plan's heaviest packs, and with everything recomputed "
             f"device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {format_bytes(missing)} "

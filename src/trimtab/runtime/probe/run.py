@@ -89,7 +89,8 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     rate 0, on the heaviest packs. First everything recomputes, without a limit. Then, kind by kind and tier by tier,
     one layer a stage keeps more, which tells its bytes. The choice is the exact one at the plan's own limits with the
     probed profile, and has run within memory less reserve; a choice that runs out of memory is stepped back from.
-    Raises `PlanError` where not even full recompute fits, with the bytes that are missing. Writes nothing.
+    Raises `PlanError` where not even full recompute fits, with the bytes that are missing (not under split backwards:
+    there recompute may need more than none). Writes nothing.
     """
     started = time.perf_counter()
     found = reload_plan(settings.plan)
