@@ -394,7 +394,7 @@ class Profile:
     """Seconds and bytes of every layer on one device: the table every solver reads."""
 
     layers: tuple[LayerCost, ...]
-    method: Literal["analytic", "traced", "timed", "logged"]
+    method: Literal["analytic", "traced", "timed", "logged", "probed"]
     device: DeviceSpec
     dims: ParallelDims
     dtype: str

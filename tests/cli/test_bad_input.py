@@ -30,6 +30,8 @@ CASES = [
     (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--tokenizer", "{empty}"], "tokenizer"),
     (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--out", "sizes.csv"], "parquet or .npz"),
     (["pack", "{missing}", "--max-patches", "9", "--max-tokens", "9"], "missing.jsonl"),
+    (["probe", "{plan}", "model", "--budget", "lots"], "'lots' is not a size in bytes: write it as 80GiB"),
+    (["probe", "{plan}", "model", "--reserve", "much"], "'much' is not a share: write it as 6% or 0.06"),
     (["pack", "{table}", "--max-patches", "1", "--max-tokens", "1"], "do not fit a pack"),
     ([*PLAN, "8xAbacus"], "Abacus"),
     ([*PLAN, "zero"], "no device is called"),

@@ -18,6 +18,7 @@ from trimtab.cli.image_size import image_size
 from trimtab.cli.map import map_model
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
+from trimtab.cli.probe import probe
 from trimtab.cli.profile import profile
 from trimtab.cli.report import report
 from trimtab.cli.serve import serve
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("demo")(demo)
 app.command("plan")(plan)
 app.command("check")(check)
+app.command("probe")(probe)
 app.command("train")(train)
 app.command("report")(report)
 app.command("serve")(serve)

@@ -68,7 +68,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     layers = []
     for x, at_base, at_target, alone in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
         step_s = at_target.step_s
-        if saved.method == "logged":
+        if saved.method in ("logged", "probed"):
             step_s = max(0.0, step_s + x.step_s - at_base.step_s)
         layers.append(
             replace(
@@ -138,8 +138,47 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
     )
 
 
+def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Profile:
+    """`carried`, whose bytes are the formulas' at the plan's degrees, with the bytes that `saved` was measured to hold.
+
+    `base` are the formulas at the degrees of `saved`. Kept bytes and state become measured x carried / base; of the
+    transients, which hold what no formula prices, the difference measured - base is added. At the degrees of
+    `saved` nothing changes.
+    """
+    layers = []
+    for x, at_base, at_target in zip(saved.layers, base.layers, carried.layers, strict=True):
+        tiers = []
+        for tier in at_target.tiers:
+            own, formula = (_tier_of(layer, tier.name) for layer in (x, at_base))
+            kept = _scale(own.saved_bytes, formula.saved_bytes, tier.saved_bytes)
+            tiers.append(replace(tier, saved_bytes=kept))
+        layers.append(
+            replace(
+                at_target,
+                tiers=tuple(tiers),
+                state_bytes=_in_proportion(x.state_bytes, at_base.state_bytes, at_target.state_bytes),
+                transient_bytes=_shift(x.transient_bytes, at_base.transient_bytes, at_target.transient_bytes),
+                other_transient_bytes=_shift(
+                    x.other_transient_bytes, at_base.other_transient_bytes, at_target.other_transient_bytes
+                ),
+                group=x.group,
+            )
+        )
+    return replace(carried, layers=tuple(layers), memory_error=saved.memory_error)
+
+
 def _scale(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(s * t / b if b > 0 and b != t else s for s, b, t in zip(saved, base, target, strict=True))
+    return tuple(map(_in_proportion, saved, base, target))
+
+
+def _in_proportion(saved: float, base: float, target: float) -> float:
+    return saved * target / base if base > 0 and base != target else saved
+
+
+def _shift(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
+    if base == target:
+        return saved
+    return tuple(t + (s - b) for s, b, t in zip(saved, base, target, strict=True))
 
 
 def _carry_transient(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.profile import profile_model
-from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
+from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.simulate import simulate
@@ -185,7 +185,7 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
     """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
 
-    A traced profile gives its bytes instead.
+    A traced profile gives its bytes instead, a probed one both.
     """
     traced = options.profile is not None and options.profile.method == "traced"
 
@@ -207,14 +207,16 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
+    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
-    return carry(
+    carried = carry(
         saved,
-        base=formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced),
+        base=base,
         target=target,
         # with such links gathering takes no seconds either
         linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf, gathered=not traced),
     )
+    return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
 
 
 def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> Iterator[ParallelDims]:

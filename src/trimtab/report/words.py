@@ -110,10 +110,12 @@ def headline(details: PlanDetails) -> str:
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
     """What the headline's error band covers, and what it does not."""
-    estimates, costs = details.plan.estimates, details.plan.inputs.training.costs
+    estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
+    if details.plan.inputs.training.costs == "probed":
+        costs = "the costs of before the probe, which measured bytes alone,"
     bands = (
         f"{'Nothing here but the training run below' if beside_run else 'Nothing here'} was measured"
-        f"{'' if beside_run else ' in a training run'}: times come from {clean(costs)} costs and a simulated pipeline. "
+        f"{'' if beside_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "
         f"Each time and rate has an error band of ± {percent(estimates.time_error, digits=0)}, each memory figure of "
         f"± {percent(estimates.memory_error, digits=0)}."
     )

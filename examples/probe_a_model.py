@@ -1,0 +1,38 @@
+"""Measure what a model's layers keep, and choose the recompute that fits: `python examples/probe_a_model.py [FOLDER]`.
+
+Draws a small data set into FOLDER (default: a temporary one), makes a tiny Qwen2.5-VL, plans it for one device, and
+probes the plan on the CPU, where the memory is a budget that is counted: `trimtab plan`, `trimtab probe`, `trimtab
+check`. On GPUs the same commands stand without `--device cpu`; for several stages `torchrun` starts the probe.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from train_on_two_stages import run, write_model
+from trimtab.demo.draw import draw_dataset
+
+
+def main(folder: Path) -> None:
+    data = draw_dataset(folder / "data", num_samples=24)
+    write_model(folder / "model", data.folder)
+    file, tokenizer = data.data.relative_to(folder), data.tokenizer.relative_to(folder)
+    run(
+        f"trimtab plan model {file} --tokenizer {tokenizer} --cluster A100-80GB --pp 1 --dp 1 --num-microbatches 2 "
+        "--max-patches 256 --max-tokens 512 --oversize skip --on-bad skip --dtype fp32 --attention sdpa",
+        folder,
+    )
+    run(f"trimtab probe plan model --tokenizer {tokenizer} --device cpu --budget 24MiB --reserve 5%", folder)
+    run("trimtab check probed", folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        target = Path(sys.argv[1]).resolve()
+        target.mkdir(parents=True, exist_ok=True)
+        main(target)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(Path(temporary).resolve())

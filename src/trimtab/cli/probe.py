@@ -1,0 +1,145 @@
+"""`trimtab probe`: what a plan's layers keep on the device that is here, and the recompute that fits its memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trimtab.cli.check import PlanArgument
+from trimtab.cli.data import (
+    AllowOutsideOption,
+    ExifOption,
+    MediaRootOption,
+    SpecialTokensOption,
+    TemplateOption,
+    TokenizerOption,
+)
+from trimtab.cli.output import JsonOption, console, log, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimtab.runtime.probe.run import ProbedDevice, ProbedKind, ProbeResult
+    from trimtab.specs import Tower
+
+
+def probe(
+    plan: PlanArgument,
+    model: Annotated[Path, typer.Argument(help="Folder as for `trimtab train`; without weights they are drawn.")],
+    budget: Annotated[str | None, typer.Option(help="Memory of one device, as in 80GiB; default: the plan's.")] = None,
+    reserve: Annotated[str | None, typer.Option(help="Share of it kept free, as in 5%; default: the plan's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the probed plan, its profile and tables.")] = Path("probed"),
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run of the choice.")] = 2,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    tokenizer: TokenizerOption = None,
+    chat_template: TemplateOption = None,
+    special_tokens: SpecialTokensOption = "template",
+    media_root: MediaRootOption = None,
+    allow_outside: AllowOutsideOption = False,
+    exif: ExifOption = "ignore",
+    seed: Annotated[int, typer.Option(help="Of drawn weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run PLAN's heaviest packs through MODEL, alone or under torchrun as `trimtab train`; choose recompute that fits.
+
+    Everything recomputes first, then one layer of each kind does not, then the best choice runs. On the CPU the memory
+    is a budget that is counted.
+    """
+    from trimtab.cli.show import parse_share, plan_json, write_all
+    from trimtab.plan.check import refuse_broken
+    from trimtab.units import parse_bytes
+
+    memory_bytes = None if budget is None else parse_bytes(budget)
+    share = None if reserve is None else parse_share(reserve)
+    from trimtab.runtime.conversations import ReadingOptions  # torch: only for what can be run
+    from trimtab.runtime.probe.bench import ProbeSettings
+    from trimtab.runtime.probe.run import probe as run
+
+    settings = ProbeSettings(
+        plan=plan,
+        model=model,
+        memory_bytes=memory_bytes,
+        reserve=share,
+        num_steps=steps,
+        reading=ReadingOptions(
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            special_tokens=special_tokens,
+            media_root=media_root,
+            allow_outside=allow_outside,
+            exif=exif,
+        ),
+        device=device,
+        seed=seed,
+    )
+    result = run(settings, progress=log)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    paths = write_all(result.details, out)
+    refuse_broken(out)
+    if as_json:
+        print_json(
+            {
+                "limit_bytes": result.limit_bytes,
+                "devices": [asdict(device) for device in result.devices],
+                "runs": [asdict(run) for run in result.runs],
+                "num_step_backs": result.num_step_backs,
+                "plan": plan_json(result.details, paths),
+            }
+        )
+        return
+    print_probe(result, console())
+    print("\n".join(f"{name}: {path}" for name, path in paths.items()))
+
+
+def print_probe(result: ProbeResult, console: Console) -> None:
+    """A row a device: what full recompute leaves, what layers keep, what was chosen and how full it ran."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from trimtab.report.words import memory_scale
+    from trimtab.units import format_bytes, format_seconds
+
+    scale = memory_scale([result.limit_bytes, *(x.full_peak_bytes for x in result.devices)])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("device")
+    for title in (f"full\n{scale.unit}", "left\n", "ViT layer\nfrees", "LLM layer\nfrees"):
+        table.add_column(title, justify="right")
+    table.add_column("recompute\nchosen")
+    for title in (f"peak\n{scale.unit}", "predicted\n", "left\n"):
+        table.add_column(title, justify="right")
+    for device in result.devices:
+        table.add_row(
+            str(device.device),
+            scale.number(device.full_peak_bytes),
+            scale.number(result.limit_bytes - device.full_peak_bytes),
+            _kinds_text(device, "vision"),
+            _kinds_text(device, "language"),
+            "\n".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
+            scale.number(device.peak_bytes),
+            f"{device.predicted_bytes / device.peak_bytes - 1:+.1%}",
+            scale.number(result.limit_bytes - device.peak_bytes),
+        )
+    console.print(table)
+    runs, backs = len(result.runs), result.num_step_backs
+    console.print(
+        Text(
+            f"{runs} runs in {format_seconds(result.wall_s)}; {backs or 'no'} step{'' if backs == 1 else 's'} back; "
+            f"limit {format_bytes(result.limit_bytes)}. Freed: of one micro-batch (predicted, off)."
+        )
+    )
+
+
+def _kinds_text(device: ProbedDevice, tower: Tower) -> str:
+    """A line for each kind of the tower's layers: bytes that full recompute frees, and how far the profile was off."""
+    from trimtab.units import format_bytes
+
+    def tell(kind: ProbedKind) -> str:
+        return f"{format_bytes(kind.measured_bytes)} ({kind.predicted_bytes / kind.measured_bytes - 1:+.0%})"
+
+    return "\n".join(tell(x) for x in device.kinds if x.tower == tower and x.tier == "none") or "-"

@@ -1,0 +1,209 @@
+"""A plan's stages, packs and schedule, ready to run under any recompute choice: `open_bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.plan.case import Case
+from trimtab.plan.plan import Plan
+from trimtab.plan.probed import (
+    heaviest_packs,
+)
+from trimtab.plan.reload import ReloadedPlan
+from trimtab.runtime.collate import PackedCollator
+from trimtab.runtime.conversations import ReadingOptions, open_conversations
+from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout
+from trimtab.runtime.pipeline.flow import Batch
+from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
+from trimtab.runtime.probe.meter import meter_of
+from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
+from trimtab.runtime.ranks import device_mesh, on_first_rank
+from trimtab.runtime.recompute import Granularity
+from trimtab.runtime.train import autocast, load_model, make_optimizer
+from trimtab.runtime.train_settings import TrainSettings
+from trimtab.runtime.verify import verify_plan
+from trimtab.specs import Stage
+from trimtab.units import format_bytes
+
+_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "sgd_momentum": ("SGD", {"momentum": 0.9}),
+    "sgd": ("SGD", {}),
+}
+"""What the plan counts, in torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings:
+    """What is probed, and within which memory; checks itself."""
+
+    plan: Path
+    model: Path  # folder as for `train`; where it holds no weights they are drawn
+    memory_bytes: int | None = None  # of one device; None: the plan's
+    reserve: float | None = None  # share of it that stays free; None: the plan's
+    num_steps: int = 2  # whole training steps of a run; the first makes the optimizer's state
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
+    device: Literal["cpu", "cuda"] | None = None  # None: cuda where there is one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 2:
+            raise TrimtabError(
+                f"{self.num_steps} steps a run were asked for, and the optimizer's state is there from the second on: "
+                "give 2 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRun:
+    """One run of the pipeline on one pack."""
+
+    what: str
+    pack: int
+    failed_devices: tuple[int, ...]  # that ran out of memory
+    peak_bytes: tuple[int, ...]  # of each device; of a run that failed, up to there
+
+
+CURES = "give more memory (--budget) or a smaller reserve, or plan with more stages or smaller packs"
+
+
+@dataclass(kw_only=True, eq=False)
+class Bench:
+    """A plan's stages ready to run under any recompute choice, and the log of what has run."""
+
+    case: Case
+    stages: tuple[Stage, ...]
+    rank: ProbedRank
+    batches: Mapping[int, Batch]  # of the heaviest packs
+    num_steps: int
+    tell: Callable[[str], None]
+    runs: list[ProbeRun] = field(default_factory=list)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.case.budget.total_bytes - self.case.budget.reserve_bytes
+
+    def run(
+        self, what: str, stages: Sequence[Stage], pack: int, *, limited: bool = True, whole: bool = True
+    ) -> tuple[Reading, ...]:
+        """What each device held; not `whole`: one step, and the optimizer is left out."""
+        names = [layer.name for layer in self.case.model.layers]
+        choice: dict[str, Granularity] = {
+            names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers
+        }
+        reading = run_trial(
+            self.rank,
+            choice,
+            self.batches[pack],
+            num_steps=self.num_steps if whole else 1,
+            limit_bytes=self.limit_bytes if limited else None,
+            update=whole,
+        )
+        readings = gather_readings(reading, self.rank)
+        failed = tuple(device for device, x in enumerate(readings) if x.failed)
+        self.runs.append(
+            ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=tuple(x.peak_bytes for x in readings))
+        )
+        most = format_bytes(max(x.peak_bytes for x in readings))
+        self.tell(f"{what}, pack {pack}: {f'out of memory on {listed(failed)}' if failed else f'at most {most}'}")
+        return readings
+
+
+def open_bench(
+    settings: ProbeSettings, found: ReloadedPlan, case: Case, device: torch.device, tell: Callable[[str], None]
+) -> Bench:
+    plan = found.plan
+    conversations = open_conversations(settings.plan, settings.model, settings.reading)
+    on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
+    training = _training(settings, plan)
+    mesh = device_mesh(case.setting.dims.pp, device)
+    layout = _layout(plan, case)
+    torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
+    pipeline = build_pipeline(
+        load_model(training, plan, device),
+        layout,
+        device=device,
+        pp_group=mesh.get_group("pp"),
+        dp_group=mesh.get_group("dp"),
+    )
+    optimizer = make_optimizer(training, list(pipeline.parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # every run is of the same weights
+    config: Any = pipeline.stages[0].model.config
+    collate = PackedCollator(config, attention=config._attn_implementation, vision_in_every_pack=False)
+    packing = case.packing
+    batches = {}
+    for pack in heaviest_packs(case, found.stages):
+        rows = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
+        batches[pack] = collate([conversations[row] for row in rows])
+    return Bench(
+        case=_in_reach(case),
+        stages=found.stages,
+        rank=ProbedRank(
+            pipeline=pipeline,
+            optimizer=optimizer,
+            meter=meter_of(device),
+            autocast=partial(autocast, training, device),
+        ),
+        batches=batches,
+        num_steps=settings.num_steps,
+        tell=tell if dist.get_rank() == 0 else lambda _: None,
+    )
+
+
+def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
+    planned = plan.inputs.training.optimizer
+    if planned not in _OPTIMIZERS:
+        raise UnsupportedPlanError(
+            f"the plan counts the state of {planned}, which torch.optim has not: plan with --optimizer "
+            f"{', '.join(_OPTIMIZERS)}"
+        )
+    name, options = _OPTIMIZERS[planned]
+    return TrainSettings(
+        plan=settings.plan,
+        model=settings.model,
+        out=settings.plan,
+        reading=settings.reading,
+        optimizer=name,
+        optimizer_options=options,
+        dtype="float32" if plan.inputs.training.dtype == "fp32" else "bfloat16",
+        random_weights=not any(settings.model.glob("*.safetensors")),
+        device=settings.device,
+        save=False,
+        seed=settings.seed,
+    )
+
+
+def _layout(plan: Plan, case: Case) -> PipelineLayout:
+    """The plan's stages without recompute; of 1F1B's micro-batches only as many as fill it, and one more.
+
+    The one more meets gradients that are there already, as most do.
+    """
+    layout = replace(read_layout(plan), recompute=())
+    if layout.schedule != "1F1B":
+        return layout
+    return replace(layout, num_microbatches=min(layout.num_microbatches, case.setting.dims.pp + 1))
+
+
+def _in_reach(case: Case) -> Case:
+    """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
+    if case.problem.schedule not in SPLIT_BACKWARD:
+        return case
+    profile = case.setting.profile
+    layers = tuple(
+        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
+        for layer in profile.layers
+    )
+    return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def listed(devices: Sequence[int]) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"

@@ -1,0 +1,112 @@
+"""OmniBal's first three memory steps: what full recompute leaves, and what one layer of each kind keeps more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from trimtab.errors import PlanError
+from trimtab.partition.schedules import splits_backward
+from trimtab.plan.case import Case
+from trimtab.plan.probed import (
+    DeviceProbe,
+    KeptProbe,
+    full_recompute,
+    tier_of,
+)
+from trimtab.runtime.probe.bench import CURES, Bench, listed
+from trimtab.specs import RecomputeChoice, RecomputedTier, Stage
+from trimtab.units import format_bytes
+
+FULL = "everything recomputed"
+
+
+def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
+    """Everything recomputed, and what is left; without a limit but the device's own, to say what is missing."""
+    stages = full_recompute(bench.case.setting.profile, bench.stages)
+    found = []
+    for pack in bench.batches:
+        readings = bench.run(FULL, stages, pack, limited=False)
+        failed = [device for device, reading in enumerate(readings) if reading.failed]
+        if failed:
+            raise PlanError(
+                f"pack {pack} was run with everything recomputed, and the memory of {listed(failed)} does not last: "
+                f"{CURES}"
+            )
+        found += [
+            DeviceProbe(
+                device=device,
+                pack=pack,
+                state_bytes=reading.state_bytes,
+                kept_bytes=reading.kept_bytes,
+                peak_bytes=reading.peak_bytes,
+                in_flight=reading.in_flight,
+            )
+            for device, reading in enumerate(readings)
+        ]
+    fullest = max(found, key=lambda x: x.peak_bytes)
+    missing = fullest.peak_bytes - bench.limit_bytes
+    if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
+        raise PlanError(
+            f"{_budget_words(bench.case)} was to hold the plan's heaviest packs, and with everything recomputed "
+            f"device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {format_bytes(missing)} "
+            f"({missing} bytes) more: {CURES}"
+        )
+    return tuple(found)
+
+
+def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptProbe]:
+    """One run for each of a device's kinds of layers and each tier, on all devices at once: one layer keeps more.
+
+    What is kept then differs from full recompute by micro-batches in flight x what the layer keeps more: exact. A
+    device that runs out of memory, or whose pack asks nothing of the layer, tells nothing.
+    """
+    profile = bench.case.setting.profile
+    layout = bench.rank.pipeline.layout
+    before = {(x.device, x.pack): x for x in full}
+    of_device = [_kinds_of(bench, layout.stages_of(device)) for device in range(layout.num_devices)]
+    tiers = ("none", "selective", "attention") if bench.case.problem.recompute == "auto" else ("none",)
+    for number in range(max(map(len, of_device))):
+        for tier in tiers:
+            layers = {device: kinds[number] for device, kinds in enumerate(of_device) if number < len(kinds)}
+            layers = {device: i for device, i in layers.items() if tier_of(profile.layers[i], tier) is not None}
+            if not layers:
+                continue
+            stages = tuple(
+                _move(stage, i, tier) if (i := layers.get(layout.device_of(stage.index))) is not None else stage
+                for stage in full_recompute(profile, bench.stages)
+            )
+            for pack in bench.batches:
+                readings = bench.run(f"one layer of a kind on {tier}", stages, pack, whole=False)
+                for device, i in layers.items():
+                    reference, reading = before[device, pack], readings[device]
+                    place = next(k for k, s in enumerate(layout.stages_of(device)) if _lies_in(bench.stages[s], i))
+                    more, held = reading.kept_bytes - reference.kept_bytes, reference.in_flight[place]
+                    if not reading.failed and held > 0 and more > 0:
+                        yield KeptProbe(layer=i, tier=tier, pack=pack, num_bytes=more / held)
+
+
+def _kinds_of(bench: Bench, stages: Sequence[int]) -> list[int]:
+    """The last layer of each group that can recompute."""
+    layers = bench.case.setting.profile.layers
+    held = [i for s in stages for i in range(bench.stages[s].start, bench.stages[s].stop)]
+    return sorted({layers[i].group: i for i in held if tier_of(layers[i], "full") is not None}.values())
+
+
+def _lies_in(stage: Stage, layer: int) -> bool:
+    return stage.start <= layer < stage.stop
+
+
+def _move(stage: Stage, layer: int, tier: str) -> Stage:
+    """The stage, all of which recomputes in full, with this layer on another tier, if it holds it."""
+    if not _lies_in(stage, layer):
+        return stage
+    choices = [RecomputeChoice(tier=x.tier, layers=tuple(i for i in x.layers if i != layer)) for x in stage.recompute]
+    moved = [RecomputeChoice(tier=how, layers=(layer,)) for how in get_args(RecomputedTier) if how == tier]
+    return replace(stage, recompute=(*choices, *moved))
+
+
+def _budget_words(case: Case) -> str:
+    budget = case.budget
+    return f"memory of {format_bytes(budget.total_bytes)}, {format_bytes(budget.reserve_bytes)} of it reserve,"

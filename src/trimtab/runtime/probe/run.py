@@ -1,0 +1,255 @@
+"""OmniBal's memory steps on the device itself (arXiv 2407.20761); read `probe`.
+
+The paper: recompute everything and see what is left; switch some layers off and see what they take; set as many as fit.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from trimtab.errors import PartitionError, PlanError
+from trimtab.partition.stages import recompute_stages
+from trimtab.plan.case import Case
+from trimtab.plan.details import PlanDetails
+from trimtab.plan.expressible import replan
+from trimtab.plan.probed import (
+    ABOUT_BYTES,
+    DeviceProbe,
+    KeptProbe,
+    ProbedProfile,
+    add_transient,
+    freed_bytes,
+    full_recompute,
+    probed_profile,
+    tier_of,
+    with_budget,
+    with_profile,
+)
+from trimtab.plan.reload import ReloadedPlan, reload_plan
+from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, ProbeSettings, open_bench
+from trimtab.runtime.probe.measure import measure_full, measure_kinds
+from trimtab.runtime.probe.trial import Reading, frozen_heap
+from trimtab.runtime.ranks import process_group
+from trimtab.specs import Profile, Stage, Tower
+from trimtab.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedKind:
+    """What recompute of one layer frees, for one micro-batch of the heaviest pack."""
+
+    tower: Tower
+    layer: str  # one of its kind
+    tier: str  # that it was measured on, against full recompute
+    measured_bytes: float
+    predicted_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedDevice:
+    """One device of the pipeline, as it was measured."""
+
+    device: int
+    full_peak_bytes: int  # everything recomputed
+    kinds: tuple[ProbedKind, ...]
+    correction_bytes: int  # context, workspaces, rounding: what was there and is priced nowhere else
+    recompute: Mapping[str, int]  # chosen layers of each tier
+    peak_bytes: int  # with the choice
+    predicted_bytes: int  # the same, by the probed profile on the same pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProbeResult:
+    """The plan with the recompute that ran, and what was seen on the way; the same on every rank."""
+
+    details: PlanDetails
+    limit_bytes: int  # memory less its reserve
+    devices: tuple[ProbedDevice, ...]
+    runs: tuple[ProbeRun, ...]
+    wall_s: float
+
+    @property
+    def num_step_backs(self) -> int:
+        return sum(run.what == CHOICE and bool(run.failed_devices) for run in self.runs)
+
+
+CHOICE = "the choice"
+
+
+def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = None) -> ProbeResult:
+    """Measure, choose, run: the plan's stages and packs with the recompute that fits this device.
+
+    Alone or on torchrun's ranks, as `train` runs the plan; collective. Every run is of whole training steps, learning
+    rate 0, on the heaviest packs. First everything recomputes, without a limit. Then, kind by kind and tier by tier,
+    one layer a stage keeps more, which tells its bytes. The choice is the exact one at the plan's own limits with the
+    probed profile, and has run within memory less reserve; a choice that runs out of memory is stepped back from.
+    Raises `PlanError` where not even full recompute fits, with the bytes that are missing (not under split backwards:
+    there recompute may need more than none). Writes nothing.
+    """
+    started = time.perf_counter()
+    found = reload_plan(settings.plan)
+    case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
+    with process_group(settings.device) as device:
+        bench = open_bench(settings, found, case, device, progress or (lambda _: None))
+        with frozen_heap():
+            full = measure_full(bench)
+            kept = tuple(measure_kinds(bench, full))
+            where = _name_of(device)
+            measured = probed_profile(bench.case, bench.stages, kept, full, where=where)
+            settled = settle(bench, with_profile(bench.case, measured.profile))
+        result = _result(bench, found, measured, settled, kept, full, where)
+    return replace(result, wall_s=time.perf_counter() - started)
+
+
+# -- step 4: choose and run -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Settled:
+    """A choice that has run."""
+
+    case: Case  # with the profile that it is the best choice for
+    stages: tuple[Stage, ...]
+    readings: Mapping[int, tuple[Reading, ...]]  # of each pack, device by device
+
+
+def settle(bench: Bench, case: Case) -> Settled:
+    """The best recompute by the case's profile that runs within the limit; `PlanError` if none does.
+
+    Where a device runs out of memory its layers' transients are raised, first by as much as changes its choice, then by
+    half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in the
+    profile: it was needed.
+    """
+    problem = case.problem
+    P = problem.num_stages
+    everything = full_recompute(case.setting.profile, bench.stages)
+    raised, tries = [0.0] * P, [0] * P
+    try:
+        most = [problem.memory_bytes - held.total_bytes for held in problem.assess(everything).memory]
+        while True:
+            priced = _raise_transients(case, bench, raised)
+            split = recompute_stages(priced.problem, bench.stages)
+            readings = {pack: bench.run(CHOICE, split.stages, pack) for pack in bench.batches}
+            failed = {d for found in readings.values() for d, reading in enumerate(found) if reading.failed}
+            if not failed:
+                return Settled(case=priced, stages=split.stages, readings=readings)
+            for device in failed:
+                left = problem.memory_bytes - split.memory[device].total_bytes
+                step = left + 1 if tries[device] == 0 else max(left + 1, (most[device] - raised[device]) / 2)
+                tries[device] += 1
+                raised[device] = raised[device] + step
+                if raised[device] > most[device]:
+                    raise PlanError(
+                        f"recompute was stepped back on device {device} {tries[device]} times, and its memory does not "
+                        f"last with everything recomputed either: {CURES}"
+                    )
+    except PartitionError as error:
+        raise PlanError(f"the stages run, but not all that the plan's limits on packs allow fits: {error}") from error
+
+
+def _raise_transients(case: Case, bench: Bench, raised: Sequence[float]) -> Case:
+    layout, profile = bench.rank.pipeline.layout, case.setting.profile
+    for device, num_bytes in enumerate(raised):
+        if num_bytes:
+            profile = add_transient(profile, [bench.stages[s] for s in layout.stages_of(device)], num_bytes)
+    return with_profile(case, profile)
+
+
+def _result(
+    bench: Bench,
+    found: ReloadedPlan,
+    measured: ProbedProfile,
+    settled: Settled,
+    kept: Sequence[KeptProbe],
+    full: Sequence[DeviceProbe],
+    where: str,
+) -> ProbeResult:
+    layout, problem = bench.rank.pipeline.layout, settled.case.problem
+    devices = []
+    for device in range(layout.num_devices):
+        stages = [settled.stages[s] for s in layout.stages_of(device)]
+        peaks = {pack: readings[device].peak_bytes for pack, readings in settled.readings.items()}
+        heaviest = max(peaks, key=lambda pack: peaks[pack])
+        there = replace(problem, work_max=bench.case.work[heaviest], overhead_bytes=0.0).assess(settled.stages)
+        counts: Counter[str] = Counter(
+            choice.tier for stage in stages for choice in stage.recompute for _ in choice.layers
+        )
+        devices.append(
+            ProbedDevice(
+                device=device,
+                full_peak_bytes=max(x.peak_bytes for x in full if x.device == device),
+                kinds=tuple(_compare(bench, stages, kept)),
+                correction_bytes=measured.correction_bytes[device],
+                recompute=dict(counts),
+                peak_bytes=peaks[heaviest],
+                predicted_bytes=int(there.memory[device].total_bytes),
+            )
+        )
+    off = max(abs(x.predicted_bytes / x.peak_bytes - 1.0) for x in devices)
+    profile = _with_all_tiers(settled.case.setting.profile, found.case.setting.profile)
+    profile = replace(profile, memory_error=max(_LEAST_ERROR, off))
+    plan = replace(
+        found.plan,
+        assumptions=(
+            *(said for said in found.plan.assumptions if not said.startswith((_ABOUT, ABOUT_BYTES))),
+            *(said for said in measured.profile.assumptions if said.startswith(ABOUT_BYTES)),
+        ),
+    )
+    backs = sum(run.what == CHOICE and bool(run.failed_devices) for run in bench.runs)
+    note = (
+        f"{_ABOUT}{where}, {len(bench.runs)} runs of the heaviest packs: the choice ran within "
+        f"{format_bytes(bench.limit_bytes)} on every device, after {backs} that did not; predictions for it are within "
+        f"{off:.1%} of its peaks."
+    )
+    details = replan(
+        replace(found, plan=plan, case=with_profile(settled.case, profile)),
+        settled.stages,
+        forbidden_cuts=frozenset(),
+        note=note,
+    )
+    return ProbeResult(
+        details=details, limit_bytes=bench.limit_bytes, devices=tuple(devices), runs=tuple(bench.runs), wall_s=0.0
+    )
+
+
+_ABOUT = "Recompute was probed on "
+_LEAST_ERROR = 0.01  # of a prediction; one that was exact once may not be so the next time
+
+
+def _compare(bench: Bench, stages: Sequence[Stage], kept: Sequence[KeptProbe]) -> Iterator[ProbedKind]:
+    """Each kind of the device's layers, and tier, at the pack where it frees most; measured on any device."""
+    profile = bench.case.setting.profile
+    groups = {profile.layers[i].group for stage in stages for i in range(stage.start, stage.stop)}
+    most: dict[tuple[int, str], KeptProbe] = {}
+    for probe in kept:
+        key = (profile.layers[probe.layer].group, probe.tier)
+        if key[0] in groups and (key not in most or probe.num_bytes > most[key].num_bytes):
+            most[key] = probe
+    for _, probe in sorted(most.items()):
+        layer = profile.layers[probe.layer]
+        yield ProbedKind(
+            tower=layer.tower,
+            layer=layer.name,
+            tier=probe.tier,
+            measured_bytes=probe.num_bytes,
+            predicted_bytes=freed_bytes(layer, probe.tier, bench.case.work[probe.pack]),
+        )
+
+
+def _with_all_tiers(profile: Profile, offered: Profile) -> Profile:
+    """The profile with the tiers that it lacks as `offered` has them: a saved profile is asked for each."""
+    layers = tuple(
+        replace(layer, tiers=tuple(tier_of(layer, tier.name) or tier for tier in other.tiers))
+        for layer, other in zip(profile.layers, offered.layers, strict=True)
+    )
+    return replace(profile, layers=layers)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"

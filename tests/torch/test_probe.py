@@ -1,0 +1,266 @@
+"""`trimtab probe` against a byte budget on the CPU: what it measures, chooses, and steps back from; needs torch."""
+
+# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("PIL", reason="pillow is not installed")
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+import numpy as np
+import transformers
+from probe_runs import bench_of, settings_of, write_probed
+
+from trimtab.costs.profile import load_profile
+from trimtab.costs.traced_step import trace_step
+from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.plan.build import write_plan
+from trimtab.plan.check import check_plan
+from trimtab.plan.file import load_plan, plan_to_yaml
+from trimtab.plan.probed import full_recompute, with_profile
+from trimtab.plan.reload import reload_plan
+from trimtab.runtime.probe.measure import FULL
+from trimtab.runtime.probe.meter import CpuMeter
+from trimtab.runtime.probe.run import CHOICE, probe, settle
+from trimtab.runtime.recompute import apply
+from trimtab.units import MIB
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("internvl")
+    write_probed(path, "internvl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tight(folder):
+    """A probe whose budget forces some layers to recompute."""
+    return probe(settings_of(folder, 5.2))
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+def test_measured_bytes_are_those_that_autograd_keeps(folder, tight, tmp_path, family):
+    """Of each kind of layer, by the trace of one step of the same micro-batch in the whole model."""
+    if family == "internvl":
+        settings, result = settings_of(folder), tight
+    else:
+        write_probed(tmp_path, family)
+        settings = settings_of(tmp_path)
+        result = probe(settings)
+    (device,) = result.devices
+    kinds = [kind for kind in device.kinds if kind.tier == "none"]
+    assert {kind.tower for kind in kinds} == {"vision", "language"}
+    with bench_of(settings) as bench:
+        profile, batches = bench.case.setting.profile, bench.batches
+        config = bench.rank.pipeline.stages[0].model.config
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
+    names = [layer.name for layer in profile.layers if len(layer.tiers) > 1]
+    traces = [trace_step(model, names, batch, backward=False) for batch in batches.values()]
+    for kind in kinds:
+        others = [name for name in names if name != kind.layer]
+        assert kind.measured_bytes == max(t.saved_bytes(others) - t.saved_bytes(names) for t in traces)
+
+
+def test_the_choice_fits_and_one_layer_fewer_recomputed_does_not(folder, tight):
+    assert tight.num_step_backs == 0
+    (device,) = tight.devices
+    assert device.full_peak_bytes < device.peak_bytes <= tight.limit_bytes == int(5.2 * MIB)
+    assert sum(device.recompute.values()) > 0
+    with bench_of(settings_of(folder, 5.2)) as bench:
+        (stage,) = tight.details.variants[-1].stages
+        chosen = [(choice.tier, i) for choice in stage.recompute for i in choice.layers]
+        for _, layer in chosen:
+            fewer = tuple(
+                replace(choice, layers=tuple(i for i in choice.layers if i != layer)) for choice in stage.recompute
+            )
+            runs = [bench.run("one fewer", [replace(stage, recompute=fewer)], pack) for pack in bench.batches]
+            assert any(reading.failed for readings in runs for reading in readings), f"layer {layer} could keep all"
+
+
+def test_the_probed_plan_holds_and_predicts_what_was_measured(folder, tight, tmp_path):
+    write_plan(tight.details, tmp_path / "probed")
+    assert check_plan(tmp_path / "probed") == []
+    found = reload_plan(tmp_path / "probed")
+    assert found.plan == tight.details.plan
+    assert found.plan.inputs.training.costs == "probed"
+    assert found.plan.inputs.cluster.memory_bytes == int(5.2 * MIB)
+    assert found.case.setting.profile.layers == tight.details.profile.layers
+    assert load_profile(tmp_path / "probed" / "profile.json").method == "probed"
+    before = load_plan(folder / "alone").decisions
+    assert replace(found.plan.decisions, recompute=()) == replace(before, recompute=())
+    (device,) = tight.devices
+    assert 1.0 <= device.predicted_bytes / device.peak_bytes < 1.1
+    said = "\n".join(found.plan.assumptions)
+    assert said.count("Recompute was probed on CPU") == said.count("Bytes were measured on CPU") == 1
+
+
+def test_enough_memory_recomputes_nothing_and_the_peak_was_predicted(folder):
+    result = probe(settings_of(folder, 40))
+    (device,) = result.devices
+    assert device.recompute == {}
+    # packs of several samples keep masks as well, and each tier is counted as in the pack where it keeps most
+    assert 0.995 < device.predicted_bytes / device.peak_bytes < 1.1
+    assert [run.what for run in result.runs].count(CHOICE) == len({run.pack for run in result.runs})
+
+
+def test_a_probed_plan_can_be_probed_again(folder, tight, tmp_path):
+    """The measured profile is then the one that is compared: nothing is off."""
+    write_plan(tight.details, tmp_path / "probed")
+    again = probe(settings_of(folder, 5.2, plan=tmp_path / "probed"))
+    assert again.details.plan.decisions == tight.details.plan.decisions
+    for kind in again.devices[0].kinds:
+        assert kind.measured_bytes <= kind.predicted_bytes * (1 + 1e-9)
+    assert sum("probed" in said for said in again.details.plan.assumptions) == 1
+
+
+def test_an_understated_profile_steps_back_until_a_run_passes(folder):
+    """As if nothing had been measured, by formulas that count a third of what is kept."""
+    with bench_of(settings_of(folder, 5.0)) as bench:
+        profile = bench.case.setting.profile
+        layers = tuple(
+            replace(
+                layer,
+                tiers=tuple(replace(tier, saved_bytes=tuple(x / 3 for x in tier.saved_bytes)) for tier in layer.tiers),
+            )
+            for layer in profile.layers
+        )
+        settled = settle(bench, with_profile(bench.case, replace(profile, layers=layers)))
+        choices = {}
+        for run in bench.runs:
+            choices.setdefault(run.pack, []).append(bool(run.failed_devices))
+        assert any(failed[0] for failed in choices.values())
+        assert not any(failed[-1] for failed in choices.values())
+        assert all(x.peak_bytes <= bench.limit_bytes for readings in settled.readings.values() for x in readings)
+        assert settled.stages[0].num_recomputed() > 0
+        # what made it step back stays in its profile: the plan's own check counts it
+        (held,) = settled.case.problem.assess(settled.stages).memory
+        assert held.total_bytes <= settled.case.problem.memory_bytes
+        assert settled.case.setting.profile.transients(bench.case.work[0]).sum() > 0
+
+
+def test_a_budget_that_full_recompute_exceeds_is_refused_with_the_missing_bytes(folder, tight):
+    need = tight.devices[0].full_peak_bytes
+    memory = 4.0
+    missing = need - int(memory * MIB)
+    with pytest.raises(PlanError, match=rf"device 0 needs 4.1\d MiB, .* \({missing} bytes\) more: give more memory"):
+        probe(settings_of(folder, memory))
+    with pytest.raises(PlanError, match=r"the stages run, but not all that the plan's limits on packs allow fits: "):
+        probe(settings_of(folder, need / MIB + 0.01))
+
+
+def test_out_of_memory_is_no_end_and_leaves_nothing_behind(folder):
+    with bench_of(settings_of(folder, 4.5)) as bench:
+        none = [replace(stage, recompute=()) for stage in bench.stages]
+        full = full_recompute(bench.case.setting.profile, bench.stages)
+        (pack, *_) = bench.batches
+        (before,) = bench.run(FULL, full, pack, limited=False)
+        (failed,) = bench.run("none", none, pack)
+        assert failed.failed
+        assert failed.peak_bytes > bench.limit_bytes
+        (after,) = bench.run(FULL, full, pack)
+        assert after == before
+        stage = bench.rank.pipeline.stages[0]
+        assert "forward_one_chunk" not in vars(stage)
+        assert not any("forward" in vars(module) for module in stage.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 1}, "1 steps a run were asked for, and the optimizer's state is there from the second on"),
+        ({"reserve": 1.0}, r"reserve 1.0 was asked for, and it is a share: give 0 or more, below 1"),
+        ({"memory_bytes": 2**60}, r"1048576 TiB of memory per device was asked for, and A100-80GB has 79.1 GiB"),
+        ({"memory_bytes": 80}, r"80 bytes of memory per device were asked for: give a unit, as in 80GiB"),
+    ],
+)
+def test_bad_input_is_told(folder, change, message):
+    with pytest.raises(TrimtabError, match=message):
+        probe(replace(settings_of(folder, 5.2), **change))
+
+
+def test_an_optimizer_that_torch_has_not_is_refused(folder, tmp_path):
+    for file in (folder / "alone").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    plan = load_plan(tmp_path)
+    training = replace(plan.inputs.training, optimizer="adamw_8bit")
+    (tmp_path / "plan.yaml").write_text(plan_to_yaml(replace(plan, inputs=replace(plan.inputs, training=training))))
+    with pytest.raises(UnsupportedPlanError, match=r"state of adamw_8bit, which torch\.optim has not: plan with"):
+        probe(settings_of(folder, 40, plan=tmp_path))
+
+
+@pytest.mark.integration
+def test_two_ranks_probe_their_own_stages(folder, tmp_path):
+    """Through torchrun and the command line; one of the measuring runs does not last on one rank alone."""
+    memory = 3.0
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
+    words += ["probe", str(folder / "two"), str(folder / "model"), "--device", "cpu", "--budget", f"{memory}MiB"]
+    words += ["--reserve", "0", "--out", str(tmp_path / "probed"), "--json"]
+    run = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout)
+    assert check_plan(tmp_path / "probed") == []
+    assert [device["device"] for device in said["devices"]] == [0, 1]
+    assert all(0 < device["peak_bytes"] <= said["limit_bytes"] == int(memory * MIB) for device in said["devices"])
+    assert all(device["recompute"] for device in said["devices"])
+    assert {kind["tower"] for kind in said["devices"][0]["kinds"]} == {"vision", "language"}
+    assert {kind["tower"] for kind in said["devices"][1]["kinds"]} == {"language"}
+    # the other rank went on beside the one whose memory did not last
+    assert any(run["failed_devices"] == [0] for run in said["runs"])
+    assert "out of memory on device 0" in run.stderr
+
+
+# -- the meter --------------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_counts_live_storages_and_refuses_beyond_the_limit():
+    meter, weight, batch = CpuMeter(), torch.ones(256), torch.ones(1000)
+    with meter.watch([weight, weight.view(16, 16)], [batch], limit_bytes=None):
+        first = weight * 2
+        assert meter.held_bytes == 2048
+        second = batch + first.sum()
+        assert meter.held_bytes == 2048 + 4000
+        del second
+        assert meter.held_bytes == 2048
+    assert meter.peak_bytes == 2048 + 4000 + 4  # and the sum
+    with meter.watch([weight], [batch], limit_bytes=3000):
+        kept = weight + 1
+        with pytest.raises(torch.OutOfMemoryError, match="the limit leaves 1976"):
+            batch * 2
+        meter.lift()
+        assert (batch * 2).numel() == 1000
+    del kept
+
+
+def test_the_meter_sees_what_a_recomputed_layer_computes_again():
+    layer = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU()) for _ in range(1)))
+    rows, meter, peaks = torch.ones(100, 8), CpuMeter(), {}
+    for name in ("none", "full"):
+        handle = apply(layer, ["0"] if name == "full" else [])
+        with meter.watch(layer.parameters(), [rows], limit_bytes=None):
+            loss = layer(rows).sum()
+            peaks[name, "kept"] = meter.held_bytes
+            loss.backward()
+        peaks[name] = meter.peak_bytes
+        handle.remove()
+        layer.zero_grad()
+        del loss
+    once = 100 * 64 * 4
+    assert peaks["none", "kept"] - peaks["full", "kept"] == pytest.approx(once, abs=64)
+    assert peaks["full"] >= peaks["none", "kept"]
+    assert np.isclose(peaks["full"], peaks["none"], rtol=0.3)
