@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.balance.dispatch import Order
+from trimtab.balance.images import Rule
 from trimtab.balance.packing import Oversize
 from trimtab.costs.settings import Attention
 from trimtab.partition.schedules import ScheduleName
@@ -19,6 +20,10 @@ from trimtab.specs import RecomputedTier, Tower
 PLAN_VERSION = "1.0"
 
 PlanMethod = Literal["balanced", "isf"]
+VisionGroup = Literal["tp", "cp", "sp", "dp"]
+VisionExchange = Literal["gather", "routed", "dispatch"]
+VisionObjective = Literal["time", "memory"]
+VisionReduction = Literal["sum", "mean"]
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------
@@ -178,12 +183,30 @@ class PackingDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionDataParallel:
+    """Which ranks share the images of a micro-batch, so that each encodes a part of them with a whole vision tower.
+
+    `sp` and `cp` are the ranks among which a sample's tokens are divided (Ulysses, ring): the plan's cp ranks. Ranks of
+    tp, cp and sp hold the same images (`gather`, `routed`), those of dp images of their own (`dispatch`).
+    """
+
+    group: VisionGroup
+    degree: int  # ranks of the group
+    exchange: VisionExchange
+    pooling: int  # consecutive micro-batches of a rank that share one call of the tower; 1: each has its own
+    rule: Rule
+    objective: VisionObjective  # what the shares are balanced by: the tower's seconds, or the bytes it holds
+    reduction: VisionReduction | None  # of the vision gradients over the group; null: a dispatch changes no sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
     parallel: ParallelDecision
     schedule: ScheduleDecision
     stages: tuple[StageDecision, ...]
     recompute: tuple[RecomputeDecision, ...]
     packing: PackingDecision
+    vision_data_parallel: VisionDataParallel | None = None  # none, and no such key: every rank encodes what it holds
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------
