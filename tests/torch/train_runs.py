@@ -22,7 +22,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision
+from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDataParallel
 from trimtab.runtime.train import train
 from trimtab.runtime.train_settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
@@ -66,13 +66,20 @@ def write_variant(
     num_stages: int,
     recompute: bool = False,
     frozen: tuple[Tower, ...] = (),
+    images: VisionDataParallel | None = None,
+    behind: str | None = None,
     **schedule: Any,
 ) -> Path:
-    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any."""
+    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any.
+
+    `behind`: two stages, the second of the layers of this module.
+    """
     source = folder / "plan"
     plan = load_plan(source)
     layers = [layer.name for layer in describe(folder / "model").layers]
     cuts = [round(len(layers) * i / num_stages) for i in range(num_stages + 1)]
+    if behind is not None:
+        cuts[1] = next(i for i, name in enumerate(layers) if name.startswith(behind))
     stages = tuple(StageDecision(stage=i, modules=fold_modules(layers[a:b])) for i, (a, b) in enumerate(pairwise(cuts)))
     pipeline = replace(plan.decisions.schedule, **schedule)
     decisions = replace(
@@ -83,6 +90,7 @@ def write_variant(
         if recompute
         else (),
         schedule=pipeline,
+        vision_data_parallel=images,
     )
     target = folder / variant
     target.mkdir()

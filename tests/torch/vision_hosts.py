@@ -290,7 +290,7 @@ def run_disagreements(rank: int, _folder: str) -> None:
 
     with vision_dp(case.model, timeout_s=2) as handle:
         if not odd:
-            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s for the others to reach the vision tower"):
+            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
                 features()
     dist.barrier()
 

@@ -25,9 +25,9 @@ PATIENCE_S = 10.0
 """After so long a rank says whom it waits for; `timeout_s` ends the wait."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Control:
-    """The ranks of one group, able to exchange a few integers."""
+    """The ranks of one group, able to exchange a few integers until `close`."""
 
     gloo: Any  # of these ranks alone, for nothing else: a call of another kind cannot be taken for one of ours
     rank: int  # within the group
@@ -55,6 +55,10 @@ class Control:
         padded = np.zeros(int(lengths.max()), np.int64)
         padded[: len(own)] = own
         return [row[:length] for row, length in zip(self._exchange(padded, what), lengths, strict=True)]
+
+    def close(self) -> None:
+        """Ends the connections; harmless when that was done already."""
+        self.gloo = None
 
     def _exchange(self, own: IntArray, what: str) -> IntArray:
         """(N, k) from k integers of each rank."""
@@ -96,22 +100,19 @@ class Control:
 
     def _run(self, collective: Callable[[], Any], what: str) -> None:
         self.waits.count += 1
+        start = time.monotonic()
         try:
             work = collective()
-            try:
-                work.wait(timedelta(seconds=min(PATIENCE_S, self.timeout_s)))
-            except RuntimeError:
-                if work.is_completed() or self.timeout_s <= PATIENCE_S:
-                    raise
+            if self.timeout_s > PATIENCE_S and not _is_done(work, PATIENCE_S):
                 self._say_who_is_missing(what)
-                work.wait()
+            work.wait()
         except RuntimeError as error:
             self.waits.announce(self.rank)
             missing = self.waits.missing(self.num_ranks)
             whom = f"rank {', '.join(map(str, missing))}" if missing else "the others"
             raise TrimtabError(
-                f"rank {self.rank} of {self.num_ranks} waited {self.timeout_s:g} s at {what} for {whom}, or a process "
-                f"of theirs ended: every rank must run the same calls; where some have no image, use "
+                f"rank {self.rank} of {self.num_ranks} waited {time.monotonic() - start:.0f} s at {what} for {whom}, "
+                f"or a process ended: every rank must run the same calls; where some have no image, use "
                 f"`vision_heartbeat` ({str(error).splitlines()[0]})"
             ) from error
 
@@ -125,6 +126,15 @@ class Control:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Whether it ended, well or badly, in that time; a wait that is too short leaves the work as it is."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -81,6 +81,7 @@ class VisionDataParallel:
     _inside: bool = False
     _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
     _installed: bool = False
+    _removed: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +101,10 @@ class VisionDataParallel:
         """Replace the functions; a group of one without a heartbeat replaces nothing."""
         if self.control is None and self.heartbeat is None:
             return
+        if self._removed:
+            raise TrimtabError(
+                "a removed handle was to be installed, but its connections are closed: call vision_dp anew"
+            )
         for seam in self.seams:
             seam.put(StandIn(seam, self, self.encode))
         if self.settings.check and self.settings.exchange != "dispatch" and self.control is not None:
@@ -111,7 +116,7 @@ class VisionDataParallel:
         self._installed = True
 
     def remove(self) -> None:
-        """Put the module's own functions back; harmless when that was done already."""
+        """Put the module's own functions back, end the connections; harmless when that was done already."""
         if not self._installed:
             return
         for seam in self.seams:
@@ -120,7 +125,10 @@ class VisionDataParallel:
             self._hooks.pop().remove()
         if self.heartbeat is not None:
             self.heartbeat.remove()
-        self._installed = False
+            self.heartbeat.control.close()
+        if self.control is not None:
+            self.control.close()
+        self._installed, self._removed = False, True
 
     def is_like(self, other: VisionDataParallel) -> bool:
         """Made with the same arguments."""
