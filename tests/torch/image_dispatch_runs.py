@@ -22,7 +22,7 @@ from trimtab.runtime.vision.families import find_family, tower_flops
 from trimtab.runtime.vision.inputs import join_inputs
 
 
-def run_all(rank: int, _folder: str) -> None:
+def run_all(rank: int) -> None:
     own = [dist.new_group([r]) for r in range(2)][rank]
     for family in ("qwen2_5_vl", "internvl", "llava", "qwen3_vl"):
         for contents in ((MICROBATCHES, TEXT_ALONE), (WITH_VIDEO, MICROBATCHES)):

@@ -15,9 +15,8 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 import image_dispatch_runs
-import plan_runs
 from pipeline_runs import dispatch_by
-from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
+from train_runs import fork_ranks, run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.file import load_plan
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.torch
 
 def test_two_ranks_share_the_images_of_a_step(tmp_path: Path) -> None:
     """Loss, gradients and each rank's load, in four families; ranks that disagree; a tower that is cut."""
-    plan_runs.spawn(image_dispatch_runs.run_all, tmp_path)
+    fork_ranks(tmp_path, image_dispatch_runs.run_all)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainSettings]:
         write_run(here, family)
         plain = write_variant(here, "plain", num_stages=1)
         planned = write_variant(here, "planned", num_stages=1, images=dispatch_by(2))
-        usual: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.5, "steps": 6}
+        usual: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.5, "steps": 4}
         found |= {
             f"{family} off": settings_of(here, planned, "off", vision_dp="off", **usual),
             f"{family} option": settings_of(here, plain, "option", vision_dp="dispatch", **usual),
@@ -62,7 +61,7 @@ def test_training_loses_as_without_sharing(runs, family, how):
     without, shared = runs[f"{family} off"], runs[f"{family} {how}"]
     assert values_of(shared) == pytest.approx(values_of(without), rel=1e-6)
     assert values_of(shared, "grad_norm") == pytest.approx(values_of(without, "grad_norm"), rel=1e-5)
-    assert len(set(values_of(shared))) == 6
+    assert len(set(values_of(shared))) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
@@ -71,7 +70,7 @@ def test_the_log_and_the_report_say_what_each_rank_encoded(runs, family):
     held, encoded = values_of(shared, "patches_held"), values_of(shared, "patches_encoded")
     assert [sum(step) for step in held] == [sum(step) for step in encoded]
     assert sum(max(step) for step in encoded) < sum(max(step) for step in held)
-    assert values_of(runs[f"{family} off"], "patches_held") == [[]] * 6
+    assert values_of(runs[f"{family} off"], "patches_held") == [[]] * 4
     header = json.loads((shared.out / "run.jsonl").read_text().splitlines()[0])
     assert header["vision_dp"] == "dispatch"
     details = load_details(shared.plan)

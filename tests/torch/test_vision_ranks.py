@@ -14,20 +14,14 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models")
 
 import plan_runs
 import vision_hosts
-import vision_odd_uses
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Fewer images than ranks, clips; frozen, merger alone, autocast, bf16, DDP, FSDP2, recompute, no_grad; a
-    sequence-parallel host end to end; pooled micro-batches; ranks that disagree."""
+    sequence-parallel host end to end; pooled micro-batches; ranks that disagree; copies, compilers, odd uses."""
     plan_runs.spawn(vision_hosts.run_on_two, tmp_path)
-
-
-def test_odd_uses(tmp_path: Path) -> None:
-    """Ranks at different calls, problems of one rank, copies, pickles, compilers, generation, handles over handles."""
-    plan_runs.spawn(vision_odd_uses.run_odd_uses, tmp_path)
 
 
 @pytest.mark.integration

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
+from vision_odd_uses import run_odd_uses
 from vision_runs import (
     MODES,
     VIDEO_TOKEN,
@@ -292,6 +293,14 @@ def run_disagreements(rank: int, _folder: str) -> None:
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
                 features()
+        dist.barrier()
+        if odd:  # late: it is told as well
+            with pytest.raises(TrimtabError, match=r"rank 1 of 2 waited \d s at get_image_features for "):
+                features()
+    with vision_dp(case.model) as handle:  # of ten minutes; a rank that leaves is missed at once
+        if not odd:
+            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited \d s at get_image_features for "):
+                features()
     dist.barrier()
 
 
@@ -307,6 +316,7 @@ def run_on_two(rank: int, folder: str) -> None:
     run_matrix(rank, folder, ["qwen2_5_vl", "qwen3_vl"], ["one image", "images and clip"], list(MODES))
     run_ulysses(rank, folder)
     run_pooled(rank, folder)
+    run_odd_uses(rank)
     run_disagreements(rank, folder)
 
 

@@ -16,11 +16,18 @@ from vision_runs import Case, make_case, make_rank_case, relative, shard, sum_ov
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import control, rows_of_shards, vision_dp, vision_heartbeat
+from trimtab.runtime.vision import (
+    control,
+    exchange,
+    rows_of_shards,
+    verify_vision_dp,
+    vision_dp,
+    vision_heartbeat,
+)
 from trimtab.runtime.vision.handle import VisionDataParallel
 
 
-def run_odd_uses(rank: int, _folder: str) -> None:
+def run_odd_uses(rank: int) -> None:
     run_calls_that_differ(rank)
     run_problems_of_one_rank(rank)
     run_a_late_rank(rank)
@@ -28,6 +35,7 @@ def run_odd_uses(rank: int, _folder: str) -> None:
     run_handles_over_handles(rank)
     run_modes(rank)
     run_failed_forward(rank)
+    run_verified_dispatch(rank)
     run_many_handles(rank)
     run_unequal_groups(rank)
 
@@ -56,7 +64,11 @@ def run_calls_that_differ(rank: int) -> None:
     modes = pytest.raises(TrimtabError, match="with another mode of gradients")
     with vision_dp(case.model, exchange="dispatch"), torch.set_grad_enabled(bool(rank)), modes:
         case.forward()
-    costs = pytest.raises(TrimtabError, match="shares images by another rule or cost than the rest: give vision_dp")
+    forms = pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with .* another form")
+    pixels = case.inputs["pixel_values"]
+    with vision_dp(case.model, exchange="dispatch"), forms:
+        case.forward(pixel_values=pixels.double() if rank else pixels)
+    costs = pytest.raises(TrimtabError, match="or shares images by another rule or cost than the rest: use the same")
     with vision_dp(case.model, exchange="dispatch", cost=TowerCost(patch=1.0 + rank)), costs:
         case.forward()
 
@@ -211,6 +223,21 @@ def run_failed_forward(rank: int) -> None:
 
 def _fail(*_: Any) -> None:
     raise ArithmeticError("out of patience")
+
+
+def run_verified_dispatch(rank: int) -> None:
+    """Ranks with images of their own, one of them without, are verified too; gradients that get lost are found."""
+    cases = [make_rank_case("qwen2_5_vl", batch) for batch in ("text", "images and clip")]
+    case = cases[rank]
+    with vision_dp(case.model, exchange="dispatch") as handle:
+        check = verify_vision_dp(handle, lambda: case.loss(case.forward()))
+        assert max(check.loss_error, check.gradient_error) <= 1e-6, check
+        assert check.gradient_scale is None
+        right = exchange._RouteRows.backward
+        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], None))
+        with pytest.raises(TrimtabError, match="and the vision gradients by 1: the family's declaration does not hold"):
+            verify_vision_dp(handle, lambda: case.loss(case.forward()))
+        exchange._RouteRows.backward = right
 
 
 def run_many_handles(rank: int) -> None:

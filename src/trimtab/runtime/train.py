@@ -287,7 +287,7 @@ def _dispatch(dp: int) -> VisionDataParallel:
 
 
 def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
-    """What the plan's profile says of the vision tower; None: images are not shared, or the profile is not at hand."""
+    """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
     decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
     if decision is None:
         return None
@@ -295,8 +295,8 @@ def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
         model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
         profile = reload_plan(settings.plan, model=model).case.setting.profile
     except TrimtabError as problem:
-        tell(f"images are shared by multiply-adds, not by the plan's seconds: {problem}")
-        return None
+        tell(f"images are shared by counts of work, not by the plan's profile: {problem}")
+        return None if decision.objective == "time" else TowerCost(patch=1.0)  # what a patch holds, they all do
     return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 

@@ -37,8 +37,9 @@ def agree_on_inputs(
     if others := differing_ranks(marks):
         if inputs is None:
             raise TrimtabError(
-                f"rank {_names(others)} of the group called {name} with another mode of gradients, or shares images by "
-                f"another rule or cost than the rest: give vision_dp the same arguments on every rank"
+                f"rank {_names(others)} of the group called {name} with another mode of gradients or tensors of "
+                f"another form, or shares images by another rule or cost than the rest: use the same processor and the "
+                f"same arguments of vision_dp on every rank"
             )
         raise TrimtabError(
             f"rank {_names(others)} of the group called {name} with other images, another mode of gradients or other "

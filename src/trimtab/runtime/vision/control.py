@@ -168,13 +168,15 @@ def open_control(group: Any, timeout_s: float) -> Control:
     opened = store.add(f"trimtab/images/{members}/{rank}", 1)  # by this rank, for these: the same number on each
     prefix = f"trimtab/images/{members}/{opened}"
     timeout = timedelta(seconds=timeout_s)
-    return Control(
+    control = Control(
         gloo=dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, len(ranks), timeout),  # type: ignore[attr-defined]
         rank=rank,
         num_ranks=len(ranks),
         timeout_s=timeout_s,
         waits=Waits(store=store, prefix=f"{prefix}/waits"),
     )
+    control.gather("vision_dp", [])  # a rank that is done and closes early would break off others that still connect
+    return control
 
 
 def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:

@@ -79,6 +79,7 @@ class VisionDataParallel:
     _hooks: list[Any] = field(default_factory=list)
     _templates: dict[Kind, VisionInputs] = field(default_factory=dict)
     _inside: bool = False
+    _paused: bool = False
     _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
     _installed: bool = False
     _removed: bool = False
@@ -140,7 +141,16 @@ class VisionDataParallel:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Every rank encodes all images, as without the handle."""
+        """Every rank encodes all images it holds, as without the handle; a heartbeat goes on."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """Calls of the replaced functions from here on are our own."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -195,15 +205,17 @@ class VisionDataParallel:
         """What stands in for the replaced function."""
         if self._inside:
             return seam.original(*args, **kwargs)
-        if self.control is None:  # a heartbeat alone
-            with self.paused():
+        if self.control is None or self._paused:  # a heartbeat alone, if anything
+            with self._within():
                 output = seam.original(*args, **kwargs)
             return self._after(seam, output)
         as_tuple = kwargs.get("return_dict") is False
         inputs, problem = self._read(seam, args, kwargs)
         if self.settings.check:
-            compared = None if self.settings.exchange == "dispatch" else inputs
-            agree_on_inputs(self.control, seam.name, self._words(seam), compared, problem)
+            if self.settings.exchange == "dispatch":
+                agree_on_inputs(self.control, seam.name, self._words(seam, inputs), None, problem)
+            else:
+                agree_on_inputs(self.control, seam.name, self._words(seam), inputs, problem)
         elif problem is not None:
             raise problem
         assert inputs is not None
@@ -235,9 +247,11 @@ class VisionDataParallel:
         except Exception as problem:
             return None, problem
 
-    def _words(self, seam: Seam) -> list[object]:
-        """What has to be the same on every rank, beside the images."""
-        return [self.settings, *(rows.tolist() for rows in self._wanted.get(seam.kind, ()))]
+    def _words(self, seam: Seam, own: VisionInputs | None = None) -> list[object]:
+        """What has to be the same on every rank, beside the images; of the rank's own images, the form alone."""
+        parts = () if own is None else own.parts
+        form = [(part.name, part.rows.dtype, part.rows.shape[1:]) for part in parts]
+        return [self.settings, *form, *(rows.tolist() for rows in self._wanted.get(seam.kind, ()))]
 
     def _takes_pixels(self) -> list[nn.Module]:
         """The module whose forward says what images there are: the model itself, where the seam is at its tower."""
@@ -246,7 +260,7 @@ class VisionDataParallel:
         return [self.model] if PIXELS["image"] in inspect.signature(self.model.forward).parameters else []
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inside:
+        if self._inside or self._paused:
             return
         assert self.control is not None
         given = given_by_name(module, args, kwargs)
@@ -319,7 +333,7 @@ class VisionDataParallel:
         """
         if empty := len(atoms) == 0:
             inputs, atoms = self.family.smallest(inputs, self.config), np.zeros(1, np.int64)
-        with self.paused():  # videos encoded as images pass a second seam
+        with self._within():  # videos encoded as images pass a second seam
             output = seam.call(inputs.arguments(atoms))
         features = read_features(output, inputs, len(atoms), atoms)
         if not empty:
@@ -354,10 +368,10 @@ class VisionDataParallel:
     def run_missing(self, kind: Kind) -> Tensor:
         """Take part in a call of the tower without an image of one's own: a zero that depends on it."""
         seam = self._seam(kind)
-        if self.settings.exchange == "dispatch":
+        if self.settings.exchange == "dispatch" and not self._paused:
             assert self.control is not None
             if self.settings.check:
-                agree_on_inputs(self.control, seam.name, self._words(seam), None, None)
+                agree_on_inputs(self.control, seam.name, self._words(seam, self._templates[kind]), None, None)
             zero: Tensor = self._encode_dispatched(seam, None)
             return zero
         return self._run_tower(seam, self._templates.pop(kind), np.empty(0, np.int64)).rows.sum()

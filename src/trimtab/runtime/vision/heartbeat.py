@@ -64,7 +64,7 @@ class Heartbeat:
             zero = self.run_missing(None)
             if zero is None:
                 return None
-            return args, {**kwargs, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
+            return (), {**given, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
         # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
         embedding: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
         self._hooks.append(embedding.register_forward_hook(Hook(self._after_embedding)))
