@@ -57,7 +57,8 @@ class _Call:
     pool: Pool
     atoms: list[int]  # own, of each micro-batch
     waiting: set[int]  # micro-batches whose backward is to come
-    rows: Tensor | None = None  # own rows as they came back
+    has_run: bool = False
+    rows: Tensor | None = None  # own rows as they came back, until their backward
     leaves: list[Tensor] = field(default_factory=list)  # the same by micro-batch, in the stage's graph
 
 
@@ -66,7 +67,6 @@ class ImageDispatch:
     """The first stage's side of it; made by `dispatch_images`."""
 
     module: StageModule
-    layout: PipelineLayout
     group: Any  # data-parallel ranks of the first stage
     control: Control
     family: Family
@@ -76,6 +76,7 @@ class ImageDispatch:
     num_pooled: int
     device: torch.device
     template: VisionInputs  # the family's smallest image
+    settings_mark: int  # of what makes ranks run their calls in one order, with one assignment
     load: ImageLoad | None = None  # of the latest step
     _calls: list[_Call] = field(default_factory=list)
     _features: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -105,16 +106,20 @@ class ImageDispatch:
 
     def features(self, microbatch: int) -> dict[str, Tensor] | None:
         """What the tower's layers would have written for this micro-batch, as leaves; None: it has no images."""
-        call = self._calls[microbatch // self.num_pooled]
-        if call.rows is None and len(call.pool.home):
-            self._run(call, microbatch // self.num_pooled * self.num_pooled)
+        number = microbatch // self.num_pooled
+        call = self._calls[number]
+        if not call.has_run:
+            assert all(x.has_run for x in self._calls[:number]), "ranks exchange in the order of micro-batches"
+            call.has_run = True
+            if len(call.pool.home):
+                self._run(call, number * self.num_pooled)
         return self._features.pop(microbatch, None)
 
     def finish(self, microbatch: int) -> None:
         """Behind each backward: the last one of a call runs the tower's own, on every rank of the group."""
         call = self._calls[microbatch // self.num_pooled]
         call.waiting.discard(microbatch)
-        if call.waiting or call.rows is None or not call.rows.requires_grad:
+        if call.waiting or call.rows is None:
             return
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in call.leaves]
         torch.autograd.backward([call.rows], [torch.cat(gradients)])
@@ -133,23 +138,26 @@ class ImageDispatch:
         num_rows = np.full(len(pool.home), features.num_rows[0]) if pool.rows is None else pool.rows
         made = features.rows if len(share) else features.rows[:0]
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
-        call.rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
+        rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
         own_rows, start, end = num_rows[pool.home == rank], 0, 0
         for number, atoms in enumerate(call.atoms, first):
             mine = own_rows[start : start + atoms]
             start += atoms
-            leaf = call.rows.detach()[end : end + int(mine.sum())].requires_grad_(call.rows.requires_grad)
+            leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
             end += len(leaf)
-            call.leaves.append(leaf)
+            if rows.requires_grad:
+                call.leaves.append(leaf)
             if atoms:
                 self._features[number] = self._named(write_features(features, leaf, mine))
+        if rows.requires_grad:
+            call.rows = rows
 
     # -- the tower ----------------------------------------------------------------------------------------------------
 
     def _encode(self, inputs: VisionInputs) -> Any:
         """As a vision tower returns it: the projector's rows, and a list of what DeepStack layers take."""
-        arguments = inputs.arguments(np.arange(len(inputs)))
-        values = self.module.run_images({_BATCH_KEYS.get(name, name): value for name, value in arguments.items()})
+        batch = {_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts}
+        values = self.module.run_images(batch)
         deep = [values[name] for name in self._deepstack]
         return (values["images"], deep) if deep else values["images"]
 
@@ -171,10 +179,7 @@ class ImageDispatch:
             form = self._check_form([x for x in inputs if x is not None])
         except TrimtabError as error:
             problem, form = error, _REFUSED
-        schedule = fingerprint(
-            [self.layout.schedule, self.layout.num_chunks, self.num_pooled, self.rule, self.cost], []
-        )
-        told = np.stack(self.control.gather("the start of a step", [form, len(microbatches), schedule]))
+        told = np.stack(self.control.gather("the start of a step", [form, len(microbatches), self.settings_mark]))
         if problem is not None:
             raise problem
         if refusing := np.flatnonzero(told[:, 0] == _REFUSED).tolist():
@@ -244,21 +249,22 @@ def dispatch_images(
     """
     share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
     config = model.config
-    family = find_family(config)
+    family, cost = find_family(config), cost or tower_flops(config)
     smallest = read_images(filler_sample(config, with_image=True), family, config)
     assert smallest is not None
+    order = [layout.stages, layout.schedule, layout.num_chunks]
     return ImageDispatch(
         module=module,
-        layout=layout,
         group=group,
         control=open_control(group, TIMEOUT_S),
         family=family,
         config=config,
-        cost=cost or tower_flops(config),
+        cost=cost,
         rule=decision.rule,
         num_pooled=decision.pooling,
         device=device,
         template=smallest.to(device),
+        settings_mark=fingerprint([*order, decision.pooling, decision.rule, cost], []),
     )
 
 
