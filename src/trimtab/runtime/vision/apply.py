@@ -100,7 +100,7 @@ def vision_dp(
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
     """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
-    seams = find_seams(model, "features")
+    seams = find_seams(model)
     config = seams[0].module.config
     found = VisionDataParallel(
         model=model,

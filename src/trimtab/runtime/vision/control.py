@@ -107,9 +107,8 @@ class Control:
                 self._say_who_is_missing(what)
             work.wait()
         except RuntimeError as error:
-            self.waits.announce(self.rank)
-            missing = self.waits.missing(self.num_ranks)
-            whom = f"rank {', '.join(map(str, missing))}" if missing else "the others"
+            missing = ", ".join(map(str, self._find_missing()))
+            whom = f"rank {missing}" if missing else "the others"
             raise TrimtabError(
                 f"rank {self.rank} of {self.num_ranks} waited {time.monotonic() - start:.0f} s at {what} for {whom}, "
                 f"or a process ended: every rank must run the same calls; where some have no image, use "
@@ -117,15 +116,23 @@ class Control:
             ) from error
 
     def _say_who_is_missing(self, what: str) -> None:
-        self.waits.announce(self.rank)
+        self._find_missing()
         time.sleep(0.5)  # the others wait about as long as this rank, and say so
-        if missing := self.waits.missing(self.num_ranks):
+        if missing := self._find_missing():
             print(
                 f"trimtab: rank {self.rank} has waited {PATIENCE_S:g} s at {what} for rank "
                 f"{', '.join(map(str, missing))} of {self.num_ranks}; it gives up after {self.timeout_s:g} s",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _find_missing(self) -> list[int]:
+        """Ranks that have not said that they wait here; this one does."""
+        try:
+            self.waits.announce(self.rank)
+            return self.waits.missing(self.num_ranks)
+        except RuntimeError:  # the process that keeps the store has ended
+            return []
 
 
 def _is_done(work: Any, seconds: float) -> bool:
