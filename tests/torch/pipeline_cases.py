@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline_runs import MICROBATCHES, TEXT_ALONE, WITH_VIDEO, Case
+from pipeline_runs import MICROBATCHES, MIRRORED, TEXT_ALONE, WITH_VIDEO, Case
 
 TEXT = "model.language_model"
 EMBED, NORM, HEAD = f"{TEXT}.embed_tokens", f"{TEXT}.norm", "lm_head"
@@ -96,4 +96,40 @@ CASES = [
     Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), recompute="selective"),
     *both("qwen2_5_vl", block(1), MERGER, layer(2), recompute="full"),
     Case(family="llava", schedule="Interleaved1F1B", cuts=(clip(1), EMBED, layer(2)), chunks=2, recompute="selective"),
+    # data-parallel ranks share images: stage 0 the tower alone, or with text behind it; ranks and micro-batches without
+    # images; several micro-batches in one call; clips by their frames; every schedule
+    Case(family="qwen2_5_vl", schedule="1F1B", cuts=(EMBED,), dp=2, packs=(MICROBATCHES, TEXT_ALONE), shared=1),
+    Case(family="internvl tied", schedule="1F1B", cuts=(layer(1),), dp=2, packs=(TEXT_ALONE, MICROBATCHES), shared=3),
+    Case(family="llava taps", schedule="GPipe", cuts=(layer(2),), dp=2, packs=(MICROBATCHES, MIRRORED), shared=2),
+    Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), dp=2, packs=(WITH_VIDEO, MICROBATCHES), shared=1),
+    Case(family="qwen3_vl_moe", schedule="GPipe", cuts=(EMBED,), dp=2, packs=(TEXT_ALONE, TEXT_ALONE), shared=1),
+    *both("qwen2_vl tied", EMBED, layer(0), layer(1), dp=2, packs=(MICROBATCHES, MIRRORED), shared=1),
+    *both("qwen2_5_vl", layer(0), layer(1), layer(2), dp=2, packs=(WITH_VIDEO, TEXT_ALONE), shared=2),
+    Case(
+        family="qwen2_5_vl",
+        schedule="1F1B",
+        cuts=(layer(0),),
+        dp=2,
+        packs=(MICROBATCHES, MIRRORED),
+        shared=1,
+        recompute="full",
+    ),
+    Case(
+        family="internvl",
+        schedule="1F1B",
+        cuts=(EMBED,),
+        dp=2,
+        packs=(MICROBATCHES, TEXT_ALONE),
+        shared=1,
+        frozen=("model.vision_tower",),
+    ),
+    Case(
+        family="qwen3_vl",
+        schedule="GPipe",
+        cuts=(layer(1),),
+        dp=2,
+        packs=(MICROBATCHES, MIRRORED),
+        shared=4,
+        frozen=("model.visual",),
+    ),
 ]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tiny_packs import TinyPacks, make_tiny_packs
 
 from trimtab.errors import PlanError
+from trimtab.plan.plan import VisionDataParallel
 from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
@@ -22,6 +23,7 @@ from trimtab.runtime.pipeline.layout import Recompute
 
 WORLD = 4
 MICROBATCHES = ((0,), (1, 5), (2,), (3, 4))  # samples of `make_tiny_packs`; 1 and 5 have no image
+MIRRORED = MICROBATCHES[::-1]
 WITH_VIDEO = ((0, 6), (1,), (6, 5), (3, 4))  # sample 6 is a video, in the Qwen families
 TEXT_ALONE = ((1,), (5,), (1, 5), (5,))
 FAMILIES = {
@@ -53,6 +55,7 @@ class Case:
     recompute: str | None = None
     dtype: str = "float32"
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each data-parallel rank
+    shared: int | None = None  # data-parallel ranks share the images of so many micro-batches at a time
 
     @property
     def name(self) -> str:
@@ -60,6 +63,7 @@ class Case:
         words += [f"frozen {', '.join(self.frozen)}"] if self.frozen else []
         words += [f"recompute {self.recompute}"] if self.recompute else []
         words += [self.dtype] if self.dtype != "float32" else []
+        words += [f"images of {self.shared} shared"] if self.shared else []
         words += ["video"] if WITH_VIDEO in self.packs else []
         return "; ".join(words)
 
@@ -137,6 +141,18 @@ class Groups:
         )
 
 
+def dispatch_by(pooling: int, dp: int = 2) -> VisionDataParallel:
+    return VisionDataParallel(
+        group="dp",
+        degree=dp,
+        exchange="dispatch",
+        pooling=pooling,
+        rule="balanced",
+        objective="time",
+        reduction=None,
+    )
+
+
 def build(packs: TinyPacks, case: Case, num_microbatches: int, rank: int, groups: Groups) -> Pipeline:
     layers = flow_of(packs.model).layers
     blocks = [x for x in layers if ".blocks." in x or ".layer" in x]
@@ -146,6 +162,7 @@ def build(packs: TinyPacks, case: Case, num_microbatches: int, rank: int, groups
         num_microbatches=num_microbatches,
         num_chunks=case.chunks,
         recompute=(Recompute(modules=tuple(blocks[::2]), granularity=case.recompute),) if case.recompute else (),
+        images=None if case.shared is None else dispatch_by(case.shared),
     )
     group = {3: groups.three, 4: groups.four}.get(case.ranks, groups.pairs[rank // 2])
     return build_pipeline(

@@ -262,7 +262,7 @@ def test_several_weights_shared_across_devices_are_refused():
     blocks[2].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
     layout = layout_of(packs.model, f"{TEXT}.layers.1")
     with pytest.raises(UnsupportedPlanError, match=r"2 weights are shared across stages, by up to 2 devices, but a pi"):
-        builder._check(layout, flow_of(packs.model).layers, packs.model, num_ranks=2)
+        builder._check(layout, flow_of(packs.model), packs.model, num_ranks=2, shares_images=False)
 
 
 def test_an_experts_balancing_loss_is_refused():

@@ -103,6 +103,13 @@ def test_what_cannot_be_divided_is_refused(name, changes, message):
         read(name, **changes)
 
 
+def test_black_images_alone_leave_one():
+    family = find_family(make_model("idefics3").config)
+    pixels = torch.zeros(2, 3, 3, 56, 56)
+    inputs = family.read("image", {"pixel_values": pixels}, make_model("idefics3").config)
+    assert (len(inputs), inputs.entries.tolist()) == (1, [1, 0])
+
+
 def test_what_belongs_to_the_text_is_left_out():
     read("qwen2_5_vl", cu_seq_lens_q=torch.zeros(2), video_position_ids=torch.zeros(2))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,11 @@ from trimtab.balance.images import keep_at_home, share_images  # noqa: E402
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.vision.control import differing_ranks, fingerprint  # noqa: E402
 from trimtab.runtime.vision.exchange import lay_out_rows  # noqa: E402
+from trimtab.runtime.vision.families import BatchFamily  # noqa: E402
 from trimtab.runtime.vision.gradients import check_convention  # noqa: E402
-from trimtab.runtime.vision.inputs import Part, VisionInputs  # noqa: E402
+from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs  # noqa: E402
 from trimtab.runtime.vision.outputs import read_features, touch, write_features  # noqa: E402
+from trimtab.runtime.vision.pooled import encode_pooled  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -76,6 +80,21 @@ def test_features_that_cannot_be_told_apart_are_refused():
         TrimtabError, match="the vision tower returned dict, and image features are expected as a tensor"
     ):
         read_features({}, inputs_of([1]), 1, np.arange(1))
+
+
+def test_micro_batches_of_families_without_grids_are_not_pooled():
+    handle = SimpleNamespace(family=BatchFamily(), model=torch.nn.Linear(1, 1))
+    with pytest.raises(
+        TrimtabError, match="micro-batches of Linear were to share a call of the tower, which is known for"
+    ):
+        encode_pooled(handle, [{}])
+
+
+def test_inputs_of_several_micro_batches_join():
+    joined = join_inputs([inputs_of([2, 1]), inputs_of([3])])
+    assert joined.arguments(np.array([2, 1]))["pixels"][:, 0].tolist() == [*range(12), *range(8, 12)]
+    assert (joined.patches.tolist(), joined.rows.tolist(), len(joined)) == ([8, 4, 12], [2, 1, 3], 3)
+    assert join_inputs([]) is None
 
 
 def test_images_stay_where_they_are_if_loads_allow():

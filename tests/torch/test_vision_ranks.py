@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Fewer images than ranks, clips; frozen, merger alone, autocast, bf16, DDP, FSDP2, recompute, no_grad; a
-    sequence-parallel host end to end; pooled micro-batches; ranks that disagree."""
+    sequence-parallel host end to end; pooled micro-batches; ranks that disagree; copies, compilers, odd uses."""
     plan_runs.spawn(vision_hosts.run_on_two, tmp_path)
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision
+from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDataParallel
 from trimtab.runtime.train import train
 from trimtab.runtime.train_settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
@@ -66,13 +67,20 @@ def write_variant(
     num_stages: int,
     recompute: bool = False,
     frozen: tuple[Tower, ...] = (),
+    images: VisionDataParallel | None = None,
+    behind: str | None = None,
     **schedule: Any,
 ) -> Path:
-    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any."""
+    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any.
+
+    `behind`: two stages, the second of the layers of this module.
+    """
     source = folder / "plan"
     plan = load_plan(source)
     layers = [layer.name for layer in describe(folder / "model").layers]
     cuts = [round(len(layers) * i / num_stages) for i in range(num_stages + 1)]
+    if behind is not None:
+        cuts[1] = next(i for i, name in enumerate(layers) if name.startswith(behind))
     stages = tuple(StageDecision(stage=i, modules=fold_modules(layers[a:b])) for i, (a, b) in enumerate(pairwise(cuts)))
     pipeline = replace(plan.decisions.schedule, **schedule)
     decisions = replace(
@@ -83,6 +91,7 @@ def write_variant(
         if recompute
         else (),
         schedule=pipeline,
+        vision_data_parallel=images,
     )
     target = folder / variant
     target.mkdir()
@@ -100,14 +109,19 @@ def settings_of(folder: Path, plan: Path, out: str, **more: Any) -> TrainSetting
 
 
 def run_on_ranks(folder: Path, runs: list[TrainSettings], num_ranks: int) -> None:
-    """One after the other, in the same gloo processes.
+    """One after the other, in the same gloo processes."""
+    fork_ranks(folder, _train, runs, num_ranks=num_ranks)
+
+
+def fork_ranks(folder: Path, function: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
+    """`function(rank, *arguments)` on gloo ranks.
 
     They are forked from a server that has imported Transformers once: on its own each pays 5 s of CPU for that.
     """
     multiprocessing.set_forkserver_preload(["trimtab.runtime.train", "transformers.models.auto.modeling_auto"])
     store = folder / f"store-{os.urandom(4).hex()}"
     torch.multiprocessing.start_processes(
-        _train, args=(num_ranks, str(store), runs), nprocs=num_ranks, start_method="forkserver"
+        _on_rank, args=(num_ranks, str(store), function, arguments), nprocs=num_ranks, start_method="forkserver"
     )
 
 
@@ -165,9 +179,13 @@ class Torchrun:
         self.process.wait()
 
 
-def _train(rank: int, num_ranks: int, store: str, runs: list[TrainSettings]) -> None:
+def _on_rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    function(rank, *arguments)
+    torch.distributed.destroy_process_group()
+
+
+def _train(_rank: int, runs: list[TrainSettings]) -> None:
     for settings in runs:
         train(settings)
-    torch.distributed.destroy_process_group()

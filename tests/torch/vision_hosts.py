@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
+from vision_odd_uses import run_odd_uses
 from vision_runs import (
     MODES,
     VIDEO_TOKEN,
@@ -243,8 +244,19 @@ def run_pooled(rank: int, _folder: str) -> None:
             logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
             case.loss(logits, shard(rank, num_ranks, case.num_tokens)).backward()
         pooled.backward()
-    error = relative(sum_over_ranks(cases[0].gradients()), expected)
-    assert error <= 1e-6, error
+        error = relative(sum_over_ranks(cases[0].gradients()), expected)
+        assert error <= 1e-6, error
+        # a rank to whose loss no image contributes takes part in the tower's backward all the same
+        pooled = encode_pooled(handle, [case.inputs for case in cases])
+        for case, outputs in zip(cases, pooled.outputs, strict=True):
+            inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
+            logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
+            if rank == 0:
+                case.loss(logits).backward()
+        pooled.backward()
+        found, expected = ({n: g for n, g in x.items() if "visual" in n} for x in (cases[0].gradients(), expected))
+        error = relative(sum_over_ranks(found), expected)
+        assert error <= 1e-6, error
 
 
 # -- disagreement ---------------------------------------------------------------------------------------------------
@@ -290,7 +302,15 @@ def run_disagreements(rank: int, _folder: str) -> None:
 
     with vision_dp(case.model, timeout_s=2) as handle:
         if not odd:
-            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s for the others to reach the vision tower"):
+            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
+                features()
+        dist.barrier()
+        if odd:  # late: it is told as well
+            with pytest.raises(TrimtabError, match=r"rank 1 of 2 waited \d s at get_image_features for "):
+                features()
+    with vision_dp(case.model) as handle:  # of ten minutes; a rank that leaves is missed at once
+        if not odd:
+            with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited \d s at get_image_features for "):
                 features()
     dist.barrier()
 
@@ -307,6 +327,7 @@ def run_on_two(rank: int, folder: str) -> None:
     run_matrix(rank, folder, ["qwen2_5_vl", "qwen3_vl"], ["one image", "images and clip"], list(MODES))
     run_ulysses(rank, folder)
     run_pooled(rank, folder)
+    run_odd_uses(rank)
     run_disagreements(rank, folder)
 
 

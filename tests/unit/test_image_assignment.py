@@ -67,6 +67,25 @@ def test_bounds_and_results_against_every_assignment(cost, num_ranks):
     assert cuts.max_load == pytest.approx(best_cuts_by_trying(cost, num_ranks), rel=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([7.0, 12.5, 30.0]), min_size=1, max_size=9), st.integers(2, 4))
+def test_the_bound_of_few_sizes_is_a_sum_of_atoms(cost, num_ranks):
+    """No load lies between the mean and the next sum that atoms can have; such a bound is still one."""
+    shares = share_images(cost, num_ranks)
+    attainable = {sum(cost[i] for i in range(len(cost)) if subset >> i & 1) for subset in range(1 << len(cost))}
+    at_least = min(x for x in attainable if x >= sum(cost) / num_ranks - 1e-9)
+    if shares.max_load > 1.001 * sum(cost) / num_ranks:  # it is worked out where it matters
+        assert shares.lower_bound >= at_least * (1 - 1e-9)
+    if num_ranks ** len(cost) <= 5_000:
+        assert shares.lower_bound <= best_by_trying(cost, num_ranks) * (1 + 1e-9)
+
+
+def test_equal_screenshots_are_shared_as_well_as_can_be():
+    shares = share_images([9.0] * 3 + [5.0] * 4, 4)  # 11.75 on the mean, and no nines and fives make 12 or 13
+    assert shares.lower_bound == pytest.approx(14.0)
+    assert shares.max_load == pytest.approx(14.0)
+
+
 def test_moves_and_swaps_reach_what_longest_first_misses():
     cost = [3, 3, 2, 2, 2]  # longest first: 7 and 5
     assert share_images(cost, 2).max_load == pytest.approx(6)

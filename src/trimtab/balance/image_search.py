@@ -16,6 +16,9 @@ from trimtab.specs import IntArray
 CLOSE_ENOUGH = 2000
 """Stop when the largest sum exceeds the lower bound by less than one part in this."""
 
+MAX_SUMS = 4096
+"""Sums of atoms that `attainable_bound` goes through; batches of few distinct sizes have fewer."""
+
 MAX_SWAPS = 64
 """Moves and swaps made at most; few batches of images use ten."""
 
@@ -35,6 +38,8 @@ def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
     bound = lower_bound(cost, largest_first, num_ranks)
     ranks = longest_first(cost, largest_first, num_ranks)
     load = sums(cost, ranks, num_ranks)
+    if _is_open(load, bound):
+        bound = attainable_bound(cost, largest_first, bound)
     if _is_open(load, bound):
         other = differences(cost, num_ranks)
         other_load = sums(cost, other, num_ranks)
@@ -71,7 +76,8 @@ def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
             rank, run = rank + 1, np.int64(0)
         run += w
         ranks[i] = rank
-    bound = lower_bound(cost, np.argsort(-cost, kind="mergesort"), num_ranks)
+    largest_first = np.argsort(-cost, kind="mergesort")
+    bound = attainable_bound(cost, largest_first, lower_bound(cost, largest_first, num_ranks))
     return _in_order(ranks, num_ranks, bound)
 
 
@@ -87,6 +93,41 @@ def lower_bound(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
             together += cost[largest_first[i]]
         bound = max(bound, together)
     return bound
+
+
+@njit(cache=True)
+def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def]
+    """The least sum of some of the atoms that is not below `bound`: the largest load is such a sum.
+
+    Much higher than `bound` where sizes are few (equal screenshots, frames of one clip). Goes through all sums, one for
+    each number of atoms of each size; `bound` as it is where they are more than `MAX_SUMS`.
+    """
+    n = len(cost)
+    size, count = np.empty(n, np.int64), np.zeros(n, np.int64)
+    num_sizes, num_sums = 0, 1
+    for i in largest_first:
+        if num_sizes and size[num_sizes - 1] == cost[i]:
+            num_sums = num_sums // (count[num_sizes - 1] + 1) * (count[num_sizes - 1] + 2)
+        else:
+            size[num_sizes] = cost[i]
+            num_sizes += 1
+            num_sums *= 2
+        count[num_sizes - 1] += 1
+        if num_sums > MAX_SUMS:
+            return bound
+    best, together = cost.sum(), np.int64(0)
+    taken = np.zeros(n, np.int64)  # counts through as digits do
+    for _ in range(num_sums - 1):
+        k = num_sizes - 1
+        while taken[k] == count[k]:
+            together -= count[k] * size[k]
+            taken[k] = 0
+            k -= 1
+        taken[k] += 1
+        together += size[k]
+        if bound <= together < best:
+            best = together
+    return best
 
 
 @njit(cache=True)

@@ -54,6 +54,10 @@ def train(
     export: Annotated[
         Path | None, typer.Option(help="New folder for the trained model, as Transformers loads it.")
     ] = None,
+    vision_dp: Annotated[
+        Literal["plan", "dispatch", "off"],
+        typer.Option(help="Do data-parallel ranks share images: as planned, whatever is planned, or never."),
+    ] = "plan",
     on_bad: Annotated[
         Literal["error", "filler"], typer.Option(help="A sample that cannot be read: stop, or a filler without weight.")
     ] = "error",
@@ -102,6 +106,7 @@ def train(
         keep=keep,
         resume=resume,
         export=export,
+        vision_dp=vision_dp,
         on_bad_sample="raise" if on_bad == "error" else "filler",
         workers=workers,
         seed=seed,

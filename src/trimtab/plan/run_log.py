@@ -33,6 +33,7 @@ class RunHeader:
     planned_step_s: float  # mean over the steps of the plan's own epoch
     planned_memory_bytes: tuple[int, ...]  # of each pipeline device, at the limits, without the reserve
     versions: str
+    vision_dp: str = "off"  # the exchange by which data-parallel ranks share images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class StepRecord:
     planned_s: float | None  # simulated for these very packs; null where the plan's model or device is not at hand
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
     num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
+    patches_held: tuple[int, ...] = ()  # ViT patches in the packs of each data-parallel rank; () where none are shared
+    patches_encoded: tuple[int, ...] = ()  # of them, those that it encoded, with others' images
 
     @property
     def tokens_per_s(self) -> float:

@@ -45,6 +45,8 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
             f"{_count(num_fillers, 'filler')} in {_count(steps, 'step')} stood for samples that could not be read: "
             "nothing was learnt from them."
         )
+    if shared := [record for record in log.own if record.patches_encoded]:
+        sentences.append(_image_load(shared))
     if not log.comparable:
         sentences.append(
             f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared but the shape: "
@@ -65,6 +67,19 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
             "run held weights, gradients and optimizer state in float32, whole on every data-parallel rank."
         )
     return sentences
+
+
+def _image_load(steps: Sequence[StepRecord]) -> str:
+    """Of the rank that each step waits for, over the mean; patches by rank."""
+    over_mean = []
+    for counts in ([r.patches_encoded for r in steps], [r.patches_held for r in steps]):
+        table = np.array(counts, np.float64)  # (steps, dp)
+        over_mean.append(float(table.max(1).sum() / max(table.mean(1).sum(), 1.0)))
+    by_rank = np.array([r.patches_encoded for r in steps]).sum(0).tolist()
+    return (
+        f"Data-parallel ranks shared their images: the fullest of a step encoded {over_mean[0]:.2f} of the mean's ViT "
+        f"patches, and would have encoded {over_mean[1]:.2f} alone; by rank {', '.join(f'{n:,}' for n in by_rank)}."
+    )
 
 
 def run_lines(details: PlanDetails, log: RunLog) -> list[str]:

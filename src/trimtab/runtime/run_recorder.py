@@ -24,6 +24,7 @@ from trimtab.plan.planned_steps import PlannedSteps, planned_steps
 from trimtab.plan.run_log import RunHeader, StepRecord, digest_of, line_of
 from trimtab.runtime.cursor import Deal
 from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.train_settings import TrainSettings
 from trimtab.specs import IntArray
 
@@ -64,8 +65,9 @@ class RunRecorder:
         norm: torch.Tensor,
         num_tokens: int,
         num_fillers: int,
+        images: ImageLoad | None,
     ) -> StepRecord:
-        """The record of the step, the same on every rank but for `planned_s`, which rank 0 alone knows.
+        """The record of the step, the same on every rank but for what rank 0 knows: `planned_s` and patches.
 
         `num_fillers`: all that this rank has made so far. Loader workers make samples ahead of their step.
         """
@@ -91,6 +93,8 @@ class RunRecorder:
             planned_s=None if self._planned is None else self._planned.step_s(self._packs()),
             peak_memory_bytes=tuple(int(x) for x in peaks),
             num_fillers=int(counts[1]),
+            patches_held=() if images is None else images.held,
+            patches_encoded=() if images is None else images.encoded,
         )
         if self._log is not None:
             self._write(line_of(record))
@@ -98,7 +102,7 @@ class RunRecorder:
             planned = "" if record.planned_s is None else f" (planned {record.planned_s:.3g})"
             print(
                 f"step {step}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
-                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB{fillers}",
+                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB{_patches(record)}{fillers}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -115,6 +119,13 @@ class RunRecorder:
         assert self._log is not None, "rank 0 alone writes"
         with self._log.open("a", encoding="utf-8") as file:
             file.write(line)
+
+
+def _patches(record: StepRecord) -> str:
+    """Of the fullest data-parallel rank, as it was and as it would be alone."""
+    if not record.patches_encoded:
+        return ""
+    return f"  {max(record.patches_encoded):,} patches on the fullest rank (alone {max(record.patches_held):,})"
 
 
 def _planned_steps(settings: TrainSettings, plan: Plan, deal: Deal) -> PlannedSteps | None:
@@ -156,6 +167,7 @@ def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: Devic
         dtype=settings.dtype,
         attention=config._attn_implementation,
         optimizer=settings.optimizer,
+        vision_dp="off" if layout.images is None else layout.images.exchange,
         planned_step_s=plan.estimates.step_ms / 1e3,
         planned_memory_bytes=tuple(int(gib.get(stage, 0.0) * 2**30) for stage in first),
         versions=", ".join(f"{module.__name__} {module.__version__}" for module in (trimtab, torch, transformers)),

@@ -18,10 +18,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan
-from trimtab.plan.plan import Plan
+from trimtab.plan.plan import Plan, VisionDataParallel
+from trimtab.plan.reload import reload_plan
 from trimtab.plan.run_log import StepRecord
 from trimtab.runtime.checkpoint import (
     Progress,
@@ -58,7 +60,8 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         conversations = open_conversations(settings.plan, settings.model, settings.reading)
         on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
         mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
-        layout = fit_layout(plan, dp=mesh["dp"].size())
+        asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
+        layout = fit_layout(asked, dp=mesh["dp"].size())
         torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
         model = load_model(settings, plan, device)
         tied = tied_names(model)
@@ -68,6 +71,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             device=device,
             pp_group=mesh.get_group("pp"),
             dp_group=mesh.get_group("dp"),
+            image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
         )
         parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         buffers = buffers_of(pipeline)
@@ -113,6 +117,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 norm=norm,
                 num_tokens=sum(batch["input_ids"].numel() for batch in microbatches),
                 num_fillers=data.num_fillers,
+                images=pipeline.image_load,
             )
             records.append(record)
             num_tokens += record.num_tokens
@@ -261,6 +266,38 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
             f"{dp * pp} processes make {dp} data-parallel ranks, which leaves each {packs // dp} of a step's {packs} "
             f"packs ({problem}): start {planned * pp} processes as planned, or fewer"
         ) from None
+
+
+def share_images_as_asked(plan: Plan, settings: TrainSettings, *, dp: int) -> Plan:
+    """The plan with images shared among its data-parallel ranks, or not, where the settings say otherwise."""
+    planned = plan.decisions.vision_data_parallel
+    found = planned if settings.vision_dp == "plan" else None
+    if settings.vision_dp == "dispatch":
+        found = planned if planned is not None and planned.exchange == "dispatch" else _dispatch(dp)
+    if found is not None and dp == 1:
+        tell("one data-parallel rank has no other to share images with: it encodes its own")
+        found = None
+    return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=found))
+
+
+def _dispatch(dp: int) -> VisionDataParallel:
+    return VisionDataParallel(
+        group="dp", degree=dp, exchange="dispatch", pooling=1, rule="balanced", objective="time", reduction=None
+    )
+
+
+def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
+    """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
+    decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
+    if decision is None:
+        return None
+    try:
+        model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+        profile = reload_plan(settings.plan, model=model).case.setting.profile
+    except TrimtabError as problem:
+        tell(f"images are shared by counts of work, not by the plan's profile: {problem}")
+        return None if decision.objective == "time" else TowerCost(patch=1.0)  # what a patch holds, they all do
+    return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 
 def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

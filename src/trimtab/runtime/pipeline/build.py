@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from trimtab.balance.images import TowerCost
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.families import flow_of
-from trimtab.runtime.pipeline.flow import find_cuts
+from trimtab.runtime.pipeline.flow import Flow, find_cuts
 from trimtab.runtime.pipeline.gradients import TiedWeight
+from trimtab.runtime.pipeline.image_dispatch import dispatch_images
 from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.module import StageModule, take_stage
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
@@ -31,6 +33,7 @@ def build_pipeline(
     pp_group: dist.ProcessGroup | None = None,
     dp_group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    image_cost: TowerCost | None = None,
 ) -> Pipeline:
     """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
 
@@ -40,12 +43,16 @@ def build_pipeline(
     Stages are cut wherever the plan says. A weight that two layers share (tied embeddings) may lie on two ranks; its
     gradient is summed over both. `pp_group` None: all processes. `dp_group` None: one data-parallel rank. With a device
     mesh of ("dp", "pp"): `mesh["pp"].get_group()` and `mesh["dp"].get_group()`.
+
+    Where the layout has `images`, first stages of `dp_group` share the images of a step, balanced by `image_cost`, the
+    same on every rank; None: by multiply-adds.
     """
     layout = plan if isinstance(plan, PipelineLayout) else read_layout(plan)
     pp_group = pp_group or dist.group.WORLD
     assert pp_group is not None, "torch.distributed is not initialised"
     flow = flow_of(model)
-    _check(layout, flow.layers, model, num_ranks=dist.get_world_size(pp_group))
+    several = dp_group is not None and dist.get_world_size(dp_group) > 1
+    _check(layout, flow, model, num_ranks=dist.get_world_size(pp_group), shares_images=several)
 
     cuts, rank, device = find_cuts(flow, model), dist.get_rank(pp_group), torch.device(device)
     ends = list(accumulate(len(stage) for stage in layout.stages))
@@ -64,6 +71,11 @@ def build_pipeline(
             apply(models[i], held, granularity=choice.granularity)
         module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
         stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
+        if i == 0 and several and layout.images is not None:
+            assert dp_group is not None
+            stages[-1].images = dispatch_images(
+                module, layout, layout.images, model=model, cost=image_cost, group=dp_group, device=device
+            )
     # the first collective of a group: batched sends need it
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
     return Pipeline(
@@ -72,7 +84,7 @@ def build_pipeline(
         schedule=_make_schedule(layout, stages),
         device=device,
         pp_group=pp_group,
-        dp_group=dp_group if dp_group is not None and dist.get_world_size(dp_group) > 1 else None,
+        dp_group=dp_group if several else None,
         tied=tied,
     )
 
@@ -118,8 +130,8 @@ def _drop_weights(model: nn.Module, layers: Sequence[str]) -> None:
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module, *, num_ranks: int) -> None:
-    problems = []
+def _check(layout: PipelineLayout, flow: Flow, model: nn.Module, *, num_ranks: int, shares_images: bool) -> None:
+    problems, layers = [], flow.layers
     if num_ranks != layout.num_devices:
         problems.append(
             f"a pipeline of {layout.num_devices} devices was planned, but its group has {num_ranks} processes: start "
@@ -131,6 +143,8 @@ def _check(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module, *,
         problems.append(
             f"recompute was asked for {', '.join(strangers[:3])}, which the model lacks: plan with its own config"
         )
+    if layout.images is not None and shares_images:
+        problems += _tower_problems(layout, flow)
     if not problems:
         problems += _ownership_problems(layout, layers, model)
     if problems:
@@ -157,6 +171,18 @@ def _module_problems(planned: tuple[str, ...], layers: tuple[str, ...]) -> list[
             "list the modules in the order in which the model runs them"
         )
     return problems
+
+
+def _tower_problems(layout: PipelineLayout, flow: Flow) -> list[str]:
+    tower = [step.layer for step in flow.steps if step.part == "images"]
+    elsewhere = [name for name in tower if name not in layout.stages[0]]
+    if not elsewhere:
+        return []
+    return [
+        f"data-parallel ranks were to share images, which go to ranks that hold the whole vision tower, but "
+        f"{len(elsewhere)} of its {len(tower)} layers, {elsewhere[0]} the first, lie behind stage 0: plan with all of "
+        "them on stage 0, or train with --vision-dp off"
+    ]
 
 
 def _ownership_problems(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module) -> list[str]:

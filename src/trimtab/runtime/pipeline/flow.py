@@ -14,6 +14,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 LOGITS = "logits"
+ENCODED = "encoded_images"
+"""Key of a batch whose images were encoded already: by name, the tensors that the text reads of them."""
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Keys of a batch that one layer alone reads, the first; they stay where they are until it does."""
 Shape = tuple[int, ...]
@@ -88,6 +90,16 @@ class Cuts:
     alive: Mapping[bool, tuple[tuple[str, ...], ...]]  # with images?: names at each cut
     graded: Mapping[bool, tuple[frozenset[str], ...]]  # with images?: those of them that carry a gradient
     read: frozenset[str]  # layers whose result reaches the logits
+
+    @property
+    def num_image_steps(self) -> int:
+        """They come first."""
+        return sum(step.part == "images" for step in self.flow.steps)
+
+    @property
+    def written_by_images(self) -> tuple[str, ...]:
+        """What the text reads of images: features, and those of DeepStack layers."""
+        return self.alive[True][self.num_image_steps]
 
     def wires(self, cut: int, batch: Batch) -> tuple[Wire, ...]:
         """Tensors that cross the cut for this micro-batch; none in front of the first step and behind the last."""

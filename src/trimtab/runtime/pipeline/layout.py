@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_stage
 from trimtab.plan.modules import unfold_modules
-from trimtab.plan.plan import Plan
+from trimtab.plan.plan import Plan, VisionDataParallel
 from trimtab.runtime.recompute import Granularity
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -34,6 +34,7 @@ class PipelineLayout:
     num_microbatches: int  # of a data-parallel rank, in a step
     num_chunks: int = 1  # stages of a device
     recompute: tuple[Recompute, ...] = ()
+    images: VisionDataParallel | None = None  # how data-parallel ranks share images; None: each encodes its own
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)
@@ -67,7 +68,14 @@ def read_layout(plan: Plan) -> PipelineLayout:
                 f"a plan with {axis} {degree} was given, but this runtime divides a model among dp x pp devices only: "
                 f"plan with --{axis} 1, or export the plan to a framework that has it"
             )
+    images = decisions.vision_data_parallel
+    if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
+        raise UnsupportedPlanError(
+            f"a plan in which {images.group} ranks share images by {images.exchange} was given, but this runtime "
+            "shares them among data-parallel ranks only: train with --vision-dp dispatch or off, or plan for that group"
+        )
     return PipelineLayout(
+        images=images,
         stages=tuple(unfold_modules(stage.modules) for stage in decisions.stages),
         schedule=decisions.schedule.name,  # type: ignore[arg-type]  # checked in PipelineLayout
         num_microbatches=decisions.schedule.num_microbatches,

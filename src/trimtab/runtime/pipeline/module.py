@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.pipeline.families import NORM, run_text_blocks, skip_absent_features
-from trimtab.runtime.pipeline.flow import LOGITS, Cuts, Run, Sealed, has_images
+from trimtab.runtime.pipeline.flow import ENCODED, LOGITS, Batch, Cuts, Run, Sealed, Step, has_images
 
 
 class Elsewhere(nn.Module):
@@ -59,13 +59,14 @@ class StageModule(nn.Module):
         batch = sealed.batch
         wires = self.cuts.wires(self.start, batch)
         values = {wire.name: tensor for wire, tensor in zip(wires, received, strict=True)}
+        given = (*received, *batch.get(ENCODED, {}).values())
         self._run_steps(values, Run(model=self.model, batch=batch))
         if self.is_last:
             return values[LOGITS]
         sent = []
         for wire in self.cuts.wires(self.stop, batch):
             tensor = values[wire.name].to(self.dtype)
-            if tensor._is_view() or any(tensor is x for x in received) or not tensor.is_contiguous():
+            if tensor._is_view() or any(tensor is x for x in given) or not tensor.is_contiguous():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             assert tensor.shape == wire.shape, f"{wire.name} is {tuple(tensor.shape)}, expected was {wire.shape}"
             graded = wire.requires_grad and torch.is_grad_enabled()
@@ -73,17 +74,29 @@ class StageModule(nn.Module):
             sent.append(tensor)
         return tuple(sent)
 
+    def run_images(self, batch: Batch) -> dict[str, Tensor]:
+        """What the text reads of a batch's images; for a stage that holds the whole tower."""
+        run, values = Run(model=self.model, batch=batch), dict[str, Tensor]()
+        for step in self.cuts.flow.steps[: self.cuts.num_image_steps]:
+            if step.layer in self.cuts.read:
+                self._run_step(step, values, run)
+        return {name: values[name] for name in self.cuts.written_by_images}
+
+    def _run_step(self, step: Step, values: dict[str, Tensor], run: Run) -> None:
+        assert step.run is not None
+        result = step.run(self.model.get_submodule(step.layer), run, *(values.get(name) for name in step.reads))
+        values.update(dict.fromkeys(step.writes, result))
+
     def _run_steps(self, values: dict[str, Tensor], run: Run) -> None:
         """Layers whose result nothing reads are left out."""
-        images, text_done = has_images(run.batch), False
+        images, text_done = has_images(run.batch) and ENCODED not in run.batch, False
+        values.update(run.batch.get(ENCODED, {}))
         steps = self.cuts.flow.steps[self.start : self.stop]
         for step in steps:
             if step.layer not in self.cuts.read or not (images or step.part == "text"):
                 continue
             if step.run is not None and not (step.layer == NORM and text_done):  # the text model calls its norm itself
-                layer = self.model.get_submodule(step.layer)
-                result = step.run(layer, run, *(values.get(name) for name in step.reads))
-                values.update(dict.fromkeys(step.writes, result))
+                self._run_step(step, values, run)
             elif not text_done:
                 read = {name for block in steps if block.run is None for name in block.reads} - {"hidden"}
                 values["hidden"] = run_text_blocks(run, values["hidden"], {x: values[x] for x in read if x in values})

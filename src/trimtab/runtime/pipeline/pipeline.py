@@ -16,6 +16,7 @@ from trimtab.errors import PlanError
 from trimtab.runtime.loss import label_weights, packed_loss, step_denominator
 from trimtab.runtime.pipeline.flow import PIXELS, Batch, Sealed, Wire
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
+from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.stage import PackedStage
 
@@ -129,6 +130,11 @@ class Pipeline:
                 "the ranks of one pipeline were given micro-batches of different sizes, but each of them needs the "
                 "same ones: make the sampler of every pipeline rank with its data-parallel rank"
             )
+
+    @property
+    def image_load(self) -> ImageLoad | None:
+        """Of the latest step, on the ranks of the first stage; None elsewhere, and where no images are shared."""
+        return next((stage.images.load for stage in self.stages if stage.images is not None), None)
 
     # -- what it holds ------------------------------------------------------------------------------------------------
 

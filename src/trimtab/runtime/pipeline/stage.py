@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from trimtab.runtime.pipeline.flow import Batch, Wire
+from trimtab.runtime.pipeline.flow import ENCODED, Batch, Sealed, Wire
+from trimtab.runtime.pipeline.image_dispatch import ImageDispatch
 from trimtab.runtime.pipeline.module import StageModule
 
 
@@ -25,6 +26,7 @@ class PackedStage(PipelineStage):
 
     def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
         super().__init__(module, index, num_stages, device, group=group)
+        self.images: ImageDispatch | None = None  # None: this stage encodes what it holds
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.gradients: dict[int, tuple[Tensor | None, ...]] = {}  # of what was sent
@@ -54,6 +56,8 @@ class PackedStage(PipelineStage):
         self.chunks = len(microbatches)
         self.microbatches = microbatches
         self.args_recv_info = dict.fromkeys(range(len(microbatches)), ())
+        if self.images is not None:
+            self.images.expect(microbatches)
 
     # -- what schedules set up once: nothing, since shapes differ -----------------------------------------------------
 
@@ -64,6 +68,20 @@ class PackedStage(PipelineStage):
         """Shapes come with `expect`."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Of a batch with encoded images, where ranks share them."""
+        if self.images is not None:
+            encoded = self.images.features(fwd_chunk_id)
+            if encoded is not None:
+                kwargs = {"sealed": Sealed({**self.microbatches[fwd_chunk_id], ENCODED: encoded})}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         buffers = [self._buffer(wire) for wire in self.wires_in(self.microbatches[fwd_chunk_id])]
@@ -115,10 +133,12 @@ class PackedStage(PipelineStage):
         graded = loss is not None and loss.requires_grad if self.is_last else any(w.requires_grad for w in sent)
         if not graded:
             self._drop(bwd_chunk_id, num_inputs=len(received))
+            self._finish_images(bwd_chunk_id)
             return
         self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # private: only its length is read
         if full_backward or any(wire.requires_grad for wire in received):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            self._finish_images(bwd_chunk_id)
             return
         self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
         whole = super().backward_one_chunk
@@ -128,9 +148,15 @@ class PackedStage(PipelineStage):
         if bwd_chunk_id in self.later:
             self.later.pop(bwd_chunk_id)()
             del self.bwd_cache[bwd_chunk_id]
+            self._finish_images(bwd_chunk_id)
         elif bwd_chunk_id in self.dw_runner:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             del self.dw_runner[bwd_chunk_id]
+
+    def _finish_images(self, microbatch: int) -> None:
+        """A first stage's whole backward has run: no input of it needs a gradient, so none of its is split."""
+        if self.images is not None:
+            self.images.finish(microbatch)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint
+from trimtab.runtime.vision.families import Kind
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features
 from trimtab.specs import IntArray
@@ -19,23 +20,27 @@ _TYPES = {kind: i for i, kind in enumerate((torch.float32, torch.float64, torch.
 
 
 def agree_on_inputs(
-    control: Control, name: str, words: Sequence[object], inputs: VisionInputs | None, problem: TrimtabError | None
+    control: Control, name: str, words: Sequence[object], inputs: VisionInputs | None, problem: Exception | None
 ) -> None:
-    """Raise where a rank refused what it was given, or was given other images; `inputs` None compares no images."""
-    mark = 0
+    """Raise where a rank refused what it was given, or was given other images; `inputs` None compares `words` alone."""
+    parts = () if inputs is None else inputs.parts
+    lengths = [(part.name, part.lengths.tolist()) for part in parts]
+    fixed = [] if inputs is None else sorted(inputs.fixed)
+    mark = fingerprint([*words, lengths, fixed, torch.is_grad_enabled()], [part.rows for part in parts])
     if problem is not None:
         mark = _REFUSED
-    elif inputs is not None:
-        lengths = [(part.name, part.lengths.tolist()) for part in inputs.parts]
-        mark = fingerprint(
-            [*words, lengths, sorted(inputs.fixed), torch.is_grad_enabled()], [part.rows for part in inputs.parts]
-        )
-    marks = control.gather([mark])[:, 0]
+    marks = np.array([row[0] for row in control.gather(name, [mark])])
     if problem is not None:
         raise problem
     if refusing := np.flatnonzero(marks == _REFUSED).tolist():
         raise TrimtabError(f"rank {_names(refusing)} refused what {name} was given: that rank's own message says why")
     if others := differing_ranks(marks):
+        if inputs is None:
+            raise TrimtabError(
+                f"rank {_names(others)} of the group called {name} with another mode of gradients or tensors of "
+                f"another form, or shares images by another rule or cost than the rest: use the same processor and the "
+                f"same arguments of vision_dp on every rank"
+            )
         raise TrimtabError(
             f"rank {_names(others)} of the group called {name} with other images, another mode of gradients or other "
             f"settings than the rest: this exchange needs the same images on every rank; for ranks with images of "
@@ -43,15 +48,27 @@ def agree_on_inputs(
         )
 
 
+def agree_on_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kind]) -> None:
+    """At the start of a forward: a rank without images would leave those that have some waiting in the tower."""
+    held = np.stack(control.gather("the start of a forward", [kind in present for kind in kinds])).astype(bool)
+    for i, kind in enumerate(kinds):
+        if held[:, i].any() and not held[:, i].all():
+            raise TrimtabError(
+                f"rank {_names(np.flatnonzero(~held[:, i]).tolist())} of the group begins a forward without {kind}s, "
+                f"and rank {_names(np.flatnonzero(held[:, i]).tolist())} has some: this exchange needs the same images "
+                f"on every rank; for ranks with images of their own use exchange='dispatch'"
+            )
+
+
 def agree_on_rows(
-    control: Control, features: Features | None, atoms: IntArray, num_atoms: int, problem: Exception | None
+    control: Control, name: str, features: Features | None, atoms: IntArray, num_atoms: int, problem: Exception | None
 ) -> IntArray:
     """Rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
     counts, kind = np.zeros(num_atoms, np.int64), [_REFUSED] * 3
     if features is not None:
         counts[atoms] = features.num_rows
         kind = _kind(features.rows, features.widths)
-    everyone = control.gather([*kind, *counts.tolist()])
+    everyone = np.stack(control.gather(f"the end of {name}", [*kind, *counts.tolist()]))
     if problem is not None:
         raise problem
     if failed := np.flatnonzero(everyone[:, 2] == _REFUSED).tolist():

@@ -16,7 +16,7 @@ from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
-from trimtab.runtime.vision.seams import Place, find_seams
+from trimtab.runtime.vision.seams import Place, find_seams, holder_of
 from trimtab.specs import IntArray
 
 
@@ -43,12 +43,15 @@ def vision_dp(
     `loss` and `reduction` name how losses and gradients add up over the group, and are refused where both would be
     wrong (`gradients.py`). In a group of one nothing is replaced.
 
-    `cost` is what the shares are balanced by: `tower_seconds(profile)` for time, `tower_bytes(profile)` for memory;
-    None counts multiply-adds by the configuration. `heartbeat` is the group over which parameters are sharded or
-    reduced, where some of its ranks may have a batch without images (`heartbeat.py`). `at` None: the functions
-    `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the tower's `forward`.
-    `check` compares the images of the ranks before each call: all shapes and 64 elements of each tensor. `timeout_s`
-    is how long a rank waits for the others.
+    `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
+    `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
+    which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
+    `at` None: the functions `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the
+    tower's `forward`.
+    `check` compares, before each forward, which kinds of images the ranks hold and, before each call, the images: all
+    shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
+    gone astray, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
+    default what NCCL's own watchdog waits.
     """
     problems = []
     if exchange not in get_args(Exchange):
@@ -57,10 +60,6 @@ def vision_dp(
         problems.append(f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}")
     if (loss is None) != (reduction is None):
         problems.append("loss and reduction together say how gradients add up: give both, or neither")
-    if loss is not None and exchange == "dispatch":
-        problems.append(
-            "a dispatch changes no sum of gradients over the group, whatever the loss: leave out loss and reduction"
-        )
     if loss is not None and exchange == "dispatch":
         problems.append(
             "a dispatch changes no sum of gradients over the group, whatever the loss: leave out loss and reduction"
@@ -75,35 +74,64 @@ def vision_dp(
     settings = Settings(
         exchange=exchange, rule=rule, cost=cost or tower_flops(config), loss=loss, reduction=reduction, check=check
     )
-    existing: VisionDataParallel | None = seams[0].holder
-    if existing is not None:
-        if existing.settings == settings and existing.group is group:
-            return existing
-        raise TrimtabError(
-            "this model's images are shared already, with another group or other settings: "
-            "call remove() of the first handle, or give both calls the same arguments"
-        )
-    handle = VisionDataParallel(
+    found = VisionDataParallel(
         model=model,
         group=group,
-        control=open_control(group, timeout_s) if num_ranks > 1 else None,
+        control=None,
         settings=settings,
         family=family or find_family(config),
         config=config,
         seams=seams,
+        over=heartbeat
+        if exchange != "dispatch" and heartbeat is not None and dist.get_world_size(heartbeat) > 1
+        else None,
     )
+    if (existing := _find_existing(model, found)) is not None:
+        return existing
+    if num_ranks > 1:
+        found.control = open_control(group, timeout_s)
     if exchange == "dispatch":
-        handle.heartbeat = None if handle.control is None else _make_heartbeat(handle, handle.control)
-    elif heartbeat is not None and dist.get_world_size(heartbeat) > 1:
-        handle.heartbeat = _make_heartbeat(handle, open_control(heartbeat, timeout_s))
-    handle.install()
-    return handle
+        found.heartbeat = None if found.control is None else _make_heartbeat(found, found.control)
+    elif found.over is not None:
+        found.heartbeat = _make_heartbeat(found, open_control(found.over, timeout_s))
+    found.install()
+    return found
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
     """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
-    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return vision_dp(model, alone, heartbeat=group or dist.group.WORLD, timeout_s=timeout_s)
+    seams = find_seams(model)
+    config = seams[0].module.config
+    found = VisionDataParallel(
+        model=model,
+        group=None,
+        control=None,
+        settings=Settings(
+            exchange="gather", rule="balanced", cost=tower_flops(config), loss=None, reduction=None, check=True
+        ),
+        family=find_family(config),
+        config=config,
+        seams=seams,
+        over=group or dist.group.WORLD,
+        is_alone=True,
+    )
+    if (existing := _find_existing(model, found)) is not None:
+        return existing
+    if dist.get_world_size(group) > 1:
+        found.heartbeat = _make_heartbeat(found, open_control(group, timeout_s))
+    found.install()
+    return found
+
+
+def _find_existing(model: nn.Module, wanted: VisionDataParallel) -> VisionDataParallel | None:
+    """The handle that is on this model already, where it is the wanted one; raises where it is another."""
+    existing = next((held for module in model.modules() if (held := holder_of(module)) is not None), None)
+    if existing is None or existing.is_like(wanted):
+        return existing
+    raise TrimtabError(
+        "this model's images are shared already, with another group or other settings: "
+        "call remove() of the first handle, or give both calls the same arguments"
+    )
 
 
 def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:

@@ -7,6 +7,7 @@ group to the same sum as before, so the host's reduction over it stays what it w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,13 @@ _ABSENT = -1  # in a table of integers: this family has no such number
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """All atoms of the group, and which of them this rank encodes."""
+    """All atoms of the group, and who encodes which."""
 
     home: IntArray  # (n,) rank that holds the image
     patches: IntArray
+    rows: IntArray | None  # (n,) rows that leave, where the family's rule says so beforehand
+    lengths: IntArray  # (n, parts) rows of every part
     shares: ImageShares
-    received: VisionInputs  # the atoms this rank encodes; none, where its share is empty
 
     def rows_by_home(self, num_rows: IntArray) -> list[IntArray]:
         """Rows each rank wants: those of its own images, which follow one another."""
@@ -39,49 +41,69 @@ class Pool:
         return [np.flatnonzero(owner == rank) for rank in range(self.shares.num_ranks)]
 
 
-def swap_images(
-    inputs: VisionInputs | None, template: VisionInputs, *, control: Control, group: Any, cost: TowerCost, rule: Rule
-) -> Pool:
-    """Share out the images of all ranks and move the pixels; `template` shows the parts where `inputs` is None."""
-    N = control.num_ranks
-    own = _table(inputs, len(template.parts))
-    counts = control.gather([len(own), own.shape[1]])
-    if len(set(counts[:, 1].tolist())) > 1:
+def pool_images(
+    inputs: Sequence[VisionInputs | None], num_parts: int, *, control: Control, cost: TowerCost, rule: Rule
+) -> list[Pool]:
+    """Who encodes what in each of several calls of the tower, in one exchange of integers; None: no image here."""
+    own = [_table(x, num_parts) for x in inputs]
+    width = own[0].shape[1]
+    sizes = [len(table) for table in own]
+    told = control.gather("sizes of images", [width, len(own), *sizes, *np.concatenate(own).ravel().tolist()])
+    if any(list(numbers[:2]) != [width, len(own)] for numbers in told):
         raise TrimtabError(
-            "ranks call the vision tower with different tensors, so their images cannot be exchanged: "
-            "use the same processor on every rank"
+            "ranks call the vision tower with different tensors, or a different number of times, so their images "
+            "cannot be exchanged: use the same processor and equally many micro-batches on every rank"
         )
-    padded = np.full((int(counts[:, 0].max()), own.shape[1]), _ABSENT)
-    padded[: len(own)] = own
-    everyone = control.gather(padded.ravel().tolist()).reshape(N, -1, own.shape[1])
-    table = np.concatenate([everyone[rank, : counts[rank, 0]] for rank in range(N)])
-    home = np.repeat(np.arange(N), counts[:, 0])
-    patches, windowed, rows, lengths = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
-    costs = cost.of(patches, None, None if (windowed == _ABSENT).any() else windowed)
-    shares = keep_at_home(share_images(costs, N, rule=rule), home, patches)
+    pools, start = [], np.full(control.num_ranks, 2 + len(own))
+    for call in range(len(own)):
+        counts = np.array([numbers[2 + call] for numbers in told])
+        ends = start + counts * width
+        tables = [numbers[a:b].reshape(-1, width) for numbers, a, b in zip(told, start, ends, strict=True)]
+        start = ends
+        pools.append(_share_out(np.concatenate(tables), counts, cost, rule))
+    return pools
 
+
+def _share_out(table: IntArray, counts: IntArray, cost: TowerCost, rule: Rule) -> Pool:
+    patches, windowed, rows, lengths = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
+    home = np.repeat(np.arange(len(counts)), counts)
+    costs = cost.of(patches, None, None if (windowed == _ABSENT).any() else windowed)
+    return Pool(
+        home=home,
+        patches=patches,
+        rows=None if (rows == _ABSENT).any() else rows,
+        lengths=lengths,
+        shares=keep_at_home(share_images(costs, len(counts), rule=rule), home, patches),
+    )
+
+
+def move_images(
+    inputs: VisionInputs | None, template: VisionInputs, pool: Pool, *, rank: int, group: Any
+) -> VisionInputs:
+    """The atoms that this rank encodes; `template` shows the parts, and stands in where `inputs` is None."""
+    shares, home = pool.shares, pool.home
+    N = shares.num_ranks
     rank_of = np.empty(len(home), np.int64)
     rank_of[shares.order] = np.repeat(np.arange(N), np.diff(shares.offsets))
-    mine = rank_of[home == control.rank]  # where each of my atoms goes
+    mine = rank_of[home == rank]  # where each of my atoms goes
     outgoing = np.argsort(mine, kind="stable")
-    incoming = shares.atoms_of(control.rank)
+    incoming = shares.atoms_of(rank)
     parts = []
     for i, like in enumerate(template.parts):
-        source = like if inputs is None else inputs.parts[i]
-        leaving = source.take(outgoing) if inputs is not None else like.rows[:0]
-        sent = np.bincount(mine, lengths[home == control.rank, i], N).astype(np.int64)
-        arriving = np.bincount(home[incoming], lengths[incoming, i], N).astype(np.int64)
+        lengths = pool.lengths[:, i]
+        leaving = like.rows[:0] if inputs is None else inputs.parts[i].take(outgoing)
+        sent = np.bincount(mine, lengths[home == rank], N).astype(np.int64)
+        arriving = np.bincount(home[incoming], lengths[incoming], N).astype(np.int64)
         moved = move_rows(leaving, sent.tolist(), arriving.tolist(), group)
-        parts.append(Part(name=like.name, rows=moved, lengths=lengths[incoming, i]))
-    received = VisionInputs(
+        parts.append(Part(name=like.name, rows=moved, lengths=lengths[incoming]))
+    return VisionInputs(
         parts=tuple(parts),
-        patches=patches[incoming],
+        patches=pool.patches[incoming],
         windowed=None,
         entries=np.ones(len(incoming), np.int64),
-        rows=None if template.rows is None else rows[incoming],
+        rows=None if template.rows is None or pool.rows is None else pool.rows[incoming],
         fixed=template.fixed,
     )
-    return Pool(home=home, patches=patches, shares=shares, received=received)
 
 
 def _table(inputs: VisionInputs | None, num_parts: int) -> IntArray:

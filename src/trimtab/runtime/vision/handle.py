@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from trimtab.balance.images import ImageShares, Rule, TowerCost, share_images
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_rows
+from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
-from trimtab.runtime.vision.dispatch import send_template, swap_images
+from trimtab.runtime.vision.dispatch import move_images, pool_images, send_template
 from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
-from trimtab.runtime.vision.families import Family, Kind
+from trimtab.runtime.vision.families import PIXELS, Family, Kind
 from trimtab.runtime.vision.gradients import Loss, Reduction
-from trimtab.runtime.vision.heartbeat import Heartbeat
+from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features, read_features, touch, write_features
 from trimtab.runtime.vision.replicas import reduce_replicas
-from trimtab.runtime.vision.seams import Seam
+from trimtab.runtime.vision.seams import Hook, Seam, StandIn, given_by_name
 from trimtab.specs import IntArray
 
 Exchange = Literal["gather", "routed", "dispatch"]
@@ -73,11 +73,16 @@ class VisionDataParallel:
     config: Any
     seams: tuple[Seam, ...]
     load: Load = field(default_factory=Load)
+    over: Any = None  # group of the heartbeat; None: none, or that of a dispatch itself
+    is_alone: bool = False  # a heartbeat and no exchange: `vision_heartbeat`
     heartbeat: Heartbeat | None = None
+    _hooks: list[Any] = field(default_factory=list)
     _templates: dict[Kind, VisionInputs] = field(default_factory=dict)
     _inside: bool = False
+    _paused: bool = False
     _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
     _installed: bool = False
+    _removed: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -97,25 +102,55 @@ class VisionDataParallel:
         """Replace the functions; a group of one without a heartbeat replaces nothing."""
         if self.control is None and self.heartbeat is None:
             return
+        if self._removed:
+            raise TrimtabError(
+                "a removed handle was to be installed, but its connections are closed: call vision_dp anew"
+            )
         for seam in self.seams:
-            seam.put(_stand_in(self, seam))
+            seam.put(StandIn(seam, self, self.encode))
+        if self.settings.check and self.settings.exchange != "dispatch" and self.control is not None:
+            self._hooks += [
+                m.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True) for m in self._takes_pixels()
+            ]
         if self.heartbeat is not None:
             self.heartbeat.install()
         self._installed = True
 
     def remove(self) -> None:
-        """Put the module's own functions back; harmless when that was done already."""
+        """Put the module's own functions back, end the connections; harmless when that was done already."""
         if not self._installed:
             return
         for seam in self.seams:
             seam.put_back()
+        while self._hooks:
+            self._hooks.pop().remove()
         if self.heartbeat is not None:
             self.heartbeat.remove()
-        self._installed = False
+            self.heartbeat.control.close()
+        if self.control is not None:
+            self.control.close()
+        self._installed, self._removed = False, True
+
+    def is_like(self, other: VisionDataParallel) -> bool:
+        """Made with the same arguments."""
+        return (
+            (self.settings, self.family, self.is_alone) == (other.settings, other.family, other.is_alone)
+            and (self.group is other.group and self.over is other.over)
+            and [(seam.module, seam.name) for seam in self.seams] == [(seam.module, seam.name) for seam in other.seams]
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Every rank encodes all images, as without the handle."""
+        """Every rank encodes all images it holds, as without the handle; a heartbeat goes on."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """Calls of the replaced functions from here on are our own."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -170,16 +205,17 @@ class VisionDataParallel:
         """What stands in for the replaced function."""
         if self._inside:
             return seam.original(*args, **kwargs)
-        if self.control is None:  # a heartbeat alone
-            with self.paused():
+        if self.control is None or self._paused:  # a heartbeat alone, if anything
+            with self._within():
                 output = seam.original(*args, **kwargs)
             return self._after(seam, output)
-        given = seam.bind(args, kwargs)
-        as_tuple = given.pop("return_dict", None) is False
-        inputs, problem = self._read(seam, given)
+        as_tuple = kwargs.get("return_dict") is False
+        inputs, problem = self._read(seam, args, kwargs)
         if self.settings.check:
-            compared = None if self.settings.exchange == "dispatch" else inputs
-            agree_on_inputs(self.control, seam.name, [self.settings], compared, problem)
+            if self.settings.exchange == "dispatch":
+                agree_on_inputs(self.control, seam.name, self._words(seam, inputs), None, problem)
+            else:
+                agree_on_inputs(self.control, seam.name, self._words(seam), inputs, problem)
         elif problem is not None:
             raise problem
         assert inputs is not None
@@ -195,11 +231,40 @@ class VisionDataParallel:
         cost = self.settings.cost.of(inputs.patches, None, inputs.windowed)
         return share_images(cost, self.num_ranks, rule=self.settings.rule)
 
-    def _read(self, seam: Seam, given: dict[str, Any]) -> tuple[VisionInputs | None, TrimtabError | None]:
+    def _read(
+        self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[VisionInputs | None, Exception | None]:
+        """A problem is told to the others before it is raised."""
         try:
+            given = seam.bind(args, kwargs)
+            given.pop("return_dict", None)
+            if self.settings.exchange == "routed" and seam.kind not in self._wanted:
+                raise TrimtabError(
+                    f"the routed exchange was not told which {seam.kind} rows each rank needs: "
+                    f"call the model inside `with handle.wanting({seam.kind}=rows_of_shards(...)):`"
+                )
             return self.family.read(seam.kind, given, self.config), None
-        except TrimtabError as problem:
+        except Exception as problem:
             return None, problem
+
+    def _words(self, seam: Seam, own: VisionInputs | None = None) -> list[object]:
+        """What has to be the same on every rank, beside the images; of the rank's own images, the form alone."""
+        parts = () if own is None else own.parts
+        form = [(part.name, part.rows.dtype, part.rows.shape[1:]) for part in parts]
+        return [self.settings, *form, *(rows.tolist() for rows in self._wanted.get(seam.kind, ()))]
+
+    def _takes_pixels(self) -> list[nn.Module]:
+        """The module whose forward says what images there are: the model itself, where the seam is at its tower."""
+        if self.seams[0].kind != "tower":
+            return [self.seams[0].module]
+        return [self.model] if PIXELS["image"] in inspect.signature(self.model.forward).parameters else []
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside or self._paused:
+            return
+        assert self.control is not None
+        given = given_by_name(module, args, kwargs)
+        agree_on_kinds(self.control, [kind for kind in KINDS if given.get(PIXELS[kind]) is not None], KINDS)
 
     def _encode_shared(self, seam: Seam, inputs: VisionInputs, control: Control) -> Any:
         """Gather and routed: every rank holds the same images."""
@@ -221,25 +286,21 @@ class VisionDataParallel:
         if template is None:  # every rank has images: its own show what one looks like
             assert inputs is not None
             template = self.family.smallest(inputs, self.config)
-        pool = swap_images(
-            inputs,
-            template,
-            control=control,
-            group=self.group,
-            cost=self.settings.cost,
-            rule=self.settings.rule,
+        own = inputs if inputs is not None and len(inputs) else None
+        (pool,) = pool_images(
+            [own], len(template.parts), control=control, cost=self.settings.cost, rule=self.settings.rule
         )
+        received = move_images(own, template, pool, rank=control.rank, group=self.group)
         atoms = pool.shares.atoms_of(control.rank)
-        received = pool.received if len(atoms) else template
-        numbers = np.arange(len(atoms))
-        features, num_rows = self._encode_own(seam, received, numbers, control, atoms, len(pool.home))
+        features, num_rows = self._encode_own(
+            seam, received if len(atoms) else template, np.arange(len(atoms)), control, atoms, len(pool.home)
+        )
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
         self.load.add(pool.patches, pool.shares, control.rank)
         rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), self.group)
         if inputs is None:
             return rows.sum()
-        own = num_rows[pool.home == control.rank]
-        return write_features(features, rows, _sum_entries(own, inputs.entries))
+        return write_features(features, rows, _sum_entries(num_rows[pool.home == control.rank], inputs.entries))
 
     def _encode_own(
         self,
@@ -260,7 +321,7 @@ class VisionDataParallel:
             features = self._run_tower(seam, inputs, atoms)
         except Exception as error:  # told to the others, then raised
             problem = error
-        num_rows = agree_on_rows(control, features, numbers, num_atoms, problem)
+        num_rows = agree_on_rows(control, seam.name, features, numbers, num_atoms, problem)
         assert features is not None
         return features, num_rows
 
@@ -272,7 +333,7 @@ class VisionDataParallel:
         """
         if empty := len(atoms) == 0:
             inputs, atoms = self.family.smallest(inputs, self.config), np.zeros(1, np.int64)
-        with self.paused():  # videos encoded as images pass a second seam
+        with self._within():  # videos encoded as images pass a second seam
             output = seam.call(inputs.arguments(atoms))
         features = read_features(output, inputs, len(atoms), atoms)
         if not empty:
@@ -280,12 +341,7 @@ class VisionDataParallel:
         return replace(features, rows=features.rows[:0], num_rows=np.zeros(0, np.int64))
 
     def _find_wanted(self, seam: Seam, layout: RowLayout) -> list[IntArray]:
-        wanted = self._wanted.get(seam.kind)
-        if wanted is None:
-            raise TrimtabError(
-                f"the routed exchange was not told which {seam.kind} rows each rank needs: "
-                f"call the model inside `with handle.wanting({seam.kind}=rows_of_shards(...)):`"
-            )
+        wanted = self._wanted[seam.kind]
         for rank, rows in enumerate(wanted):
             if len(rows) and (rows.min() < 0 or rows.max() >= len(layout)):
                 raise TrimtabError(
@@ -312,10 +368,10 @@ class VisionDataParallel:
     def run_missing(self, kind: Kind) -> Tensor:
         """Take part in a call of the tower without an image of one's own: a zero that depends on it."""
         seam = self._seam(kind)
-        if self.settings.exchange == "dispatch":
+        if self.settings.exchange == "dispatch" and not self._paused:
             assert self.control is not None
             if self.settings.check:
-                agree_on_inputs(self.control, seam.name, [self.settings], None, None)
+                agree_on_inputs(self.control, seam.name, self._words(seam, self._templates[kind]), None, None)
             zero: Tensor = self._encode_dispatched(seam, None)
             return zero
         return self._run_tower(seam, self._templates.pop(kind), np.empty(0, np.int64)).rows.sum()
@@ -327,15 +383,6 @@ class VisionDataParallel:
 
     def _seam(self, kind: Kind) -> Seam:
         return next(seam for seam in self.seams if seam.kind == kind)
-
-
-def _stand_in(handle: VisionDataParallel, seam: Seam) -> Any:
-    @functools.wraps(seam.original)
-    def shared(*args: Any, **kwargs: Any) -> Any:
-        return handle.encode(seam, args, kwargs)
-
-    shared.handle = handle  # type: ignore[attr-defined]  # a second vision_dp finds it: Seam.holder
-    return shared
 
 
 def _sum_entries(num_rows: IntArray, entries: IntArray) -> IntArray:

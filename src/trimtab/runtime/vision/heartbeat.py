@@ -8,15 +8,16 @@ runs.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.families import PIXELS, Kind
+from trimtab.runtime.vision.seams import Hook, given_by_name
 
 KINDS: tuple[Kind, ...] = ("image", "video")
 """In the order in which models encode them: every rank runs them in this order."""
@@ -36,7 +37,7 @@ class Heartbeat:
     _hooks: list[Any] = field(default_factory=list)
 
     def install(self) -> None:
-        self._hooks.append(self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._hooks = [self.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)]
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -44,10 +45,13 @@ class Heartbeat:
         self._hooks.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        given = {**given.pop("kwargs", {}), **given}
+        for hook in self._hooks[1:]:  # of a forward that failed before its embedding
+            hook.remove()
+        del self._hooks[1:]
+        given = given_by_name(module, args, kwargs)
         self._present = tuple(kind for kind in self.kinds if given.get(PIXELS[kind]) is not None)
-        held = self.control.gather([kind in self._present for kind in self.kinds]).astype(bool)
+        told = self.control.gather("the start of a forward", [kind in self._present for kind in self.kinds])
+        held = np.stack(told).astype(bool)
         self._missing = []
         for i, kind in enumerate(self.kinds):
             if held[:, i].any() and not held[:, i].all():
@@ -60,17 +64,17 @@ class Heartbeat:
             zero = self.run_missing(None)
             if zero is None:
                 return None
-            return args, {**kwargs, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
+            return (), {**given, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
         # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
-        hook: Any = None
-
-        def after_embedding(_module: nn.Module, _args: Any, embeddings: Tensor) -> Tensor:
-            hook.remove()
-            zero = self.run_missing(None)
-            return embeddings if zero is None else embeddings + zero.to(embeddings)
-
-        hook = module.get_input_embeddings().register_forward_hook(after_embedding)  # type: ignore[operator]
+        embedding: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+        self._hooks.append(embedding.register_forward_hook(Hook(self._after_embedding)))
         return None
+
+    def _after_embedding(self, _module: nn.Module, _args: Any, embeddings: Tensor) -> Tensor:
+        while len(self._hooks) > 1:
+            self._hooks.pop().remove()
+        zero = self.run_missing(None)
+        return embeddings if zero is None else embeddings + zero.to(embeddings)
 
     def run_missing(self, after: Kind | None) -> Tensor | None:
         """Kinds this rank lacks, up to the next one it holds; `after` is the kind that was just encoded."""

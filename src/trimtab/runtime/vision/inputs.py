@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,34 @@ class VisionInputs:
     def __len__(self) -> int:
         return len(self.patches)
 
+    def to(self, device: torch.device) -> VisionInputs:
+        parts = tuple(replace(part, rows=part.rows.to(device, non_blocking=True)) for part in self.parts)
+        return replace(self, parts=parts)
+
     def arguments(self, atoms: IntArray) -> dict[str, Any]:
         """Keyword arguments that encode these atoms alone."""
         return {**self.fixed, **{part.name: part.take(atoms) for part in self.parts}}
+
+
+def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
+    """One call's arguments from those of several, in their order; None of none."""
+    if len(inputs) < 2:
+        return inputs[0] if inputs else None
+    first = inputs[0]
+    parts = tuple(
+        Part(
+            name=part.name,
+            rows=torch.cat([x.parts[i].rows for x in inputs]),
+            lengths=np.concatenate([x.parts[i].lengths for x in inputs]),
+        )
+        for i, part in enumerate(first.parts)
+    )
+    windowed, rows = ([getattr(x, name) for x in inputs] for name in ("windowed", "rows"))
+    return VisionInputs(
+        parts=parts,
+        patches=np.concatenate([x.patches for x in inputs]),
+        windowed=None if first.windowed is None else np.concatenate(windowed),
+        entries=np.concatenate([x.entries for x in inputs]),
+        rows=None if first.rows is None else np.concatenate(rows),
+        fixed=first.fixed,
+    )

@@ -131,4 +131,4 @@ def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[
 def _fill(like: Any, rows: Tensor, num_rows: IntArray, whole: bool) -> Any:
     if isinstance(like, (tuple, list)):
         return type(like)(torch.split(rows, num_rows.tolist()))
-    return rows.view(-1, *like.shape[1:]) if like.ndim >= 3 and whole else rows
+    return rows.reshape(-1, *like.shape[1:]) if like.ndim >= 3 and whole else rows

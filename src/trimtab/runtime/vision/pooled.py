@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.families import GRIDS, PIXELS
+from trimtab.runtime.vision.families import GRIDS, PIXELS, GridFamily
 from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.outputs import each_tensor
 
@@ -28,10 +28,10 @@ class PooledFeatures:
 
     def backward(self) -> None:
         """The tower's backward with the gradients that the micro-batches left; one exchange for each kind."""
-        given = [(source, leaf.grad) for source, leaf in self._leaves if leaf.grad is not None]
-        self._leaves = []
-        if given:
-            torch.autograd.backward([source for source, _ in given], [gradient for _, gradient in given])
+        leaves, self._leaves = self._leaves, []
+        if leaves:  # zeros where nothing reached the loss: the other ranks wait for this one's part of the exchange
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in leaves]
+            torch.autograd.backward([source for source, _ in leaves], gradients)
 
 
 def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, Any]]) -> PooledFeatures:
@@ -39,6 +39,11 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
 
     `microbatches[i]` holds `pixel_values`, `image_grid_thw` and the like, for grid families; others are ignored.
     """
+    if not isinstance(handle.family, GridFamily):
+        raise TrimtabError(
+            f"micro-batches of {type(handle.model).__name__} were to share a call of the tower, which is known for "
+            f"families with a grid of patches: call the model on each micro-batch"
+        )
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
     for seam in handle.seams:

@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.families import Kind
+
+
+class StandIn:
+    """Stands for a function of a module, on the instance. A copy of the module has the function itself again."""
+
+    def __init__(self, seam: Seam, handle: Any, encode: Callable[..., Any]) -> None:
+        self.seam, self.handle = seam, handle
+        # a compiler stops here: what ranks agree on and exchange differs from call to call
+        self._encode = torch.compiler.disable(encode)  # type: ignore[no-untyped-call]
+        self.__wrapped__ = seam.original  # for its signature
+        self.__name__, self.__doc__ = seam.name, seam.original.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._encode(self.seam, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        seam = self.seam
+        if seam.replaced is not None:
+            return copy.deepcopy(seam.replaced, memo)
+        return types.MethodType(seam.original.__func__, copy.deepcopy(seam.module, memo))  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        raise TrimtabError(
+            "a model whose images are shared among ranks was to be pickled, and its connections to other processes "
+            "cannot be: save its state_dict(), or call remove() of the handle first"
+        )
+
+
+class Hook:
+    """A hook of a handle. A copy of the module has one that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Hook(_do_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    """For copies."""
+
 
 Place = Literal["features", "tower"]
 FUNCTIONS: dict[str, Kind] = {"get_image_features": "image", "get_video_features": "video"}
@@ -43,11 +93,6 @@ class Seam:
         first = rest.pop(next(iter(rest)))  # the pixels, under another name in every family
         return self.original(first, **rest)
 
-    @property
-    def holder(self) -> Any:
-        """The handle whose stand-in is there already, or None."""
-        return getattr(self.original, "handle", None)
-
     def put(self, stand_in: Callable[..., Any]) -> None:
         self.module.__dict__[self.name] = stand_in
 
@@ -55,6 +100,18 @@ class Seam:
         self.module.__dict__.pop(self.name, None)
         if self.replaced is not None:
             self.module.__dict__[self.name] = self.replaced
+
+
+def given_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module's forward was called with."""
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    return {**given.pop("kwargs", {}), **given}
+
+
+def holder_of(module: nn.Module) -> Any:
+    """The handle whose stand-in one of this module's functions is, or None."""
+    stand_ins = (module.__dict__.get(name) for name in (*FUNCTIONS, "forward"))
+    return next((stand_in.handle for stand_in in stand_ins if isinstance(stand_in, StandIn)), None)
 
 
 def find_seams(model: nn.Module, at: Place | None = None) -> tuple[Seam, ...]:

@@ -27,7 +27,7 @@ class VisionCheck:
 
     loss_error: float  # relative difference of the loss with and without the handle
     gradient_error: float  # of the vision parameters' reduced gradients
-    gradient_scale: float  # reduced gradient over the true one: 1; N or 1 / N where losses and reduction disagree
+    gradient_scale: float | None  # reduced over true gradient: 1; N or 1 / N where losses and reduction disagree
     dtype: torch.dtype
 
     @property
@@ -39,7 +39,7 @@ class VisionCheck:
                 f"{self.gradient_error:.2g}: the family's declaration does not hold for this tower (run check_family), "
                 f"or something else exchanges features as well"
             )
-        if not 0.7 < self.gradient_scale < 1.4:
+        if self.gradient_scale is not None and not 0.7 < self.gradient_scale < 1.4:
             found.append(
                 f"reduced gradients are {self.gradient_scale:.3g} times the true ones: losses or reduction are not as "
                 f"declared; losses that add up to the whole loss need gradients summed, N times that need the mean"
@@ -64,18 +64,20 @@ def verify_vision_dp(
 
     The scale is c = |G|^2 / <∂L/∂θ, G> for the reduced gradient G, and the product is measured by moving the
     parameters by ±ε G: only forwards, so it holds for sharded parameters too. Not for ZeRO, whose gradients stay
-    with DeepSpeed.
+    with DeepSpeed. A dispatch changes no sum over the group: its gradients are compared as sums, and their scale, None,
+    is not its business.
     """
     settings = handle.settings
     if handle.control is None:
         raise TrimtabError("a group of one shares nothing, so there is nothing to verify: run on two ranks or more")
-    if settings.loss is None:
+    is_dispatch = settings.exchange == "dispatch"
+    if settings.loss is None and not is_dispatch:
         raise TrimtabError(
             "gradients can be judged where it is known how losses add up: make the handle with loss= and reduction="
         )
     over = over or handle.group
     replicas = dist.get_world_size(over) // handle.num_ranks
-    kappa = handle.num_ranks if KAPPA_IS_N[settings.loss] else 1
+    kappa = handle.num_ranks if settings.loss is not None and KAPPA_IS_N[settings.loss] else 1
     parameters = [p for p in handle.vision_parameters() if p.requires_grad]
 
     def whole_loss() -> float:
@@ -91,27 +93,40 @@ def verify_vision_dp(
             if reduce is not None:
                 reduce()
         found = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+        if is_dispatch:  # whoever encoded has the gradient; what the host has reduced already is multiplied alike
+            found = [_sum_over(handle.group, p, gradient) for p, gradient in zip(parameters, found, strict=True)]
         handle.model.zero_grad(set_to_none=True)
         return found
 
     with handle.paused():
         loss_alone, alone = whole_loss(), gradient(None)
     together = gradient(handle.reduce_gradients if settings.reduction == "none" else None)
-    square = _dot(together, together)
+    loss_together, square = whole_loss(), _dot(together, together)
     differences = [None if a is None or b is None else a - b for a, b in zip(together, alone, strict=True)]
-    step = _STEP[parameters[0].dtype] * _dot(list(parameters), list(parameters)) ** 0.5 / max(square**0.5, 1e-30)
-    loss_together = whole_loss()
-    up, down = (_moved(handle.model, parameters, together, sign * step, whole_loss) for sign in (1, -1))
-    along = (up - down) / (2 * step)
+    scale = None
+    if not is_dispatch:
+        step = _STEP[parameters[0].dtype] * _dot(list(parameters), list(parameters)) ** 0.5 / max(square**0.5, 1e-30)
+        up, down = (_moved(handle.model, parameters, together, sign * step, whole_loss) for sign in (1, -1))
+        along = (up - down) / (2 * step)
+        scale = square / along if along else float("inf")
     check = VisionCheck(
         loss_error=abs(loss_together - loss_alone) / max(abs(loss_alone), 1e-30),
         gradient_error=(_dot(differences, differences) / max(_dot(alone, alone), 1e-30)) ** 0.5,
-        gradient_scale=square / along if along else float("inf"),
+        gradient_scale=scale,
         dtype=parameters[0].dtype,
     )
     if raise_problems and check.problems:
         raise TrimtabError("\n".join(check.problems))
     return check
+
+
+def _sum_over(group: Any, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """Of a parameter that every rank holds whole; of sharded ones the shard, which is a sum already."""
+    if hasattr(parameter, "full_tensor"):
+        return gradient
+    total = torch.zeros_like(parameter) if gradient is None else gradient
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _moved(

@@ -1,0 +1,276 @@
+"""Images of a step to other data-parallel ranks, and their features back: every first stage encodes an equal part.
+
+First stages of a data-parallel group hold the whole tower and run one schedule, so they come to the forward and the
+backward of micro-batch i in the same order. Before a step they tell one another the sizes of all its images, in two
+exchanges of integers; then each knows who encodes what. The forward of micro-batch i moves pixels out and rows back,
+or that of the first of several that share a call. Features enter the stage as leaves of its graph; the tower's own
+backward runs when the last micro-batch of the call has had its own. So a rank whose micro-batch has no image takes
+part in both, and no schedule needs to know.
+
+Gradients stay exact: rows bring their gradient back to the rank that encoded them (`vision.exchange`), which adds it
+to its copy of the tower, and the sum over the group that follows a step is the same as before. Random draws inside a
+tower (dropout, stochastic depth) are those of the rank that encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.balance.images import Rule, TowerCost, share_images
+from trimtab.errors import TrimtabError
+from trimtab.plan.plan import VisionDataParallel
+from trimtab.runtime.pipeline.flow import PIXELS, Batch, has_images
+from trimtab.runtime.pipeline.layout import PipelineLayout
+from trimtab.runtime.pipeline.module import StageModule
+from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
+from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
+from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
+from trimtab.runtime.vision.families import Family, GridFamily, Kind, find_family, tower_flops
+from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
+from trimtab.runtime.vision.outputs import read_features, write_features
+from trimtab.runtime.zero_weight import filler_sample
+
+TIMEOUT_S = 600.0
+_REFUSED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLoad:
+    """ViT patches of one step, by data-parallel rank."""
+
+    held: tuple[int, ...]  # of the images in a rank's own packs: what it would encode alone
+    encoded: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    """One call of the tower, for the images of consecutive micro-batches."""
+
+    inputs: VisionInputs | None  # this rank's own images; None: none
+    pool: Pool
+    atoms: list[int]  # own, of each micro-batch
+    waiting: set[int]  # micro-batches whose backward is to come
+    has_run: bool = False
+    rows: Tensor | None = None  # own rows as they came back, until their backward
+    leaves: list[Tensor] = field(default_factory=list)  # the same by micro-batch, in the stage's graph
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ImageDispatch:
+    """The first stage's side of it; made by `dispatch_images`."""
+
+    module: StageModule
+    group: Any  # data-parallel ranks of the first stage
+    control: Control
+    family: Family
+    config: Any
+    cost: TowerCost
+    rule: Rule
+    num_pooled: int
+    device: torch.device
+    template: VisionInputs  # the family's smallest image
+    settings_mark: int  # of what makes ranks run their calls in one order, with one assignment
+    load: ImageLoad | None = None  # of the latest step
+    _calls: list[_Call] = field(default_factory=list)
+    _features: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def expect(self, microbatches: Sequence[Batch]) -> None:
+        """Before each step; collective over the group. A rank that disagrees raises on all of them."""
+        self._calls.clear()
+        self._features.clear()
+        inputs = self._read_all(microbatches)
+        k = self.num_pooled
+        parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]
+        joined = [join_inputs([x for x in part if x is not None]) for part in parts]
+        pools = pool_images(joined, len(self.template.parts), control=self.control, cost=self.cost, rule=self.rule)
+        for number, (part, own, pool) in enumerate(zip(parts, joined, pools, strict=True)):
+            self._calls.append(
+                _Call(
+                    inputs=own,
+                    pool=pool,
+                    atoms=[0 if x is None else len(x) for x in part],
+                    waiting=set(range(number * k, number * k + len(part))),
+                )
+            )
+        N = self.control.num_ranks
+        held = sum(np.bincount(pool.home, pool.patches, N) for pool in pools)
+        encoded = sum(np.array([pool.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
+        self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
+
+    def features(self, microbatch: int) -> dict[str, Tensor] | None:
+        """What the tower's layers would have written for this micro-batch, as leaves; None: it has no images."""
+        number = microbatch // self.num_pooled
+        call = self._calls[number]
+        if not call.has_run:
+            assert all(x.has_run for x in self._calls[:number]), "ranks exchange in the order of micro-batches"
+            call.has_run = True
+            if len(call.pool.home):
+                self._run(call, number * self.num_pooled)
+        return self._features.pop(microbatch, None)
+
+    def finish(self, microbatch: int) -> None:
+        """Behind each backward: the last one of a call runs the tower's own, on every rank of the group."""
+        call = self._calls[microbatch // self.num_pooled]
+        call.waiting.discard(microbatch)
+        if call.waiting or call.rows is None:
+            return
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in call.leaves]
+        torch.autograd.backward([call.rows], [torch.cat(gradients)])
+        call.rows, call.leaves = None, []
+
+    def _run(self, call: _Call, first: int) -> None:
+        """Pixels out, this rank's share through the tower, rows back."""
+        rank, pool = self.control.rank, call.pool
+        own = None if call.inputs is None else call.inputs.to(self.device)
+        received = move_images(own, self.template, pool, rank=rank, group=self.group)
+        call.inputs = None
+        share = pool.shares.atoms_of(rank)
+        # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
+        encoded, num = (received, len(share)) if len(share) else (self.template, 1)
+        features = read_features(self._encode(encoded), encoded, num, np.arange(num))
+        num_rows = np.full(len(pool.home), features.num_rows[0]) if pool.rows is None else pool.rows
+        made = features.rows if len(share) else features.rows[:0]
+        layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
+        rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
+        own_rows, start, end = num_rows[pool.home == rank], 0, 0
+        for number, atoms in enumerate(call.atoms, first):
+            mine = own_rows[start : start + atoms]
+            start += atoms
+            leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
+            end += len(leaf)
+            if rows.requires_grad:
+                call.leaves.append(leaf)
+            if atoms:
+                self._features[number] = self._named(write_features(features, leaf, mine))
+        if rows.requires_grad:
+            call.rows = rows
+
+    # -- the tower ----------------------------------------------------------------------------------------------------
+
+    def _encode(self, inputs: VisionInputs) -> Any:
+        """As a vision tower returns it: the projector's rows, and a list of what DeepStack layers take."""
+        batch = {_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts}
+        values = self.module.run_images(batch)
+        deep = [values[name] for name in self._deepstack]
+        return (values["images"], deep) if deep else values["images"]
+
+    def _named(self, output: Any) -> dict[str, Tensor]:
+        images, deep = output if isinstance(output, tuple) else (output, [])
+        return {"images": images, **dict(zip(self._deepstack, deep, strict=True))}
+
+    @property
+    def _deepstack(self) -> list[str]:
+        return [name for name in self.module.cuts.written_by_images if name != "images"]
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def _read_all(self, microbatches: Sequence[Batch]) -> list[VisionInputs | None]:
+        """Own images by micro-batch, once all ranks have said that they can go on."""
+        problem, inputs, form = None, [], 0
+        try:
+            inputs = [self._read(batch) for batch in microbatches]
+            form = self._check_form([x for x in inputs if x is not None])
+        except TrimtabError as error:
+            problem, form = error, _REFUSED
+        told = np.stack(self.control.gather("the start of a step", [form, len(microbatches), self.settings_mark]))
+        if problem is not None:
+            raise problem
+        if refusing := np.flatnonzero(told[:, 0] == _REFUSED).tolist():
+            raise TrimtabError(f"data-parallel rank {_names(refusing)} refused its images: its own message says why")
+        if others := differing_ranks(told[:, 1]):
+            raise TrimtabError(
+                f"data-parallel rank {_names(others)} runs {told[others[0], 1]} micro-batches in a step and the others "
+                f"another number, but images are exchanged one micro-batch after the other: give equally many, "
+                f"collate([]) for an empty slot"
+            )
+        if others := differing_ranks(told[:, 2]):
+            raise TrimtabError(
+                f"data-parallel rank {_names(others)} runs another schedule, or shares images by another rule: build "
+                f"the pipeline of every rank from one plan"
+            )
+        return inputs
+
+    def _read(self, batch: Batch) -> VisionInputs | None:
+        return read_images(batch, self.family, self.config)
+
+    def _check_form(self, inputs: list[VisionInputs]) -> int:
+        """Rows travel into buffers made like the family's smallest image: they have to be alike on every rank."""
+        for image in inputs:
+            for part, like in zip(image.parts, self.template.parts, strict=True):
+                if part.rows.dtype != like.rows.dtype or part.rows.shape[1:] != like.rows.shape[1:]:
+                    shape = ", ".join(map(str, like.rows.shape[1:]))
+                    raise TrimtabError(
+                        f"{part.name} of {part.rows.dtype} and shape {tuple(part.rows.shape)} were given, and images "
+                        f"of this model are {like.rows.dtype} (..., {shape}): use the "
+                        f"model's own processor, or train without sharing images"
+                    )
+        return 0
+
+
+_BATCH_KEYS = {"grid_thw": "image_grid_thw"}
+
+
+def read_images(batch: Batch, family: Family, config: Any) -> VisionInputs | None:
+    """Atoms of a micro-batch, videos behind images, as the first stage's layers read them."""
+    if not has_images(batch):
+        return None
+    if not isinstance(family, GridFamily):
+        return family.read("image", {"pixel_values": batch["pixel_values"]}, config)
+    kinds = [
+        (batch[pixels], batch[grid])
+        for pixels, grid in zip(PIXELS, ("image_grid_thw", "video_grid_thw"), strict=True)
+        if batch.get(pixels) is not None
+    ]
+    pixels, grids = (torch.cat(column) if len(kinds) > 1 else column[0] for column in zip(*kinds, strict=True))
+    tower: Kind = "tower"
+    return family.read(tower, {"pixel_values": pixels, "grid_thw": grids}, config)
+
+
+def dispatch_images(
+    module: StageModule,
+    layout: PipelineLayout,
+    decision: VisionDataParallel,
+    *,
+    model: Any,
+    cost: TowerCost | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> ImageDispatch:
+    """For a first stage that holds the whole tower; every rank of its data-parallel group calls this.
+
+    `cost` None: multiply-adds, by the configuration.
+    """
+    share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
+    config = model.config
+    family, cost = find_family(config), cost or tower_flops(config)
+    smallest = read_images(filler_sample(config, with_image=True), family, config)
+    assert smallest is not None
+    order = [layout.stages, layout.schedule, layout.num_chunks]
+    return ImageDispatch(
+        module=module,
+        group=group,
+        control=open_control(group, TIMEOUT_S),
+        family=family,
+        config=config,
+        cost=cost,
+        rule=decision.rule,
+        num_pooled=decision.pooling,
+        device=device,
+        template=smallest.to(device),
+        settings_mark=fingerprint([*order, decision.pooling, decision.rule, cost], []),
+    )
+
+
+def _whole(values: Any) -> tuple[int, ...]:
+    return tuple(int(x) for x in values)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

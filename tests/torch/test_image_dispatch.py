@@ -1,0 +1,119 @@
+"""Data-parallel ranks of a pipeline that share images, and `trimtab train` doing so. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs tiny models on gloo ranks")
+pytest.importorskip("transformers", reason="holds the models")
+pytest.importorskip("PIL", reason="pillow is not installed")
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+import image_dispatch_runs
+from pipeline_runs import dispatch_by
+from train_runs import fork_ranks, run_on_ranks, settings_of, values_of, write_run, write_variant
+
+from trimtab.errors import UnsupportedPlanError
+from trimtab.plan.file import load_plan
+from trimtab.plan.reload import load_details
+from trimtab.plan.run_log import read_run_of
+from trimtab.report.run import run_sentences
+from trimtab.runtime.pipeline import read_layout
+from trimtab.runtime.train import train
+from trimtab.runtime.train_settings import TrainSettings
+
+pytestmark = pytest.mark.torch
+
+
+def test_two_ranks_share_the_images_of_a_step(tmp_path: Path) -> None:
+    """Loss, gradients and each rank's load, in four families; ranks that disagree; a tower that is cut."""
+    fork_ranks(tmp_path, image_dispatch_runs.run_all)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainSettings]:
+    """Two families on two ranks with the whole model each: without sharing, by option, and as a plan has it."""
+    found = {}
+    folder = tmp_path_factory.mktemp("runs")
+    for family in ("qwen2_5_vl", "internvl"):
+        here = folder / family
+        write_run(here, family)
+        plain = write_variant(here, "plain", num_stages=1)
+        planned = write_variant(here, "planned", num_stages=1, images=dispatch_by(2))
+        usual: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.5, "steps": 4}
+        found |= {
+            f"{family} off": settings_of(here, planned, "off", vision_dp="off", **usual),
+            f"{family} option": settings_of(here, plain, "option", vision_dp="dispatch", **usual),
+            f"{family} plan": settings_of(here, planned, "planned", **usual),
+        }
+    run_on_ranks(folder, list(found.values()), 2)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("how", ["option", "plan"])
+def test_training_loses_as_without_sharing(runs, family, how):
+    without, shared = runs[f"{family} off"], runs[f"{family} {how}"]
+    assert values_of(shared) == pytest.approx(values_of(without), rel=1e-6)
+    assert values_of(shared, "grad_norm") == pytest.approx(values_of(without, "grad_norm"), rel=1e-5)
+    assert len(set(values_of(shared))) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_the_log_and_the_report_say_what_each_rank_encoded(runs, family):
+    shared = runs[f"{family} plan"]
+    held, encoded = values_of(shared, "patches_held"), values_of(shared, "patches_encoded")
+    assert [sum(step) for step in held] == [sum(step) for step in encoded]
+    assert sum(max(step) for step in encoded) < sum(max(step) for step in held)
+    assert values_of(runs[f"{family} off"], "patches_held") == [[]] * 4
+    header = json.loads((shared.out / "run.jsonl").read_text().splitlines()[0])
+    assert header["vision_dp"] == "dispatch"
+    details = load_details(shared.plan)
+    words = " ".join(run_sentences(details, read_run_of(details.plan, shared.out / "run.jsonl")))
+    totals = ", ".join(f"{sum(step[rank] for step in encoded):,}" for rank in range(2))
+    assert "Data-parallel ranks shared their images: the fullest of a step encoded 1." in words
+    assert f"alone; by rank {totals}." in words
+    off = read_run_of(details.plan, runs[f"{family} off"].out / "run.jsonl")
+    assert "shared their images" not in " ".join(run_sentences(details, off))
+
+
+def test_one_rank_alone_shares_nothing(runs, capsys):
+    settings = runs["internvl option"]
+    alone = settings_of(settings.model.parent, settings.plan, "alone", vision_dp="dispatch", steps=1)
+    train(alone)
+    assert values_of(alone, "patches_encoded") == [[]]
+    assert "one data-parallel rank has no other to share images with: it encodes its own" in capsys.readouterr().err
+
+
+def test_other_ways_of_sharing_are_refused(runs):
+    plan = load_plan(runs["internvl plan"].plan)
+    images = plan.decisions.vision_data_parallel
+    assert read_layout(plan).images == images
+    other = replace(images, group="tp", exchange="gather", reduction="mean")
+    with pytest.raises(UnsupportedPlanError, match="in which tp ranks share images by gather was given, but this run"):
+        read_layout(replace(plan, decisions=replace(plan.decisions, vision_data_parallel=other)))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_two_pipelines_of_two_stages_lose_as_without_sharing(tmp_path, family):
+    write_run(tmp_path, family)
+    plan = tmp_path / "plan"  # cut inside the text model
+    first = write_variant(tmp_path, "first", num_stages=2, images=dispatch_by(1), behind="model.language_model")
+    off = settings_of(tmp_path, plan, "off", vision_dp="off")
+    shared = [
+        settings_of(tmp_path, plan, "on", vision_dp="dispatch"),
+        settings_of(tmp_path, first, "tower-alone"),
+        settings_of(tmp_path, first, "bf16", dtype="bfloat16"),
+        settings_of(tmp_path, first, "bf16-off", dtype="bfloat16", vision_dp="off"),
+    ]
+    run_on_ranks(tmp_path, [off, *shared], 4)
+    for settings in shared[:2]:
+        assert values_of(settings) == pytest.approx(values_of(off), rel=1e-6)
+        assert all(values_of(settings, "patches_encoded"))
+    assert values_of(shared[2]) == pytest.approx(values_of(shared[3]), rel=5e-3)

@@ -1,0 +1,262 @@
+"""Uses of shared images that nobody plans: ranks at different calls, copies, compilers, handles over handles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import time
+from contextlib import redirect_stderr
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from vision_runs import Case, make_case, make_rank_case, relative, shard, sum_over_ranks
+
+from trimtab.balance.images import TowerCost
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision import (
+    control,
+    exchange,
+    rows_of_shards,
+    verify_vision_dp,
+    vision_dp,
+    vision_heartbeat,
+)
+from trimtab.runtime.vision.handle import VisionDataParallel
+
+
+def run_odd_uses(rank: int) -> None:
+    run_calls_that_differ(rank)
+    run_problems_of_one_rank(rank)
+    run_a_late_rank(rank)
+    run_copies(rank)
+    run_handles_over_handles(rank)
+    run_modes(rank)
+    run_failed_forward(rank)
+    run_verified_dispatch(rank)
+    run_many_handles(rank)
+    run_unequal_groups(rank)
+
+
+def features(case: Case, **more: Any) -> Any:
+    given = {"pixel_values": case.inputs["pixel_values"], "image_grid_thw": case.inputs["image_grid_thw"], **more}
+    return case.model.model.get_image_features(**given, return_dict=True)
+
+
+def run_calls_that_differ(rank: int) -> None:
+    """Every rank raises within a second, and the group works on."""
+    case = make_case("qwen2_5_vl", "images")
+    expected = case.forward().detach()
+    text = make_rank_case("qwen2_5_vl", "text")
+    text.model = case.model
+    with vision_dp(case.model):  # the default of ten minutes
+        start = time.monotonic()
+        with pytest.raises(TrimtabError, match="rank 1 of the group begins a forward without images, and rank 0 has"):
+            (text if rank else case).forward()
+        match = "not at the same call: rank 0 at get_image_features, rank 1 at the start of a forward; run the same"
+        with pytest.raises(TrimtabError, match=match):
+            case.forward() if rank else features(case)
+        assert time.monotonic() - start < 5
+        assert torch.allclose(case.forward(), expected, rtol=1e-6, atol=1e-6)
+        text.forward()  # on all ranks: no image, no exchange
+    modes = pytest.raises(TrimtabError, match="with another mode of gradients")
+    with vision_dp(case.model, exchange="dispatch"), torch.set_grad_enabled(bool(rank)), modes:
+        case.forward()
+    forms = pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with .* another form")
+    pixels = case.inputs["pixel_values"]
+    with vision_dp(case.model, exchange="dispatch"), forms:
+        case.forward(pixel_values=pixels.double() if rank else pixels)
+    costs = pytest.raises(TrimtabError, match="or shares images by another rule or cost than the rest: use the same")
+    with vision_dp(case.model, exchange="dispatch", cost=TowerCost(patch=1.0 + rank)), costs:
+        case.forward()
+
+
+def run_problems_of_one_rank(rank: int) -> None:
+    """What goes wrong before the exchange on one rank is told to the other."""
+    case = make_case("qwen2_5_vl", "images")
+    told = "rank 1 refused what get_image_features was given: that rank's own message says why"
+    with vision_dp(case.model):
+        with pytest.raises((TypeError, TrimtabError), match="missing a required argument" if rank else told):
+            case.model.model.get_image_features(**({"pixels": 1} if rank else _given(case)))
+        wrong = {"image_grid_thw": torch.ones(2, 2, dtype=torch.int64)} if rank else {}
+        with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else told):
+            features(case, **wrong)
+        assert len(features(case).pooler_output) == 3
+    mask = case.inputs["input_ids"] == case.model.config.image_token_id
+    halves = [shard(r, 2, case.num_tokens) for r in range(2)]
+    with vision_dp(case.model, exchange="routed") as handle:
+        wanted = rows_of_shards(mask, halves)
+        if rank:
+            with pytest.raises(TrimtabError, match="the routed exchange was not told which image rows each rank needs"):
+                features(case)
+        else:
+            with pytest.raises(TrimtabError, match=told), handle.wanting(image=wanted):
+                features(case)
+        other = wanted if rank else rows_of_shards(mask, halves[::-1])
+        differs = pytest.raises(TrimtabError, match="rank 1 of the group called get_image_features with other images")
+        with differs, handle.wanting(image=other):
+            features(case)
+        with handle.wanting(image=wanted):
+            assert len(features(case).pooler_output[0]) == len(wanted[rank])
+
+
+def _given(case: Case) -> dict[str, Any]:
+    return {name: case.inputs[name] for name in ("pixel_values", "image_grid_thw")}
+
+
+def run_a_late_rank(rank: int) -> None:
+    """Whom a rank waits for is said long before it gives up, and a rank that comes late is not too late."""
+    case = make_case("qwen2_5_vl", "images")
+    patience, control.PATIENCE_S = control.PATIENCE_S, 0.5
+    said = io.StringIO()
+    with vision_dp(case.model, timeout_s=60), redirect_stderr(said):
+        if rank:
+            time.sleep(2.5)
+        features(case)
+    sentence = "trimtab: rank 0 has waited 0.5 s at get_image_features for rank 1 of 2; it gives up after 60 s\n"
+    assert said.getvalue() == ("" if rank else sentence)
+    control.PATIENCE_S = patience
+
+
+def run_copies(rank: int) -> None:
+    """A copy of a model that shares images shares none, and uses its own weights."""
+    case = make_case("qwen3_vl", "images")
+    plain = case.forward().detach()
+    with vision_dp(case.model) as handle:
+        other = copy.deepcopy(case.model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+            changed = other(**case.inputs).logits
+        assert handle.load.calls == 0
+        assert not torch.allclose(changed, plain, rtol=1e-2)
+        with pytest.raises(TrimtabError, match=r"was to be pickled, .* save its state_dict\(\), or call remove\(\)"):
+            pickle.dumps(case.model.model)
+        assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+        assert handle.load.calls == 1
+    with torch.no_grad():
+        alone = copy.deepcopy(case.model)
+        for parameter in alone.parameters():
+            parameter.mul_(1.5)
+        assert torch.equal(alone(**case.inputs).logits, changed)
+
+
+def run_handles_over_handles(rank: int) -> None:
+    case = make_case("qwen2_5_vl", "images")
+    taken = "shared already, with another group or other settings: call remove"
+    with vision_dp(case.model) as handle:
+        assert vision_dp(case.model) is handle
+        assert vision_dp(case.model.model) is handle
+        for other in ({"at": "tower"}, {"heartbeat": dist.group.WORLD}, {"exchange": "dispatch"}, {"check": False}):
+            with pytest.raises(TrimtabError, match=taken):
+                vision_dp(case.model, **other)
+        with pytest.raises(TrimtabError, match=taken):
+            vision_heartbeat(case.model)
+    with vision_heartbeat(case.model) as handle:
+        assert vision_heartbeat(case.model) is handle
+        with pytest.raises(TrimtabError, match=taken):
+            vision_dp(case.model)
+    _assert_no_trace(case, handle)
+
+
+def _assert_no_trace(case: Case, handle: VisionDataParallel) -> None:
+    handle.remove()
+    assert not handle.is_installed
+    with pytest.raises(TrimtabError, match="a removed handle was to be installed, but its connections are closed"):
+        handle.install()
+    for module in case.model.modules():
+        assert not {"get_image_features", "get_video_features", "forward"} & module.__dict__.keys()
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+
+
+def run_modes(rank: int) -> None:
+    """Evaluation, inference mode, generation, a compiled caller, gradients over several micro-batches."""
+    case = make_case("qwen2_5_vl", "images")
+    case.loss(case.forward()).backward()
+    case.loss(case.forward()).backward()
+    expected = case.gradients()
+    mine = shard(rank, 2, case.num_tokens)
+    prompt = {name: value for name, value in case.inputs.items() if name != "position_ids"}
+    case.model.eval()
+    said = case.model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    plain = case.forward().detach()
+    with vision_dp(case.model) as handle:
+        assert torch.equal(case.model.generate(**prompt, max_new_tokens=4, do_sample=False), said)
+        with torch.inference_mode():
+            assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+        assert handle.load.calls == 2
+        case.model.train()
+        for _ in range(2):
+            case.loss(case.forward(), mine).backward()
+        error = relative(sum_over_ranks(case.gradients()), expected)
+        assert error <= 1e-6, error
+        expected_rows = features(case).pooler_output[0]
+        doubled = torch.compile(lambda: 2 * features(case).pooler_output[0], backend="eager")
+        assert torch.equal(doubled(), 2 * expected_rows)
+        assert handle.load.calls == 6
+        torch.compiler.reset()
+    _assert_no_trace(case, handle)
+
+
+def run_failed_forward(rank: int) -> None:
+    """A forward that fails between the heartbeat and the embedding leaves nothing behind for the next."""
+    cases = [make_rank_case("qwen2_5_vl", batch) for batch in ("one image", "text")]
+    case = cases[rank]
+    case.model = cases[0].model
+    plain = case.forward().detach()
+    embedding = case.model.get_input_embeddings()
+    with vision_dp(case.model, exchange="dispatch") as handle:
+        hook = embedding.register_forward_pre_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            case.forward()
+        hook.remove()
+        assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+        hook = embedding.register_forward_pre_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            case.forward()
+        hook.remove()
+    _assert_no_trace(case, handle)
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("out of patience")
+
+
+def run_verified_dispatch(rank: int) -> None:
+    """Ranks with images of their own, one of them without, are verified too; gradients that get lost are found."""
+    cases = [make_rank_case("qwen2_5_vl", batch) for batch in ("text", "images and clip")]
+    case = cases[rank]
+    with vision_dp(case.model, exchange="dispatch") as handle:
+        check = verify_vision_dp(handle, lambda: case.loss(case.forward()))
+        assert max(check.loss_error, check.gradient_error) <= 1e-6, check
+        assert check.gradient_scale is None
+        right = exchange._RouteRows.backward
+        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], None))
+        with pytest.raises(TrimtabError, match="and the vision gradients by 1: the family's declaration does not hold"):
+            verify_vision_dp(handle, lambda: case.loss(case.forward()))
+        exchange._RouteRows.backward = right
+
+
+def run_many_handles(rank: int) -> None:
+    """One for every step: connections end with the handle."""
+    import psutil
+
+    case = make_case("qwen2_5_vl", "one image")
+    files = []
+    for _ in range(6):
+        with vision_dp(case.model, exchange="dispatch"):
+            features(case)
+        files.append(psutil.Process().num_fds())
+    assert files[-1] <= files[0], files
+
+
+def run_unequal_groups(rank: int) -> None:
+    """Ranks that are in unequally many process groups find one another all the same."""
+    if rank:
+        dist.new_group([rank], use_local_synchronization=True)
+    case = make_case("qwen2_5_vl", "one image")
+    with vision_dp(case.model, timeout_s=20):
+        features(case)
