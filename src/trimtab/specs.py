@@ -201,6 +201,9 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to another device of the same node, one direction
     source: str
+    # left out of the repr, and so of plans' fingerprints: a plan that offloads records what it was made with
+    host_bytes_per_s: float | None = field(default=None, repr=False)  # to host memory, one direction; None: not known
+    host_memory_bytes: int | None = field(default=None, repr=False)  # its share of the vendor's own server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,16 +342,16 @@ class Schedule:
 # -- costs ----------------------------------------------------------------------------------------------------------
 
 
-RecomputedTier = Literal["selective", "attention", "full"]
-"""How much of a recomputed layer is held beside its input: results of matrix products and attention; of attention
-alone; nothing."""
+RecomputedTier = Literal["selective", "attention", "full", "offload"]
+"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
+alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full"]
+    name: Literal["none", "selective", "attention", "full", "offload"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -425,7 +428,10 @@ class Stage:
     recompute: tuple[RecomputeChoice, ...] = ()
 
     def num_recomputed(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute)
+        return sum(len(choice.layers) for choice in self.recompute if choice.tier != "offload")
+
+    def num_offloaded(self) -> int:
+        return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,18 +17,21 @@ from trimtab.specs import RecomputeChoice, Stage
 
 
 def stage_options(profile, start, stop, *, split_backward=False):
-    """Every tier choice of the stage: (time, saved bytes, recomputed layers, transient) arrays; and its state."""
+    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient, host bytes; its state."""
     own = profile.layers[start:stop]
-    time_, saved, recomputed, transient = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1)
+    time_, saved, recomputed, transient, host = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1), np.zeros(1)
     for x in own:
         extra = np.array([t.extra_backward_s[0] for t in x.tiers])
         size = np.array([t.saved_bytes[0] for t in x.tiers])
-        again = x.transient_bytes[0] + (0 if split_backward else size[0] - size)  # its tensors are there once more
+        away = np.array([t.name == "offload" for t in x.tiers])
+        # its tensors are there once more, and where they come from the host those of another layer too
+        again = x.transient_bytes[0] + (0 if split_backward else (size[0] - size) * (1 + away))
         time_ = np.add.outer(time_, x.forward_s[0] + x.backward_s[0] + extra).ravel()
         saved = np.add.outer(saved, size).ravel()
         recomputed = np.add.outer(recomputed, np.arange(len(x.tiers)) > 0).ravel()
         transient = np.maximum.outer(transient, np.broadcast_to(again, size.shape)).ravel()
-    return time_, saved, recomputed, transient, sum(x.state_bytes for x in own)
+        host = np.add.outer(host, (size[0] - size) * away).ravel()
+    return time_, saved, recomputed, transient, host, sum(x.state_bytes for x in own)
 
 
 def held_by(schedule, num_stages, M):
@@ -40,7 +43,7 @@ def held_by(schedule, num_stages, M):
     return [M if schedule == "GPipe" else min(P - i, M) for i in range(P)], [0] * P
 
 
-def brute_force(profile, num_stages, memory, held, forbidden):
+def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf):
     """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
     L = len(profile.layers)
     base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
@@ -48,10 +51,12 @@ def brute_force(profile, num_stages, memory, held, forbidden):
     in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
-            times, saved, recomputed, transient, state = stage_options(profile, a, b, split_backward=any(pending))
+            times, saved, recomputed, transient, host, state = stage_options(
+                profile, a, b, split_backward=any(pending)
+            )
             whole = sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b])
             size = state + in_flight[i] * saved + pending[i] * whole + transient
-            fits = np.flatnonzero(size <= memory)
+            fits = np.flatnonzero((size <= memory) & ((in_flight[i] + pending[i]) * host <= host_memory))
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
     splits = []
     for inner in itertools.combinations([c for c in range(1, L) if c not in forbidden], num_stages - 1):
@@ -104,6 +109,39 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
     assert 0 < num_infeasible < 90
 
 
+@pytest.mark.parametrize("block", range(10))
+def test_split_equals_brute_force_where_layers_may_be_offloaded(block):
+    """A thousand instances: four kinds of layers, five tiers, host memory from none to more than is needed."""
+    rng = np.random.default_rng(100 + block)
+    num_infeasible = num_offloaded = 0
+    for _ in range(100):
+        L = int(rng.integers(2, 6))
+        P = int(rng.integers(1, min(L, 4) + 1))
+        M = int(rng.integers(1, 6))
+        profile = random_profile(rng, L, 4, num_tiers=4, offload=True)
+        memory, host_memory = int(rng.integers(60, 220)), int(rng.choice([0, 15, 40, 80, 10**6]))
+        schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
+        expected = brute_force(profile, P, memory, held_by(schedule, P, M), frozenset(), host_memory)
+        ask = {"memory": memory, "host_bytes": host_memory, "microbatches": M, "schedule": schedule}
+        if expected is None:
+            num_infeasible += 1
+            with pytest.raises(PartitionError, match="do not fit"):
+                split(profile, P, **ask)
+            continue
+        result = split(profile, P, **ask)
+        assert result.exact
+        chosen = sum(stage.num_recomputed() + stage.num_offloaded() for stage in result.stages)
+        assert (result.bottleneck_s, sum(result.recompute_s), chosen) == pytest.approx(expected, rel=1e-9)
+        assert max(device.total_bytes for device in result.memory) <= memory
+        most = max(device.host_bytes for device in result.memory)
+        assert most <= host_memory
+        offloaded = sum(stage.num_offloaded() for stage in result.stages)
+        assert (most == 0) or offloaded
+        num_offloaded += offloaded > 0
+    assert 0 < num_infeasible < 90
+    assert num_offloaded > 3
+
+
 @pytest.mark.parametrize("U", [1, 2, 3])
 def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
     from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
@@ -128,7 +166,7 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         counts = np.zeros((C, U), np.int64)
         tiers = tier_table(gain, cost)
         every = allowed(tiers, 0)
-        found = least_extra(tiers, num_alike, every, need, 10**12, counts)
+        found = least_extra(tiers, num_alike, every, need, 10**12, 0, counts)
         if not len(enough):
             assert found == IMPOSSIBLE
             continue
@@ -137,8 +175,8 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         assert (counts * gain).sum() >= need
         assert (counts.sum(axis=1) <= num_alike).all()
         for slack in (0, 3, 40):
-            assert least_extra(tiers, num_alike, every, need, least + slack, counts) == least
-        assert least_extra(tiers, num_alike, every, need, least - 1, counts) == IMPOSSIBLE
+            assert least_extra(tiers, num_alike, every, need, least + slack, 0, counts) == least
+        assert least_extra(tiers, num_alike, every, need, least - 1, 0, counts) == IMPOSSIBLE
 
 
 def test_ties_recompute_least_and_then_even_out_memory():
@@ -235,7 +273,7 @@ def test_recompute_stages_keeps_the_cuts():
     result = recompute_stages(problem, stages)
     assert [(s.start, s.stop) for s in result.stages] == [(0, 3), (3, 6), (6, 9)]
     for i, stage in enumerate(result.stages):
-        times, saved, _, transient, state = stage_options(profile, stage.start, stage.stop)
+        times, saved, _, transient, _, state = stage_options(profile, stage.start, stage.stop)
         fits = state + (3 - i) * saved + transient <= 500.0
         assert result.forward_s[i] + result.backward_s[i] == pytest.approx(times[fits].min())
 

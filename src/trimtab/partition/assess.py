@@ -27,6 +27,7 @@ class DeviceMemory:
     saved_bytes: float  # activations of all micro-batches in flight at the worst moment
     transient_bytes: float  # the most one layer's backward needs: its workspace, and what it computes again
     overhead_bytes: float  # what the caller set aside: context, allocator, communication buffers
+    host_bytes: float = 0.0  # of offloaded layers, in host memory: no part of the device's total
 
     @property
     def total_bytes(self) -> float:
@@ -71,7 +72,9 @@ def assess_stages(
 
     Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers) + largest
     transient + overhead, bytes at `work_max`. A layer's transient is the workspace of its backward (`transient_bytes`)
-    and, where it recomputes, what it then holds more than its tier saves: layers are computed again one at a time.
+    and, where it recomputes, what it then holds more than its tier saves: layers are computed again one at a time. An
+    offloaded layer holds that twice, its own and what comes back for the layer before it meanwhile; until its backward
+    ends it takes as much of host memory, for each micro-batch.
     Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
     Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
     recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
@@ -93,14 +96,24 @@ def assess_stages(
     whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own])
     held = np.array([state[x].sum() for x in own])
     again = [
-        0.0 if splits_backward(schedule) else max(0.0, _saved(layer.tiers[0], most) - _saved(tier, most))
+        0.0 if splits_backward(schedule) else bytes_again(tier, _saved(layer.tiers[0], most), most)
         for x, tiers in zip(own, chosen, strict=True)
         for layer, tier in zip(profile.layers[x], tiers, strict=True)
     ]
     transient = transient[stages[0].start : stages[-1].stop] + np.array(again)
+    away = np.array(
+        [
+            sum(
+                host_bytes(tier, _saved(layer.tiers[0], most), most)
+                for layer, tier in zip(profile.layers[x], tiers, strict=True)
+            )
+            for x, tiers in zip(own, chosen, strict=True)
+        ]
+    )
     ends = np.cumsum([0, *(stage.stop - stage.start for stage in stages)])
     workspace = np.maximum.reduceat(transient, ends[:-1])
     peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, whole))
+    host_peaks = peak_saved_bytes(away, schedule, **shape)
     devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
 
     unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
@@ -116,6 +129,7 @@ def assess_stages(
                 saved_bytes=float(peaks[d]),
                 transient_bytes=float(workspace[devices == d].max()),
                 overhead_bytes=float(overhead_bytes),
+                host_bytes=float(host_peaks[d]),
             )
             for d in range(P)
         ),
@@ -130,6 +144,20 @@ def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
     names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
     return [_tier(profile.layers[i], names.get(i, "none")) for i in range(stage.start, stage.stop)]
+
+
+def bytes_again(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
+    """What the backward of a layer holds beside its workspace and what `tier` saves: computed again, or fetched.
+
+    `whole_bytes` is what tier "none" saves. Offloaded: its own, and as much for the layer before it.
+    """
+    again = max(0.0, whole_bytes - _saved(tier, work))
+    return 2.0 * again if tier.name == "offload" else again
+
+
+def host_bytes(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
+    """What one micro-batch of the layer takes of host memory."""
+    return max(0.0, whole_bytes - _saved(tier, work)) if tier.name == "offload" else 0.0
 
 
 def _saved(tier: RecomputeTier, work: FloatArray) -> float:

@@ -39,6 +39,7 @@ class Pipeline(NamedTuple):
     in_flight: IntArray  # (S,) at least 0
     pending: IntArray  # (S,) further micro-batches that hold everything
     cap: IntArray  # (S,) bytes
+    host: IntArray  # (S,) bytes of host memory for one micro-batch
     known: IntArray  # (S, K + 1, K + 1) 1 + extra where already solved, else 0; empty: remember nothing
 
 
@@ -123,7 +124,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
         need = _bytes_to_free(pipeline, i, a, b, transient)
         if need == IMPOSSIBLE:
             break
-        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
+        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), pipeline.host[i], trial)
         if extra != IMPOSSIBLE:
             best = extra
             counts[:] = trial
@@ -148,7 +149,11 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
         return False
     need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
-    if need != IMPOSSIBLE and round_up(tiers, alike, every, need, counts) <= most:
+    if (
+        need != IMPOSSIBLE
+        and round_up(tiers, alike, every, need, counts) <= most
+        and (not tiers.uses_host or np.sum(counts * tiers.host) <= pipeline.host[i])
+    ):
         return True
     if not remembers:
         return bool(stage_extra(pipeline, tiers, i, a, b, limit, counts) != IMPOSSIBLE)

@@ -1,10 +1,11 @@
 """Compiled: the least extra backward time that brings a stage's saved bytes under its room, exactly.
 
 Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has up to U
-*upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none; both rise. A *prefix*
-p allows a class its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking
-steps in order of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice
-(Sinha and Zoltners 1979, "The multiple-choice knapsack problem").
+*upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none, in the order of
+`reach`. One that offloads takes bytes of host memory besides, of which a stage has so many. A *prefix* p allows a class
+its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking steps in order of
+cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice (Sinha and Zoltners
+1979, "The multiple-choice knapsack problem"), host memory left aside.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class TierTable(NamedTuple):
 
     gain: IntArray  # (C, U) bytes of one layer and micro-batch
     cost: IntArray  # (C, U) composite time units
-    reach: IntArray  # (C, U) bytes that the backward of one such layer needs beside what is saved
+    reach: IntArray  # (C, U) bytes that the backward of one such layer needs beside what is saved, rising
+    host: IntArray  # (C, U) bytes that one layer and micro-batch take of host memory
+    uses_host: bool  # whether any upgrade takes host memory
     levels: IntArray  # (V,) the different values of `reach`, rising
     step_class: IntArray  # (H,)
     step_prefix: IntArray  # (H,) under which the step lies on the hull
@@ -44,6 +47,16 @@ def allowed(tiers: TierTable, transient: int) -> IntArray:
         while prefix[g] < U and tiers.gain[g, prefix[g]] > 0 and tiers.reach[g, prefix[g]] <= transient:
             prefix[g] += 1
     return prefix
+
+
+@njit(cache=True)
+def within_host(tiers: TierTable, prefix: IntArray, num_alike: IntArray, room: int) -> IntArray:
+    """(C,) `prefix` without its last upgrades as long as `room` bytes of host memory do not hold one such layer."""
+    found = prefix.copy()
+    for g in range(prefix.shape[0]):
+        while num_alike[g] > 0 and found[g] > 0 and tiers.host[g, found[g] - 1] > room:
+            found[g] -= 1
+    return found
 
 
 @njit(cache=True)
@@ -84,11 +97,12 @@ def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int,
 
 @njit(cache=True)
 def least_extra(
-    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, counts: IntArray
+    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, host_room: int, counts: IntArray
 ) -> int:
     """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
 
-    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take. Exact: branch and bound over the
+    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take, `host_room` the bytes of host memory
+    for one micro-batch. Exact: branch and bound over the
     number of layers of each class and upgrade, small classes first, strong upgrades first, the last number in closed
     form. A branch is dropped only when the relaxation of what is left (the class's other layers under its weaker
     upgrades, and the classes to come), with slack for its rounding, cannot undercut the best choice known. Microseconds
@@ -97,11 +111,13 @@ def least_extra(
     counts[:] = 0
     if need <= 0:
         return 0
+    if tiers.uses_host:
+        prefix = within_host(tiers, prefix, num_alike, host_room)
     bound = relax(tiers, num_alike, prefix, need)
     if bound * (1.0 - 1e-14) > limit:
         return IMPOSSIBLE
     best = round_up(tiers, num_alike, prefix, need, counts)
-    found = best <= limit
+    found = best <= limit and np.sum(counts * tiers.host) <= host_room
     if found and best <= bound:
         return int(best)
     if not found:
@@ -116,10 +132,10 @@ def least_extra(
             item_class[n], item_upgrade[n] = g, u
             n += 1
     chosen, available = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    rest, spent, room = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     open_layers, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
     level = 0
-    chosen[0], available[0], rest[0] = -1, num_alike[item_class[0]], need
+    chosen[0], available[0], rest[0], room[0] = -1, num_alike[item_class[0]], need, host_room
     while level >= 0:
         g, u = item_class[level], item_upgrade[level]
         last = level + 1 == n
@@ -127,7 +143,8 @@ def least_extra(
         if last:  # fewer do not save enough, more cost more
             chosen[level] = max(chosen[level], -(-rest[level] // tiers.gain[g, u]))
         cost = spent[level] + chosen[level] * tiers.cost[g, u]
-        if chosen[level] > available[level] or cost >= best:
+        left_room = room[level] - chosen[level] * tiers.host[g, u]
+        if chosen[level] > available[level] or cost >= best or left_room < 0:
             open_layers[g], open_prefix[g] = num_alike[g], prefix[g]
             level -= 1
             continue
@@ -142,26 +159,35 @@ def least_extra(
             continue
         same = item_class[level + 1] == g
         open_layers[g], open_prefix[g] = (available[level] - chosen[level] if same else 0), u
-        below = cost + relax(tiers, open_layers, open_prefix, left)
+        if tiers.uses_host:
+            below = cost + relax(tiers, open_layers, within_host(tiers, open_prefix, open_layers, left_room), left)
+        else:
+            below = cost + relax(tiers, open_layers, open_prefix, left)
         if below * (1.0 - 1e-14) > best - 1:
             continue
         level += 1
-        rest[level], spent[level], chosen[level] = left, cost, -1
+        rest[level], spent[level], chosen[level], room[level] = left, cost, -1, left_room
         available[level] = open_layers[g] if same else num_alike[item_class[level]]
     return int(best) if found else IMPOSSIBLE
 
 
-def tier_table(gain: IntArray, cost: IntArray, reach: IntArray | None = None) -> TierTable:
-    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes. `reach` None: zeros."""
+def tier_table(
+    gain: IntArray, cost: IntArray, reach: IntArray | None = None, host: IntArray | None = None
+) -> TierTable:
+    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes. None: zeros."""
     reach = np.zeros_like(gain) if reach is None else reach
+    host = np.zeros_like(gain) if host is None else host
     steps: list[tuple[float, int, int, int, int, int, int]] = []
     for g in range(len(gain)):
         for p in range(1, int((gain[g] > 0).sum()) + 1):
             points = [(0, 0), *zip(gain[g, :p].tolist(), cost[g, :p].tolist(), strict=True)]
             at = 0
-            while at < p:  # the hull's next corner: least cost per byte from here, the furthest of equals
+            while True:  # the hull's next corner: least cost per byte from here, the furthest of equals
                 bytes_at, cost_at = points[at]
-                to = min(range(at + 1, p + 1), key=lambda k: ((points[k][1] - cost_at) / (points[k][0] - bytes_at), -k))
+                further = [k for k in range(1, p + 1) if points[k][0] > bytes_at]
+                if not further:
+                    break
+                to = min(further, key=lambda k: ((points[k][1] - cost_at) / (points[k][0] - bytes_at), -points[k][0]))
                 more, dearer = points[to][0] - bytes_at, points[to][1] - cost_at
                 steps.append((dearer / more, g, p, to - 1, at - 1, more, dearer))
                 at = to
@@ -171,6 +197,8 @@ def tier_table(gain: IntArray, cost: IntArray, reach: IntArray | None = None) ->
         gain=gain,
         cost=cost,
         reach=reach,
+        host=host,
+        uses_host=bool((host > 0).any()),
         levels=np.unique(reach[gain > 0]).astype(np.int64),
         step_class=columns[0],
         step_prefix=columns[1],
