@@ -87,7 +87,11 @@ def split(profile, num_stages, *, memory=1e18, microbatches=8, **kwargs):
 
 
 def random_profile(rng, num_layers, num_groups, num_tiers=3, offload=False):
-    """Layers of a few groups with whole-number costs; some groups offer no recompute, and of the others most offload."""
+    """Layers of a few groups with whole-number costs; some groups offer no recompute.
+
+    `offload`: most of the others may be offloaded too, rather cheaply, and what is not activations is small.
+    """
+    small = 6 if offload else 1
     kinds = []
     for g in range(num_groups):
         forward = int(rng.integers(1, 9))
@@ -98,12 +102,12 @@ def random_profile(rng, num_layers, num_groups, num_tiers=3, offload=False):
             {
                 "forward": forward,
                 "backward": 2 * forward,
-                "state": int(rng.integers(0, 60)),
+                "state": int(rng.integers(0, 60)) // small,
                 "saved": tuple(zip([0, *extra.tolist()], saved.tolist(), strict=True))[:count],
-                "transient": int(rng.integers(0, 30)),
+                "transient": int(rng.integers(0, 30)) // small,
                 "group": g,
             }
         )
         if offload and count > 1 and rng.random() < 0.8:
-            kinds[-1]["offload"] = (int(rng.integers(0, 5)), int(rng.integers(0, min(saved[0], 12) + 1)))
+            kinds[-1]["offload"] = (int(rng.integers(0, 3)), int(rng.integers(0, min(saved[0], 12) + 1)))
     return profile_of(layer(i, **kinds[int(rng.integers(num_groups))]) for i in range(num_layers))
