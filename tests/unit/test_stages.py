@@ -17,7 +17,7 @@ from trimtab.specs import RecomputeChoice, Stage
 
 
 def stage_options(profile, start, stop, *, split_backward=False):
-    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient, host bytes; its state."""
+    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient, host bytes; state."""
     own = profile.layers[start:stop]
     time_, saved, recomputed, transient, host = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1), np.zeros(1)
     for x in own:
@@ -51,9 +51,7 @@ def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf
     in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
-            times, saved, recomputed, transient, host, state = stage_options(
-                profile, a, b, split_backward=any(pending)
-            )
+            times, saved, recomputed, transient, host, state = stage_options(profile, a, b, split_backward=any(pending))
             whole = sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b])
             size = state + in_flight[i] * saved + pending[i] * whole + transient
             fits = np.flatnonzero((size <= memory) & ((in_flight[i] + pending[i]) * host <= host_memory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from trimtab.adapters.deepspeed import deepspeed_export, deepspeed_runs
@@ -17,7 +17,14 @@ from trimtab.adapters.torch_pipelining import pipelining_export
 from trimtab.adapters.torchtitan import titan_export, titan_ladder, titan_unsupported_cuts
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import Expressible, best_expressible, overfull_ranks, relative_time, replan
+from trimtab.plan.expressible import (
+    Expressible,
+    best_expressible,
+    overfull_ranks,
+    recompute_offloaded,
+    relative_time,
+    replan,
+)
 from trimtab.plan.reload import ReloadedPlan
 from trimtab.specs import ModelSpec, Stage
 
@@ -49,13 +56,22 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
 
     The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
     """
-    case = found.case
+    case, planned = found.case, found.stages
+    num_offloaded = sum(stage.num_offloaded() for stage in planned)
+    if num_offloaded:
+        found = replace(found, stages=recompute_offloaded(planned))
     try:
         exported = target.export(found, None)
     except UnsupportedPlanError:
         best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
-        return target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
-    return exported
+        return target.export(found, math.inf if best is None else relative_time(case, best, planned))
+    if not num_offloaded:
+        return exported
+    said = (
+        f"{num_offloaded} layers are planned with offload to host memory, and this export has no word for it: they are "
+        "recomputed in full, which holds no more and takes other time"
+    )
+    return replace(exported, warnings=(said, *exported.warnings))
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:

@@ -13,8 +13,8 @@ from trimtab.units import GIB
 # NVLink figures are printed for both directions together: one direction is half.
 # Memory is no datasheet figure: it is what CUDA reports to a process (`total capacity` in PyTorch's messages),
 # rounded down; ECC and the driver keep the rest of the GB on the label.
-# Host link: PCIe x16, one direction: lanes x transfers/s x 128/130 (its line code) / 8. Host memory: that of NVIDIA's own
-# DGX with eight of the device, by eight; none is made with the H20.
+# Host link: PCIe x16, one direction: lanes x transfers/s x 128/130 (its line code) / 8. Host memory: that of NVIDIA's
+# own DGX with eight of the device, by eight; none is made with the H20.
 PCIE_GEN4_X16_BYTES_PER_S = 16 * 16e9 * 128 / 130 / 8
 PCIE_GEN5_X16_BYTES_PER_S = 16 * 32e9 * 128 / 130 / 8
 DEVICES = MappingProxyType(

@@ -6,8 +6,8 @@ import json
 import math
 import os
 from dataclasses import asdict, fields
-from types import UnionType
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trimtab.costs.activations import uses_dense_pairs

@@ -113,7 +113,7 @@ def assess_stages(
     ends = np.cumsum([0, *(stage.stop - stage.start for stage in stages)])
     workspace = np.maximum.reduceat(transient, ends[:-1])
     peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, whole))
-    host_peaks = peak_saved_bytes(away, schedule, **shape)
+    host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
     devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
 
     unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])

@@ -94,7 +94,8 @@ def split_stages(
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
-    see `assess_stages`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages` devices hold `num_chunks` virtual stages each.
+    see `assess_stages`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages` devices
+    hold `num_chunks` virtual stages each.
 
     Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:

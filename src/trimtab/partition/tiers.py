@@ -3,9 +3,9 @@
 Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has up to U
 *upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none, in the order of
 `reach`. One that offloads takes bytes of host memory besides, of which a stage has so many. A *prefix* p allows a class
-its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking steps in order of
-cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice (Sinha and Zoltners
-1979, "The multiple-choice knapsack problem"), host memory left aside.
+its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking steps in order
+of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice (Sinha and
+Zoltners 1979, "The multiple-choice knapsack problem"), host memory left aside.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def least_extra(
 ) -> int:
     """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
 
-    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take, `host_room` the bytes of host memory
-    for one micro-batch. Exact: branch and bound over the
-    number of layers of each class and upgrade, small classes first, strong upgrades first, the last number in closed
-    form. A branch is dropped only when the relaxation of what is left (the class's other layers under its weaker
-    upgrades, and the classes to come), with slack for its rounding, cannot undercut the best choice known. Microseconds
+    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take, `host_room` the bytes of host
+    memory for one micro-batch. Exact: branch and bound over the number of layers of each class and upgrade, small
+    classes first, strong upgrades first, the last number in closed form. A branch is dropped only when the relaxation
+    of what is left (the class's other layers under its weaker upgrades, and the classes to come), with slack for its
+    rounding, cannot undercut the best choice known, or when host memory does not hold it. Microseconds
     where the seconds per byte differ; exponential in the number of classes at worst.
     """
     counts[:] = 0

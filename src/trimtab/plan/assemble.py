@@ -8,6 +8,7 @@ from trimtab import __version__
 from trimtab.balance.metrics import BalanceReport
 from trimtab.files import blake2b
 from trimtab.partition.assess import SplitResult
+from trimtab.plan.budget import host_bytes_per_s, host_memory_bytes
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.details import Variant
 from trimtab.plan.modules import fold_modules
@@ -88,6 +89,8 @@ def describe_inputs(
             latency_s=cluster.latency_s,
             memory_bytes=budget.total_bytes,
             reserve_bytes=budget.reserve_bytes,
+            host_bytes_per_s=host_bytes_per_s(cluster.device, options) if options.offload else None,
+            host_memory_bytes=host_memory_bytes(cluster.device, options) if options.offload else None,
         ),
         training=TrainingInput(
             dtype=options.dtype,
@@ -163,6 +166,7 @@ def describe_estimates(
                 activations_gib=_gib(held.saved_bytes),
                 transient_gib=_gib(held.transient_bytes),
                 reserve_gib=_gib(held.overhead_bytes),
+                host_gib=_gib(held.host_bytes),
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),

@@ -23,7 +23,7 @@ from trimtab.plan.reload import ReloadedPlan
 from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
-from trimtab.specs import ModelSpec, Stage
+from trimtab.specs import ModelSpec, RecomputeChoice, Stage
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -50,8 +50,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    if not can.selective:
-        case = _without_selective(case)
+    case = _without(case, "offload") if can.selective else _without(case, "selective", "attention", "offload")
     try:
         problem = case.problem
     except PartitionError:
@@ -140,14 +139,24 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         yield from (split.stages for split in found)
 
 
-def _without_selective(case: Case) -> Case:
-    """The case whose layers recompute in full or not at all: split and recompute are then solved for that."""
+def _without(case: Case, *tiers: str) -> Case:
+    """The case whose layers do not offer these tiers: split and recompute are then solved without them."""
     profile = case.setting.profile
     layers = tuple(
-        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
-        for layer in profile.layers
+        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name not in tiers)) for layer in profile.layers
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
+    """The stages with full recompute of what they offload: as many bytes held, fewer while a backward runs."""
+    result = []
+    for stage in stages:
+        full = tuple(sorted(i for x in stage.recompute if x.tier in ("full", "offload") for i in x.layers))
+        kept = tuple(x for x in stage.recompute if x.tier not in ("full", "offload"))
+        more = (RecomputeChoice(tier="full", layers=full),) if full else ()
+        result.append(replace(stage, recompute=(*kept, *more)) if stage.num_offloaded() else stage)
+    return tuple(result)
 
 
 def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:

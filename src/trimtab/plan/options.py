@@ -60,6 +60,11 @@ class PlanOptions:
     attention: Attention = "flash"
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
     frozen_towers: tuple[Tower, ...] = ()
+    offload: bool = False  # whether layers may keep their activations in host memory
+    host_bytes_per_s: float | None = None  # between a device and host memory, one direction; None: the device table's
+    host_memory_bytes: int | None = (
+        None  # for one device's offloaded layers; None: half its share of a published server
+    )
     profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
@@ -90,6 +95,7 @@ class PlanOptions:
                 "each follows from the other: give one of them"
             )
         problems += weight_problems(self.weights)
+        problems += self._offload_problems()
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         if not 0 <= self.reserve < 1:
@@ -118,6 +124,25 @@ class PlanOptions:
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         if problems:
             raise PlanError(join_problems(problems))
+
+    def _offload_problems(self) -> list[str]:
+        problems = []
+        for name, value in (
+            ("host_bytes_per_s", self.host_bytes_per_s),
+            ("host_memory_bytes", self.host_memory_bytes),
+        ):
+            if value is None:
+                continue
+            if not 0 < value <= _MOST**1.5:
+                problems.append(f"{name} {value} was asked for, and no machine has that: give a size, as in 50GB")
+            if not self.offload:
+                problems.append(f"{name} {value} was given without offload, which alone uses it: give --offload too")
+        if self.offload and self.recompute != "auto":
+            problems.append(
+                f"offload was asked for with recompute {self.recompute}, which leaves no choice between layers: "
+                "give --recompute auto"
+            )
+        return problems
 
     @property
     def leaves_steps_open(self) -> bool:

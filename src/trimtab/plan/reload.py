@@ -151,6 +151,9 @@ def options_of(plan: Plan) -> PlanOptions:
         attention=inputs.training.attention,
         fused_kernels=inputs.training.fused_kernels,
         frozen_towers=inputs.training.frozen_towers,
+        offload=inputs.cluster.host_bytes_per_s is not None,
+        host_bytes_per_s=inputs.cluster.host_bytes_per_s,
+        host_memory_bytes=inputs.cluster.host_memory_bytes,
     )
 
 
