@@ -74,12 +74,12 @@ def profile_of(layers) -> Profile:
     )
 
 
-def split(profile, num_stages, *, memory=1e18, microbatches=8, **kwargs):
+def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwargs):
     return split_stages(
         profile,
         num_stages=num_stages,
-        work_mean=ONE,
-        work_max=ONE,
+        work_mean=work,
+        work_max=work,
         memory_bytes=memory,
         num_microbatches=microbatches,
         **kwargs,
