@@ -21,6 +21,7 @@ from trimtab.plan.expressible import (
     Expressible,
     best_expressible,
     overfull_ranks,
+    recompute_always,
     recompute_offloaded,
     relative_time,
     replan,
@@ -57,21 +58,34 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
     """
     case, planned = found.case, found.stages
-    num_offloaded = sum(stage.num_offloaded() for stage in planned)
-    if num_offloaded:
-        found = replace(found, stages=recompute_offloaded(planned))
+    said = _unsaid(planned)
+    if said:
+        found = replace(found, stages=recompute_offloaded(recompute_always(planned)))
     try:
         exported = target.export(found, None)
     except UnsupportedPlanError:
         best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
         return target.export(found, math.inf if best is None else relative_time(case, best, planned))
-    if not num_offloaded:
-        return exported
-    said = (
-        f"{num_offloaded} layers are planned with offload to host memory, and this export has no word for it: they are "
-        "recomputed in full, which holds no more and takes other time"
-    )
-    return replace(exported, warnings=(said, *exported.warnings))
+    return replace(exported, warnings=(*said, *exported.warnings)) if said else exported
+
+
+def _unsaid(stages: Sequence[Stage]) -> list[str]:
+    """Sentences on what no export has a word for, and becomes something else that holds no more."""
+    said = []
+    num_offloaded = sum(stage.num_offloaded() for stage in stages)
+    if num_offloaded:
+        said.append(
+            f"{num_offloaded} layers are planned with offload to host memory, and this export has no word for it: they "
+            "are recomputed in full, which holds no more and takes other time"
+        )
+    shared = [choice for stage in stages for choice in stage.recompute if choice.share is not None]
+    if shared:
+        said.append(
+            f"{sum(len(choice.layers) for choice in shared)} layers are planned with recompute in a share of the "
+            "micro-batches, and this export has no word for it: they are recomputed in all, which holds less and takes "
+            "longer"
+        )
+    return said
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:

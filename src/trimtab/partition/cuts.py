@@ -57,7 +57,8 @@ def _most_extra(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> int:
 
 
 @njit(cache=True)
-def _transient(pipeline: Pipeline, a: int, b: int) -> int:
+def first_transient(pipeline: Pipeline, a: int, b: int) -> int:
+    """The most that a backward of the stage needs where all its layers keep their first tiers."""
     power = 0
     while 2 << power <= b - a:
         power += 1
@@ -98,7 +99,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return IMPOSSIBLE
-    lowest = _transient(pipeline, a, b)
+    lowest = first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need == IMPOSSIBLE:
         return IMPOSSIBLE
@@ -137,7 +138,7 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return False
-    lowest = _transient(pipeline, a, b)
+    lowest = first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need <= 0 or need == IMPOSSIBLE:
         return bool(need <= 0)
@@ -215,9 +216,9 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
                 if own == IMPOSSIBLE:
                     break
                 saved = pipeline.saved_first[b] - pipeline.saved_first[a] - np.sum(counts * tiers.gain)
-                size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
+                size = pipeline.state[b] - pipeline.state[a] + first_transient(pipeline, a, b)
                 if pipeline.pending[i] == 0 and own > 0:
-                    size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - _transient(pipeline, a, b))
+                    size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - first_transient(pipeline, a, b))
                 size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a])
                 size = max(size + pipeline.in_flight[i] * saved, fullest[i + 1, b])
                 total = own + extra[i + 1, b]

@@ -102,6 +102,7 @@ def describe_inputs(
             recompute=options.recompute,
             costs=case.setting.profile.method,
             profile=profile,
+            per_microbatch=options.per_microbatch,
         ),
     )
 
@@ -120,7 +121,11 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
         ),
         recompute=tuple(
             RecomputeDecision(
-                stage=stage.index, granularity=choice.tier, modules=fold_modules([names[i] for i in choice.layers])
+                stage=stage.index,
+                granularity=choice.tier,
+                modules=fold_modules([names[i] for i in choice.layers]),
+                num_microbatches=None if choice.share is None else choice.share.num,
+                every=None if choice.share is None else choice.share.of,
             )
             for stage in stages
             for choice in stage.recompute

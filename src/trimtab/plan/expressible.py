@@ -23,7 +23,7 @@ from trimtab.plan.reload import ReloadedPlan
 from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
-from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, RecomputeChoice, RecomputedTier, Stage
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -50,6 +50,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
+    case = replace(case, options=replace(case.options, per_microbatch=False))
     case = _without(case, "offload") if can.selective else _without(case, "selective", "attention", "offload")
     try:
         problem = case.problem
@@ -146,6 +147,19 @@ def _without(case: Case, *tiers: str) -> Case:
         replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name not in tiers)) for layer in profile.layers
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def recompute_always(stages: Sequence[Stage]) -> Stages:
+    """The stages with recompute in all micro-batches of what they recompute in a share of them: fewer bytes held."""
+    result = []
+    for stage in stages:
+        layers: dict[RecomputedTier, list[int]] = {}
+        for choice in stage.recompute:
+            layers.setdefault(choice.tier, []).extend(choice.layers)
+        choices = tuple(RecomputeChoice(tier=tier, layers=tuple(sorted(which))) for tier, which in layers.items())
+        shared = any(choice.share is not None for choice in stage.recompute)
+        result.append(replace(stage, recompute=choices) if shared else stage)
+    return tuple(result)
 
 
 def recompute_offloaded(stages: Sequence[Stage]) -> Stages:

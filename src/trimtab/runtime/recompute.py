@@ -20,7 +20,7 @@ from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
 from trimtab.runtime.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
-from trimtab.specs import RecomputedTier
+from trimtab.specs import MicrobatchShare, RecomputedTier
 
 Granularity: TypeAlias = RecomputedTier
 
@@ -51,6 +51,14 @@ class AppliedRecompute:
     def __init__(self, wrapped: Mapping[str, _Recomputed], host: HostMemory) -> None:
         self._wrapped = dict(wrapped)
         self.host = host  # what offloaded layers hold there
+
+    def begin_microbatch(self, number: int) -> None:
+        """The forwards to come are of micro-batch `number` of the step, from 0: decides who recomputes in a share.
+
+        Without it, and for layers without a share, all micro-batches recompute.
+        """
+        for wrapper in self._wrapped.values():
+            wrapper.skips = wrapper.share is not None and not wrapper.share.includes(number)
 
     @property
     def granularity(self) -> dict[str, Granularity]:
@@ -85,7 +93,8 @@ def apply(
     then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
     "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
     outside of torch (flash_attention_2) and unfused attention run again under each. "offload" repeats nothing: all but
-    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`).
+    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`). A decision for a
+    share of the micro-batches needs to be told which one comes (`AppliedRecompute.begin_microbatch`).
 
     Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
     mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
@@ -97,7 +106,8 @@ def apply(
     (`gradient_checkpointing`) off.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    chosen = _read(decision, granularity)
+    entries = _entries_of(decision)
+    chosen, shares = _read(entries, granularity), _read_shares(entries)
     layers = dict(model.named_modules())
     problems = _problems(chosen, layers)
     if problems:
@@ -105,7 +115,7 @@ def apply(
     host = HostMemory()
     offloaded = {name: OffloadedLayer(layers[name], host) for name, how in chosen if how == "offload"}
     link_neighbours(offloaded)
-    wrapped = {name: _Recomputed(layers[name], how, offloaded.get(name)) for name, how in chosen}
+    wrapped = {name: _Recomputed(layers[name], how, shares.get(name), offloaded.get(name)) for name, how in chosen}
     for wrapper in wrapped.values():
         wrapper.layer.forward = wrapper
     return AppliedRecompute(wrapped, host)
@@ -114,9 +124,17 @@ def apply(
 class _Recomputed:
     """A layer's `forward` under a checkpoint, or offloaded."""
 
-    def __init__(self, layer: nn.Module, granularity: Granularity, offloaded: OffloadedLayer | None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        granularity: Granularity,
+        share: MicrobatchShare | None,
+        offloaded: OffloadedLayer | None,
+    ) -> None:
         self.layer = layer
         self.granularity = granularity
+        self.share = share
+        self.skips = False  # the micro-batch at hand keeps everything
         self.offloaded = offloaded
         self.forward: Callable[..., Any] = layer.forward
         self.was_own = "forward" in layer.__dict__
@@ -126,7 +144,7 @@ class _Recomputed:
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
+        if self.skips or not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
             if self.offloaded is not None:
                 self.offloaded.latest = None
             return self.forward(*args, **kwargs)
@@ -158,13 +176,16 @@ def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -
 # -- reading and checking ---------------------------------------------------------------------------------------------
 
 
+def _entries_of(decision: Plan | Iterable[RecomputeDecision | str]) -> tuple[RecomputeDecision | str, ...]:
+    if isinstance(decision, Plan):
+        return decision.decisions.recompute
+    return (decision,) if isinstance(decision, str) else tuple(decision)  # one name: not its letters
+
+
 def _read(
-    decision: Plan | Iterable[RecomputeDecision | str], granularity: Granularity
+    entries: tuple[RecomputeDecision | str, ...], granularity: Granularity
 ) -> tuple[tuple[str, Granularity], ...]:
     """Every named layer with its granularity, in the decision's order."""
-    entries = decision.decisions.recompute if isinstance(decision, Plan) else decision
-    if isinstance(entries, str):  # one name: not its letters
-        entries = (entries,)
     chosen: list[tuple[str, Granularity]] = []
     for entry in entries:
         if isinstance(entry, str):
@@ -172,6 +193,14 @@ def _read(
         else:
             chosen += [(name, entry.granularity) for name in unfold_modules(entry.modules)]
     return tuple(chosen)
+
+
+def _read_shares(entries: tuple[RecomputeDecision | str, ...]) -> dict[str, MicrobatchShare]:
+    shares: dict[str, MicrobatchShare] = {}
+    for entry in entries:
+        if not isinstance(entry, str) and entry.share is not None:
+            shares.update(dict.fromkeys(unfold_modules(entry.modules), entry.share))
+    return shares
 
 
 def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, nn.Module]) -> list[str]:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.plan.plan import Plan
+from trimtab.plan.plan import Plan, RecomputeDecision
 from trimtab.runtime.pipeline.families import flow_of
 from trimtab.runtime.pipeline.flow import find_cuts
 from trimtab.runtime.pipeline.gradients import TiedWeight
-from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
+from trimtab.runtime.pipeline.layout import PipelineLayout, Recompute, read_layout
 from trimtab.runtime.pipeline.module import StageModule, take_stage
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage
@@ -59,11 +59,12 @@ def build_pipeline(
     for i in own:
         start = ends[i] - len(layout.stages[i])
         models[i].to(device)
+        applied = []
         for choice in layout.recompute:
-            held = [name for name in choice.modules if name in layout.stages[i] and name in cuts.read]
-            apply(models[i], held, granularity=choice.granularity)
+            held = tuple(name for name in choice.modules if name in layout.stages[i] and name in cuts.read)
+            applied.append(apply(models[i], [_decision(i, choice, held)]))
         module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
-        stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
+        stages.append(PackedStage(module, i, len(layout.stages), device, pp_group, recompute=applied))
     # the first collective of a group: batched sends need it
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
     return Pipeline(
@@ -74,6 +75,17 @@ def build_pipeline(
         pp_group=pp_group,
         dp_group=dp_group if dp_group is not None and dist.get_world_size(dp_group) > 1 else None,
         tied=tied,
+    )
+
+
+def _decision(stage: int, choice: Recompute, modules: tuple[str, ...]) -> RecomputeDecision:
+    share = choice.share
+    return RecomputeDecision(
+        stage=stage,
+        granularity=choice.granularity,
+        modules=modules,
+        num_microbatches=None if share is None else share.num,
+        every=None if share is None else share.of,
     )
 
 

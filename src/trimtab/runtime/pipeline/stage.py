@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from trimtab.runtime.pipeline.flow import Batch, Wire
 from trimtab.runtime.pipeline.module import StageModule
+from trimtab.runtime.recompute import AppliedRecompute
 
 
 class PackedStage(PipelineStage):
@@ -23,8 +24,18 @@ class PackedStage(PipelineStage):
     Overridden are the methods that schedules call; those with an underscore are private, tested with 2.13.
     """
 
-    def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
+    def __init__(
+        self,
+        module: StageModule,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: Any,
+        *,
+        recompute: Sequence[AppliedRecompute] = (),
+    ) -> None:
         super().__init__(module, index, num_stages, device, group=group)
+        self.recompute = recompute
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.gradients: dict[int, tuple[Tensor | None, ...]] = {}  # of what was sent
@@ -64,6 +75,12 @@ class PackedStage(PipelineStage):
         """Shapes come with `expect`."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Tells the layers that recompute in a share of the micro-batches which one comes."""
+        for applied in self.recompute:
+            applied.begin_microbatch(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         buffers = [self._buffer(wire) for wire in self.wires_in(self.microbatches[fwd_chunk_id])]
