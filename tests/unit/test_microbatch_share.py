@@ -128,9 +128,9 @@ def least_time(problem: SplitProblem, stage: Stage, k: int) -> float:
 def test_the_choice_is_the_least_of_all_with_one_layer_in_part():
     rng = np.random.default_rng(3)
     finer = num_infeasible = 0
-    for _ in range(60):
+    for _ in range(40):
         profile = random_profile(rng, int(rng.integers(2, 4)), 3, num_tiers=3, offload=bool(rng.random() < 0.4))
-        k = int(rng.integers(2, 6))
+        k = int(rng.integers(2, 5))
         free = assess_stages(
             profile,
             [Stage(index=0, start=0, stop=len(profile.layers))],
@@ -164,8 +164,8 @@ def test_the_choice_is_the_least_of_all_with_one_layer_in_part():
             continue
         assert result.recompute_s[0] <= whole.recompute_s[0] + 1e-9
         finer += result.recompute_s[0] < whole.recompute_s[0] - 1e-9
-    assert finer > 10
-    assert num_infeasible < 40
+    assert finer > 5
+    assert num_infeasible < 30
 
 
 def test_a_stage_in_part_may_fit_where_whole_layers_do_not():
@@ -198,8 +198,8 @@ def test_schedules_without_micro_batches_in_a_row_are_refused(schedule, chunks):
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-MODEL = describe("InternVL-Chat-V1-5")
-OPTIONS = PlanOptions(pp=4, tp=2, global_batch=64, max_patches=12300, max_tokens=8192)
+MODEL = describe("Qwen2.5-VL-7B")
+OPTIONS = PlanOptions(pp=4, tp=2, global_batch=64, max_patches=12300, max_tokens=8192, memory_bytes=36 * 2**30)
 
 
 @pytest.fixture(scope="module")
