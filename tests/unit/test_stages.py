@@ -177,6 +177,46 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         assert least_extra(tiers, num_alike, every, need, least - 1, 0, counts) == IMPOSSIBLE
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_choice_of_tiers_equals_brute_force_where_some_take_host_memory(last):
+    """Many alike layers; what takes host memory needs the most room in its backward, or not."""
+    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
+
+    rng = np.random.default_rng(11)
+    num_short = 0
+    for _ in range(120):
+        C, U = int(rng.integers(1, 4)), 3
+        gain, cost = np.cumsum(rng.integers(1, 60, (C, U)), axis=1), np.cumsum(rng.integers(1, 60, (C, U)), axis=1)
+        host = np.zeros((C, U), np.int64)
+        at = U - 1 if last else int(rng.integers(0, U))
+        host[:, at] = np.where(rng.random(C) < 0.8, gain[:, at], 0)
+        cost[:, at] = np.where(host[:, at] > 0, rng.integers(1, 60, C), cost[:, at])
+        num_alike = rng.integers(0, 6, C)
+        need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()))))
+        room = int(rng.integers(0, 1 + int((num_alike * host.max(axis=1)).sum())))
+        saved, paid, used = np.zeros(1, int), np.zeros(1, int), np.zeros(1, int)
+        for g in range(C):
+            numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
+            numbers = numbers[numbers.sum(axis=1) <= num_alike[g]]
+            saved = np.add.outer(saved, numbers @ gain[g]).ravel()
+            paid = np.add.outer(paid, numbers @ cost[g]).ravel()
+            used = np.add.outer(used, numbers @ host[g]).ravel()
+        enough = saved >= need
+        counts = np.zeros((C, U), np.int64)
+        tiers = tier_table(gain, cost, None, host)
+        found = least_extra(tiers, num_alike, allowed(tiers, 0), need, 10**12, room, counts)
+        if not (enough & (used <= room)).any():
+            assert found == IMPOSSIBLE
+            continue
+        least = int(paid[enough & (used <= room)].min())
+        assert found == least == (counts * cost).sum()
+        assert (counts * gain).sum() >= need
+        assert (counts * host).sum() <= room
+        assert (counts.sum(axis=1) <= num_alike).all()
+        num_short += least > paid[enough].min()
+    assert num_short > 20
+
+
 def test_ties_recompute_least_and_then_even_out_memory():
     # the head is the bottleneck whatever is done: the rest is free to choose
     layers = [layer(i, 1.0, 2.0, state=10.0, saved=((0, 10.0), (1.0, 0.0))) for i in range(4)]
