@@ -5,6 +5,8 @@ if memory had no end, both on the split that is best without recompute. Beside o
 for all stages, from the first (Megatron-Core's `recompute_num_layers` with the block method), and recompute chosen
 stage by stage (the order of the OmniBal paper), exactly, which flatters both. Bytes and seconds
 are the formulas'; a step is 1F1B at equal micro-batches, without sends.
+Then the same cases with one layer of each stage in a share of the micro-batches; and with offload among the tiers, on
+devices and links as published: MODEL, for no copy was timed.
 Run: python bench/memory_choice.py   (a minute, most of it the first run's compilation)
 """
 
@@ -18,11 +20,13 @@ from importlib.resources import files
 
 import numpy as np
 
-from trimtab.costs.devices import find_device
+from trimtab.costs.devices import PCIE_GEN5_X16_BYTES_PER_S, find_device
+from trimtab.costs.offload import with_offload
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
+from trimtab.partition.microbatch_share import share_microbatches
 from trimtab.partition.stages import SplitProblem, recompute_stages, solve
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
 
@@ -166,6 +170,43 @@ def print_case(case: Case) -> None:
     print(f"   chosen: {tiers} of {len(problem.profile.layers)} layers; solved in {seconds:.2f} s of CPU")
 
 
+def print_shares(case: Case) -> None:
+    """Whole layers, and one layer of each stage in a share of the micro-batches, on the same cuts."""
+    profile = profile_model(
+        model_of(case.model), find_device(case.device), dims=ParallelDims(dp=8, pp=case.pp, tp=case.tp)
+    )
+    cells = []
+    for name, tiers in (("full alone", ("full",)), ("4 tiers", TIERS)):
+        problem = problem_of(case, only(profile, *tiers))
+        whole = solve(problem)
+        shared = share_microbatches(problem, whole.stages)
+        assert fitted(problem, shared)
+        number = sum(choice.share is not None for stage in shared.stages for choice in stage.recompute)
+        cells.append(f"{name} {step_s(problem, shared) / step_s(problem, whole) - 1:+.2%} ({number} stages)")
+    print(f"   {case.model}, pp {case.pp}: step " + ", ".join(cells))
+
+
+def print_offload(case: Case, device: str, link: float, memory_gib: float, host_gib: float) -> None:
+    """The step without and with offload among the tiers, with all of the host's share and with an eighth of it."""
+    profile = profile_model(model_of(case.model), find_device(device), dims=ParallelDims(dp=8, pp=case.pp, tp=case.tp))
+    case = replace(case, device=device, memory_gib=memory_gib)
+    plain = problem_of(case, profile)
+    offered = replace(plain, profile=with_offload(profile, host_bytes_per_s=link))
+    before = step_s(plain, solve(plain))
+    free = step_s(plain, solve(replace(plain, memory_bytes=NO_LIMIT, overhead_bytes=0.0)))
+    cells = []
+    for host in (host_gib, host_gib / 8):
+        found, seconds = timed(replace(offered, host_bytes=host * 2**30))
+        number = sum(stage.num_offloaded() for stage in found.stages)
+        most = max(memory.host_bytes for memory in found.memory) / 2**30
+        cells.append(
+            f"host {host:.0f} GiB: x{before / step_s(plain, found):.3f} ({number} offloaded, {most:.0f} GiB, "
+            f"{seconds:.2f} s)"
+        )
+    print(f"   {case.model}, pp {case.pp}, {device}, {link / 1e9:.1f} GB/s (no recompute at all x{before / free:.3f})")
+    print("      " + "   ".join(cells))
+
+
 TIERS = ("selective", "attention", "full")
 
 
@@ -174,6 +215,20 @@ def main() -> None:
     print("share of the possible gain captured, and speed-up over full recompute")
     for case in CASES:
         print_case(case)
+    print("one layer of each stage in a share of the micro-batches, against whole layers")
+    for case in CASES:
+        print_shares(case)
+    print("offload among the tiers, against the four tiers alone: speed-up (MODEL)")
+    for case in CASES:
+        for device, link, memory_gib in (
+            ("H20", PCIE_GEN5_X16_BYTES_PER_S, 90.0),
+            ("H200", PCIE_GEN5_X16_BYTES_PER_S, 131.0),
+            ("H200", 450e9, 131.0),  # the H200's figures behind NVLink-C2C's 450 GB/s each way
+        ):
+            try:
+                print_offload(case, device, link, memory_gib, 128.0)
+            except PartitionError as error:
+                print(f"   {case.model}, {device}: {str(error).split(':')[0]}")
     # 111 layers on 8 stages, under caps from ample to tight
     case = replace(CASES[1], pp=8)
     profile = profile_model(model_of("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))

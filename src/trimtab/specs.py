@@ -201,6 +201,9 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to another device of the same node, one direction
     source: str
+    # left out of the repr, and so of plans' fingerprints: a plan that offloads records what it was made with
+    host_bytes_per_s: float | None = field(default=None, repr=False)  # to host memory, one direction; None: not known
+    host_memory_bytes: int | None = field(default=None, repr=False)  # its share of the vendor's own server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,16 +353,16 @@ class Schedule:
 # -- costs ----------------------------------------------------------------------------------------------------------
 
 
-RecomputedTier = Literal["selective", "attention", "full"]
-"""How much of a recomputed layer is held beside its input: results of matrix products and attention; of attention
-alone; nothing."""
+RecomputedTier = Literal["selective", "attention", "full", "offload"]
+"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
+alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full"]
+    name: Literal["none", "selective", "attention", "full", "offload"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -422,11 +425,38 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchShare:
+    """The last `num` of every `of` micro-batches of a step, in the order of their forwards.
+
+    Law: a stage whose forwards and backwards take micro-batches in one order holds micro-batches in a row; of any `of`
+    in a row exactly `num` are among these, whatever the first.
+    """
+
+    num: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num < self.of:
+            raise TrimtabError(
+                f"a share of {self.num} in {self.of} micro-batches was asked for, and it is some of them: give at "
+                "least 1 and fewer than all, or leave it out for all"
+            )
+
+    def includes(self, microbatch: int) -> bool:
+        return microbatch % self.of >= self.of - self.num
+
+    def least_of(self, count: int) -> int:
+        """How many of the first `count` micro-batches of a step, and the least of any `count` in a row."""
+        return count // self.of * self.num + max(0, count % self.of - (self.of - self.num))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
     """Layers of the model, by number, that hold their activations by `tier`."""
 
     tier: RecomputedTier
     layers: tuple[int, ...]
+    share: MicrobatchShare | None = None  # of the micro-batches; the others are kept. None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +469,10 @@ class Stage:
     recompute: tuple[RecomputeChoice, ...] = ()
 
     def num_recomputed(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute)
+        return sum(len(choice.layers) for choice in self.recompute if choice.tier != "offload")
+
+    def num_offloaded(self) -> int:
+        return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -39,6 +39,12 @@ CASES = [
     ([*A100, "--memory", "1GiB"], "do not fit"),
     ([*A100, "--memory", "900GiB"], "of memory per device"),
     ([*A100, "--reserve", "much"], "share"),
+    ([*A100, "--host-memory", "64GiB"], "was given without offload, which alone uses it: give --offload"),
+    ([*A100, "--offload", "--host-link", "fast"], "size in bytes"),
+    ([*A100, "--offload", "--host-link", "0"], "host_bytes_per_s 0 was asked for, and no machine has that"),
+    ([*A100, "--offload", "--recompute", "none"], "leaves no choice between layers"),
+    ([*PLAN, "8xH20", "--offload"], "how much host memory servers with H20 have: give --host-memory"),
+    ([*A100, "--per-microbatch", "--schedule", "ZBH1"], "give --schedule 1F1B or GPipe"),
     ([*A100, "--pp", "3"], "multiple of 3"),
     ([*A100, "--dp", "3"], "multiple of 3"),
     (

@@ -268,7 +268,7 @@ def test_all_that_is_wrong_is_said_at_once():
         apply(model, names, granularity="most")  # type: ignore[arg-type]
     lines = str(caught.value).splitlines()
     assert lines == [
-        "granularity 'most' was asked for, which is unknown: choose selective, attention, full",
+        "granularity 'most' was asked for, which is unknown: choose selective, attention, full, offload",
         "recompute was asked for visual.blocks.0, which the model lacks: plan with its own config, or give names as "
         "`model.named_modules()` spells them",
         f"recompute was asked for {TEXT}.layers.1 more than once: name each layer once",

@@ -27,9 +27,25 @@ def constant(value: float) -> tuple[float, ...]:
     return (float(value),) + (0.0,) * (NUM_WORK_TERMS - 1)
 
 
-def layer(i, forward=1.0, backward=2.0, state=0.0, saved=((0.0, 0.0),), transient=0.0, group=0, sent=0.0, params=1.0):
-    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing."""
+def layer(
+    i,
+    forward=1.0,
+    backward=2.0,
+    state=0.0,
+    saved=((0.0, 0.0),),
+    transient=0.0,
+    group=0,
+    sent=0.0,
+    params=1.0,
+    offload=None,
+):
+    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing.
+
+    `offload`: the same of a tier behind them.
+    """
     names = {1: ("none",), 2: ("none", "full"), 3: ("none", "selective", "full"), 4: TIERS}[len(saved)]
+    if offload is not None:
+        saved, names = (*saved, offload), (*names, "offload")
     return LayerCost(
         name=f"layers.{i}",
         tower="language",
@@ -60,12 +76,12 @@ def profile_of(layers) -> Profile:
     )
 
 
-def split(profile, num_stages, *, memory=1e18, microbatches=8, **kwargs):
+def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwargs):
     return split_stages(
         profile,
         num_stages=num_stages,
-        work_mean=ONE,
-        work_max=ONE,
+        work_mean=work,
+        work_max=work,
         memory_bytes=memory,
         num_microbatches=microbatches,
         **kwargs,
@@ -82,8 +98,12 @@ def with_tables(profile, rng):
     return replace(profile, layers=tuple(layers))
 
 
-def random_profile(rng, num_layers, num_groups, num_tiers=3):
-    """Layers of a few groups with whole-number costs; some groups offer no recompute."""
+def random_profile(rng, num_layers, num_groups, num_tiers=3, offload=False):
+    """Layers of a few groups with whole-number costs; some groups offer no recompute.
+
+    `offload`: most of the others may be offloaded too, rather cheaply, and what is not activations is small.
+    """
+    small = 6 if offload else 1
     kinds = []
     for g in range(num_groups):
         forward = int(rng.integers(1, 9))
@@ -94,10 +114,12 @@ def random_profile(rng, num_layers, num_groups, num_tiers=3):
             {
                 "forward": forward,
                 "backward": 2 * forward,
-                "state": int(rng.integers(0, 60)),
+                "state": int(rng.integers(0, 60)) // small,
                 "saved": tuple(zip([0, *extra.tolist()], saved.tolist(), strict=True))[:count],
-                "transient": int(rng.integers(0, 30)),
+                "transient": int(rng.integers(0, 30)) // small,
                 "group": g,
             }
         )
+        if offload and count > 1 and rng.random() < 0.8:
+            kinds[-1]["offload"] = (int(rng.integers(0, 3)), int(rng.integers(0, min(saved[0], 12) + 1)))
     return profile_of(layer(i, **kinds[int(rng.integers(num_groups))]) for i in range(num_layers))

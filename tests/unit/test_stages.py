@@ -17,18 +17,21 @@ from trimtab.specs import RecomputeChoice, Stage
 
 
 def stage_options(profile, start, stop, *, split_backward=False):
-    """Every tier choice of the stage: (time, saved bytes, recomputed layers, transient) arrays; and its state."""
+    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient, host bytes; state."""
     own = profile.layers[start:stop]
-    time_, saved, recomputed, transient = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1)
+    time_, saved, recomputed, transient, host = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1), np.zeros(1)
     for x in own:
         extra = np.array([t.extra_backward_s[0] for t in x.tiers])
         size = np.array([t.saved_bytes[0] for t in x.tiers])
-        again = x.transient_bytes[0] + (0 if split_backward else size[0] - size)  # its tensors are there once more
+        away = np.array([t.name == "offload" for t in x.tiers])
+        # its tensors are there once more, and where they come from the host those of another layer too
+        again = x.transient_bytes[0] + (0 if split_backward else (size[0] - size) * (1 + away))
         time_ = np.add.outer(time_, x.forward_s[0] + x.backward_s[0] + extra).ravel()
         saved = np.add.outer(saved, size).ravel()
         recomputed = np.add.outer(recomputed, np.arange(len(x.tiers)) > 0).ravel()
         transient = np.maximum.outer(transient, np.broadcast_to(again, size.shape)).ravel()
-    return time_, saved, recomputed, transient, sum(x.state_bytes for x in own)
+        host = np.add.outer(host, (size[0] - size) * away).ravel()
+    return time_, saved, recomputed, transient, host, sum(x.state_bytes for x in own)
 
 
 def held_by(schedule, num_stages, M):
@@ -40,7 +43,7 @@ def held_by(schedule, num_stages, M):
     return [M if schedule == "GPipe" else min(P - i, M) for i in range(P)], [0] * P
 
 
-def brute_force(profile, num_stages, memory, held, forbidden):
+def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf):
     """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
     L = len(profile.layers)
     base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
@@ -48,11 +51,11 @@ def brute_force(profile, num_stages, memory, held, forbidden):
     in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
-            times, saved, recomputed, transient, state = stage_options(profile, a, b, split_backward=any(pending))
+            times, saved, recomputed, transient, host, state = stage_options(profile, a, b, split_backward=any(pending))
             entry = sum(profile.layers[a].entry_bytes)
             whole, saved = entry + sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b]), entry + saved
             size = state + in_flight[i] * saved + pending[i] * whole + transient
-            fits = np.flatnonzero(size <= memory)
+            fits = np.flatnonzero((size <= memory) & ((in_flight[i] + pending[i]) * host <= host_memory))
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
     splits = []
     for inner in itertools.combinations([c for c in range(1, L) if c not in forbidden], num_stages - 1):
@@ -107,6 +110,39 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
     assert 0 < num_infeasible < 90
 
 
+@pytest.mark.parametrize("block", range(10))
+def test_split_equals_brute_force_where_layers_may_be_offloaded(block):
+    """A thousand instances: four kinds of layers, five tiers, host memory from none to more than is needed."""
+    rng = np.random.default_rng(100 + block)
+    num_infeasible = num_offloaded = 0
+    for _ in range(100):
+        L, P, M = int(rng.integers(3, 7)), int(rng.integers(1, 4)), int(rng.integers(3, 9))
+        profile = random_profile(rng, L, 4, num_tiers=4, offload=True)
+        schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
+        free = split(profile, P, microbatches=M, schedule=schedule)
+        memory = int(rng.uniform(0.3, 1.0) * max(device.total_bytes for device in free.memory))
+        host_memory = int(rng.choice([0, 40, 100, 200, 10**6]))
+        expected = brute_force(profile, P, memory, held_by(schedule, P, M), frozenset(), host_memory)
+        ask = {"memory": memory, "host_bytes": host_memory, "microbatches": M, "schedule": schedule}
+        if expected is None:
+            num_infeasible += 1
+            with pytest.raises(PartitionError, match="do not fit"):
+                split(profile, P, **ask)
+            continue
+        result = split(profile, P, **ask)
+        assert result.exact
+        chosen = sum(stage.num_recomputed() + stage.num_offloaded() for stage in result.stages)
+        assert (result.bottleneck_s, sum(result.recompute_s), chosen) == pytest.approx(expected, rel=1e-9)
+        assert max(device.total_bytes for device in result.memory) <= memory
+        most = max(device.host_bytes for device in result.memory)
+        assert most <= host_memory
+        offloaded = sum(stage.num_offloaded() for stage in result.stages)
+        assert (most == 0) or offloaded
+        num_offloaded += offloaded > 0
+    assert 0 < num_infeasible < 90
+    assert num_offloaded > 10
+
+
 @pytest.mark.parametrize("U", [1, 2, 3])
 def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
     from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
@@ -131,7 +167,7 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         counts = np.zeros((C, U), np.int64)
         tiers = tier_table(gain, cost)
         every = allowed(tiers, 0)
-        found = least_extra(tiers, num_alike, every, need, 10**12, counts)
+        found = least_extra(tiers, num_alike, every, need, 10**12, 0, counts)
         if not len(enough):
             assert found == IMPOSSIBLE
             continue
@@ -140,8 +176,48 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         assert (counts * gain).sum() >= need
         assert (counts.sum(axis=1) <= num_alike).all()
         for slack in (0, 3, 40):
-            assert least_extra(tiers, num_alike, every, need, least + slack, counts) == least
-        assert least_extra(tiers, num_alike, every, need, least - 1, counts) == IMPOSSIBLE
+            assert least_extra(tiers, num_alike, every, need, least + slack, 0, counts) == least
+        assert least_extra(tiers, num_alike, every, need, least - 1, 0, counts) == IMPOSSIBLE
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_choice_of_tiers_equals_brute_force_where_some_take_host_memory(last):
+    """Many alike layers; what takes host memory needs the most room in its backward, or not."""
+    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
+
+    rng = np.random.default_rng(11)
+    num_short = 0
+    for _ in range(120):
+        C, U = int(rng.integers(1, 4)), 3
+        gain, cost = np.cumsum(rng.integers(1, 60, (C, U)), axis=1), np.cumsum(rng.integers(1, 60, (C, U)), axis=1)
+        host = np.zeros((C, U), np.int64)
+        at = U - 1 if last else int(rng.integers(0, U))
+        host[:, at] = np.where(rng.random(C) < 0.8, gain[:, at], 0)
+        cost[:, at] = np.where(host[:, at] > 0, rng.integers(1, 60, C), cost[:, at])
+        num_alike = rng.integers(0, 6, C)
+        need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()))))
+        room = int(rng.integers(0, 1 + int((num_alike * host.max(axis=1)).sum())))
+        saved, paid, used = np.zeros(1, int), np.zeros(1, int), np.zeros(1, int)
+        for g in range(C):
+            numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
+            numbers = numbers[numbers.sum(axis=1) <= num_alike[g]]
+            saved = np.add.outer(saved, numbers @ gain[g]).ravel()
+            paid = np.add.outer(paid, numbers @ cost[g]).ravel()
+            used = np.add.outer(used, numbers @ host[g]).ravel()
+        enough = saved >= need
+        counts = np.zeros((C, U), np.int64)
+        tiers = tier_table(gain, cost, None, host)
+        found = least_extra(tiers, num_alike, allowed(tiers, 0), need, 10**12, room, counts)
+        if not (enough & (used <= room)).any():
+            assert found == IMPOSSIBLE
+            continue
+        least = int(paid[enough & (used <= room)].min())
+        assert found == least == (counts * cost).sum()
+        assert (counts * gain).sum() >= need
+        assert (counts * host).sum() <= room
+        assert (counts.sum(axis=1) <= num_alike).all()
+        num_short += least > paid[enough].min()
+    assert num_short > 20
 
 
 def test_ties_recompute_least_and_then_even_out_memory():
@@ -238,7 +314,7 @@ def test_recompute_stages_keeps_the_cuts():
     result = recompute_stages(problem, stages)
     assert [(s.start, s.stop) for s in result.stages] == [(0, 3), (3, 6), (6, 9)]
     for i, stage in enumerate(result.stages):
-        times, saved, _, transient, state = stage_options(profile, stage.start, stage.stop)
+        times, saved, _, transient, _, state = stage_options(profile, stage.start, stage.stop)
         fits = state + (3 - i) * saved + transient <= 500.0
         assert result.forward_s[i] + result.backward_s[i] == pytest.approx(times[fits].min())
 

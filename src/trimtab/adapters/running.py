@@ -15,6 +15,8 @@ from trimtab.plan.expressible import (
     mean_step_s,
     overfull_ranks,
     rank_bytes,
+    recompute_always,
+    recompute_offloaded,
     relative_time,
     replan,
 )
@@ -78,20 +80,41 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
 
     The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
     """
-    case = found.case
+    case, planned = found.case, found.stages
+    said = _unsaid(planned)
+    if said:
+        found = replace(found, stages=recompute_offloaded(recompute_always(planned)))
     try:
         exported = target.export(found, None)
     except UnsupportedPlanError:
         best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
-        exported = target.export(found, math.inf if best is None else relative_time(case, best, found.stages))
+        exported = target.export(found, math.inf if best is None else relative_time(case, best, planned))
     if case.vision is not None:
-        unsaid = (
+        said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
             "them with trimtab.runtime.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
             "memory do not hold"
         )
-        exported = replace(exported, warnings=(*exported.warnings, unsaid))
-    return exported
+    return replace(exported, warnings=(*said, *exported.warnings))
+
+
+def _unsaid(stages: Sequence[Stage]) -> list[str]:
+    """Sentences on what no export has a word for, and becomes something else that holds no more."""
+    said = []
+    num_offloaded = sum(stage.num_offloaded() for stage in stages)
+    if num_offloaded:
+        said.append(
+            f"{num_offloaded} layers are planned with offload to host memory, and this export has no word for it: they "
+            "are recomputed in full, which holds no more and takes other time"
+        )
+    shared = [choice for stage in stages for choice in stage.recompute if choice.share is not None]
+    if shared:
+        said.append(
+            f"{sum(len(choice.layers) for choice in shared)} layers are planned with recompute in a share of the "
+            "micro-batches, and this export has no word for it: they are recomputed in all, which holds less and takes "
+            "longer"
+        )
+    return said
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:

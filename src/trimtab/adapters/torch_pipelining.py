@@ -13,6 +13,7 @@ from typing import cast
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.partition.schedules import ScheduleName, device_of_stage
+from trimtab.plan.expressible import recompute_offloaded
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 SCHEDULE_CLASSES: dict[str, str] = {
@@ -81,7 +82,7 @@ def pipelining_export(
     specs = []
     for stage in stages:
         tiers: dict[str, list[str]] = {"full": [], "selective": [], "attention": []}
-        for choice in stage.recompute:
+        for choice in recompute_offloaded([stage])[0].recompute:
             tiers[choice.tier] += [names[i] for i in choice.layers]
         specs.append(
             StageSpec(

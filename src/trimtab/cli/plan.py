@@ -83,6 +83,19 @@ def plan(
     recompute: Annotated[
         Literal["auto", "none", "full"], typer.Option(help="Which layers recompute: as memory demands, none, all.")
     ] = "auto",
+    per_microbatch: Annotated[
+        bool,
+        typer.Option("--per-microbatch", help="One layer of a stage may recompute in a share of the micro-batches."),
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Layers may also keep activations in host memory, where its link pays.")
+    ] = False,
+    host_link: Annotated[
+        str | None, typer.Option(help="Bytes/s between a device and its host, one direction, as in 50GB.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory for what one device offloads, as in 128GiB.")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of one device to plan with, as in 80GiB.")] = None,
     reserve: Annotated[str, typer.Option(help="Share of the memory kept free, as in 6%.")] = "6%",
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO sharding over data-parallel ranks.")] = 1,
@@ -191,6 +204,10 @@ def plan(
         attention=attention,
         fused_kernels=fused_kernels,
         frozen_towers=parse_towers(freeze or []),
+        per_microbatch=per_microbatch,
+        offload=offload,
+        host_bytes_per_s=None if host_link is None else parse_bytes(host_link),
+        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
         profile=saved,
         vision=VisionChoice(
             group=vision_dp,

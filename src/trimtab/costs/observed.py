@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -110,5 +110,11 @@ def factor_of(layer: LayerCost, terms: Sequence[str]) -> Literal["vision", "lang
 
 def find_tier(layer: LayerCost, stage: Stage, index: int) -> RecomputeTier:
     """How layer number `index` of the profile holds its activations on `stage`."""
-    name = next((choice.tier for choice in stage.recompute if index in choice.layers), "none")
-    return next(tier for tier in layer.tiers if tier.name == name)
+    choice = next((choice for choice in stage.recompute if index in choice.layers), None)
+    if choice is None:
+        return layer.tiers[0]
+    tier = next(tier for tier in layer.tiers if tier.name == choice.tier)
+    if choice.share is None:
+        return tier
+    part = choice.share.num / choice.share.of  # of the mean micro-batch
+    return replace(tier, extra_backward_s=tuple(part * seconds for seconds in tier.extra_backward_s))

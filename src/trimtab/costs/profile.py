@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trimtab.costs.activations import uses_dense_pairs
@@ -206,11 +207,12 @@ def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
             problems.append(f"{where or 'file'}: expected an object")
             return None
         hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
-        for name in sorted(names ^ set(value)):
+        optional = {f.name for f in fields(kind) if f.default is None}  # came after the first profiles
+        for name in sorted((names ^ set(value)) - optional):
             problems.append(f"{where}{name}: {'missing' if name in names else 'unknown'}")
         before = len(problems)
         parts = {n: _read(hints[n], value[n], f"{where}{n}.", problems) for n in sorted(names & set(value))}
-        if len(problems) > before or names != set(value):
+        if len(problems) > before or names - optional - set(value):
             return None
         try:
             return kind(**parts)
@@ -218,6 +220,8 @@ def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
             problems.append(f"{where}: {error}")
             return None
     place = where.rstrip(".")
+    if get_origin(kind) is UnionType:  # X | None
+        return None if value is None else _read(get_args(kind)[0], value, where, problems)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             problems.append(f"{place}: expected a list")
@@ -236,7 +240,10 @@ def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     return value
 
 
-_ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
+_ABOVE_ZERO = (
+    *("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"),
+    *("host_bytes_per_s", "host_memory_bytes"),
+)
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:

@@ -41,6 +41,7 @@ class Pipeline(NamedTuple):
     in_flight: IntArray  # (S,) at least 0
     pending: IntArray  # (S,) further micro-batches that hold everything
     cap: IntArray  # (S,) bytes
+    host: IntArray  # (S,) bytes of host memory for one micro-batch
     known: IntArray  # (S, K + 1, K + 1) 1 + extra where already solved, else 0; empty: remember nothing
 
 
@@ -58,7 +59,8 @@ def _most_extra(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> int:
 
 
 @njit(cache=True)
-def _transient(pipeline: Pipeline, a: int, b: int) -> int:
+def first_transient(pipeline: Pipeline, a: int, b: int) -> int:
+    """The most that a backward of the stage needs where all its layers keep their first tiers."""
     power = 0
     while 2 << power <= b - a:
         power += 1
@@ -99,7 +101,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return IMPOSSIBLE
-    lowest = _transient(pipeline, a, b)
+    lowest = first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need == IMPOSSIBLE:
         return IMPOSSIBLE
@@ -125,7 +127,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
         need = _bytes_to_free(pipeline, i, a, b, transient)
         if need == IMPOSSIBLE:
             break
-        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
+        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), pipeline.host[i], trial)
         if extra != IMPOSSIBLE:
             best = extra
             counts[:] = trial
@@ -138,7 +140,7 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     most = _most_extra(pipeline, i, a, b, limit)
     if most < 0:
         return False
-    lowest = _transient(pipeline, a, b)
+    lowest = first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
     if need <= 0 or need == IMPOSSIBLE:
         return bool(need <= 0)
@@ -150,7 +152,11 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
         return False
     need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
-    if need != IMPOSSIBLE and round_up(tiers, alike, every, need, counts) <= most:
+    if (
+        need != IMPOSSIBLE
+        and round_up(tiers, alike, every, need, counts) <= most
+        and (not tiers.uses_host or np.sum(counts * tiers.host) <= pipeline.host[i])
+    ):
         return True
     if not remembers:
         return bool(stage_extra(pipeline, tiers, i, a, b, limit, counts) != IMPOSSIBLE)
@@ -212,9 +218,9 @@ def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray
                 if own == IMPOSSIBLE:
                     break
                 saved = pipeline.saved_first[b] - pipeline.saved_first[a] - np.sum(counts * tiers.gain)
-                size = pipeline.state[b] - pipeline.state[a] + _transient(pipeline, a, b)
+                size = pipeline.state[b] - pipeline.state[a] + first_transient(pipeline, a, b)
                 if pipeline.pending[i] == 0 and own > 0:
-                    size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - _transient(pipeline, a, b))
+                    size += max(0, np.max(np.where(counts > 0, tiers.reach, 0)) - first_transient(pipeline, a, b))
                 size += pipeline.pending[i] * (pipeline.whole[b] - pipeline.whole[a] + pipeline.entry[a])
                 size += pipeline.in_flight[i] * (saved + pipeline.entry[a])
                 size = max(size, fullest[i + 1, b])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import entry_bytes
+from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
 from trimtab.partition.cuts import Pipeline
 from trimtab.partition.stages import RecomputeMode
 from trimtab.partition.tiers import TierTable, tier_table
@@ -43,7 +43,7 @@ class LayerTable:
     entry: IntArray  # (L,) bytes more on a stage that begins with the layer
     layer_class: IntArray  # (L,) class of a layer that has upgrades, else -1
     first_tier: tuple[RecomputeTier, ...]  # (L,) cheapest tier of each layer
-    upgrades: tuple[tuple[RecomputeTier, ...], ...]  # (L,) tiers that save more and cost more, in that order
+    upgrades: tuple[tuple[RecomputeTier, ...], ...]  # (L,) tiers that save more and cost more, by `TierTable.reach`
     tiers: TierTable
 
     @property
@@ -67,6 +67,7 @@ class LayerTable:
         in_flight: IntArray,
         pending: IntArray,
         cap: FloatArray,
+        host: FloatArray,
         head: IntArray | None = None,
         tail: IntArray | None = None,
         weight: IntArray | None = None,
@@ -94,6 +95,7 @@ class LayerTable:
             in_flight=in_flight,
             pending=pending,
             cap=np.minimum(cap, MAX_BYTES).astype(np.int64),
+            host=(np.minimum(host, MAX_BYTES) // np.maximum(in_flight + pending, 1)).astype(np.int64),
             known=np.zeros(shape if np.prod(shape) <= MAX_KNOWN else (0, 0, 0), np.int64),
         )
 
@@ -130,36 +132,45 @@ def layer_table(
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
     first, upgrades = [], []
-    alike: dict[tuple[tuple[int, int, int], ...], int] = {}
+    alike: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     workspace = profile.transients(most)
     whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
     transient = np.zeros(len(layers), np.int64)
 
     def reach(i: int, tier: RecomputeTier) -> int:
-        """Bytes that the layer's backward needs beside what `tier` saves: its workspace and what is computed again."""
-        again = whole[i] - max(0.0, float(np.dot(tier.saved_bytes, most)))
-        return math.ceil(float(workspace[i]) + max(0.0, again))
+        """Bytes that the layer's backward needs beside what `tier` saves: its workspace and what is there once more."""
+        return math.ceil(float(workspace[i]) + bytes_again(tier, whole[i], most))
 
     layer_class = np.full(len(layers), -1, np.int64)
     columns = np.zeros((3, len(layers)), np.int64)  # composite time of the first tier, its bytes, the least bytes
     for i, tiers in enumerate(offered):
         cost = [int(composite(s)) + (tier.name != "none") for s, tier in zip(extra[i], tiers, strict=True)]
-        # the cheapest first; of those that cost more only the ones that save more than all before
+        # the cheapest first; of those that cost more only the ones that save more than all before, save that offload
+        # displaces none: it takes host memory, and its backward needs more room than any
         chosen: list[int] = []
+        least = math.inf
         for k in sorted(range(len(tiers)), key=lambda k: (cost[k], saved[i][k])):
-            if not chosen or saved[i][k] < saved[i][chosen[-1]]:
+            if saved[i][k] < least:
                 chosen.append(k)
-        first.append(tiers[chosen[0]])
-        upgrades.append(tuple(tiers[k] for k in chosen[1:]))
-        transient[i] = reach(i, tiers[chosen[0]])
-        columns[:, i] = cost[chosen[0]], saved[i][chosen[0]], saved[i][chosen[-1]]
-        if len(chosen) > 1:
+                least = least if tiers[k].name == "offload" else saved[i][k]
+        start, more = chosen[0], sorted(chosen[1:], key=lambda k: (reach(i, tiers[k]), -saved[i][k]))
+        first.append(tiers[start])
+        upgrades.append(tuple(tiers[k] for k in more))
+        transient[i] = reach(i, tiers[start])
+        columns[:, i] = cost[start], saved[i][start], min(saved[i][k] for k in chosen)
+        if more:
             key = tuple(
-                (saved[i][chosen[0]] - saved[i][k], cost[k] - cost[chosen[0]], reach(i, tiers[k])) for k in chosen[1:]
+                (
+                    saved[i][start] - saved[i][k],
+                    cost[k] - cost[start],
+                    reach(i, tiers[k]),
+                    math.ceil(host_bytes(tiers[k], whole[i], most)),
+                )
+                for k in more
             )
             layer_class[i] = alike.setdefault(key, len(alike))
-    # (gain, price, reach), class, upgrade
-    upgrade = np.zeros((3, len(alike), max(map(len, alike), default=1)), np.int64)
+    # (gain, price, reach, host), class, upgrade
+    upgrade = np.zeros((4, len(alike), max(map(len, alike), default=1)), np.int64)
     for key, g in alike.items():
         upgrade[:, g, : len(key)] = np.array(key).T
 

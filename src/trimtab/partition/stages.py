@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -37,6 +38,7 @@ class SplitProblem:
     num_chunks: int = 1  # virtual stages of a device
     recompute: RecomputeMode = "auto"
     overhead_bytes: float = 0.0
+    host_bytes: float = math.inf  # of host memory for one device's offloaded layers
 
     def __post_init__(self) -> None:
         L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
@@ -51,6 +53,8 @@ class SplitProblem:
                 f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
                 "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
             )
+        if not self.host_bytes >= 0:
+            raise PartitionError(f"{self.host_bytes} bytes of host memory cannot hold anything: give 0 or more")
         runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
         if runs < P * V:
             raise PartitionError(
@@ -85,11 +89,13 @@ def split_stages(
     num_chunks: int = 1,
     recompute: RecomputeMode = "auto",
     overhead_bytes: float = 0.0,
+    host_bytes: float = math.inf,
 ) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
-    see `assess_stages`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual stages each.
+    see `assess_stages`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages` devices
+    hold `num_chunks` virtual stages each.
 
     Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:
@@ -108,6 +114,7 @@ def split_stages(
         num_chunks=num_chunks,
         recompute=recompute,
         overhead_bytes=overhead_bytes,
+        host_bytes=host_bytes,
     )
     return solve(problem)
 
@@ -178,7 +185,8 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray, **for
     shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
     held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
-    return table.pipeline(in_flight=held - pending, pending=pending, cap=cap, **forms)
+    host = np.full(len(held), problem.host_bytes / problem.num_chunks)
+    return table.pipeline(in_flight=held - pending, pending=pending, cap=cap, host=host, **forms)
 
 
 def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
@@ -193,7 +201,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
         return None
     start, stop = int(table.positions[first]), int(table.positions[last])
-    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": []}
+    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": [], "offload": []}
     for i in range(start, stop):
         g, tier = int(table.layer_class[i]), table.first_tier[i]
         for k in reversed(range(counts.shape[1])):

@@ -8,6 +8,7 @@ from trimtab import __version__
 from trimtab.balance.metrics import BalanceReport
 from trimtab.files import blake2b
 from trimtab.partition.assess import SplitResult
+from trimtab.plan.budget import host_bytes_per_s, host_memory_bytes
 from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
 from trimtab.plan.modules import fold_modules
@@ -91,6 +92,8 @@ def describe_inputs(
             latency_s=cluster.latency_s,
             memory_bytes=budget.total_bytes,
             reserve_bytes=budget.reserve_bytes,
+            host_bytes_per_s=host_bytes_per_s(cluster.device, options) if options.offload else None,
+            host_memory_bytes=host_memory_bytes(cluster.device, options) if options.offload else None,
         ),
         training=TrainingInput(
             dtype=options.dtype,
@@ -102,6 +105,7 @@ def describe_inputs(
             recompute=options.recompute,
             costs=case.setting.profile.method,
             profile=profile,
+            per_microbatch=options.per_microbatch,
         ),
     )
 
@@ -120,7 +124,11 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
         ),
         recompute=tuple(
             RecomputeDecision(
-                stage=stage.index, granularity=choice.tier, modules=fold_modules([names[i] for i in choice.layers])
+                stage=stage.index,
+                granularity=choice.tier,
+                modules=fold_modules([names[i] for i in choice.layers]),
+                num_microbatches=None if choice.share is None else choice.share.num,
+                every=None if choice.share is None else choice.share.of,
             )
             for stage in stages
             for choice in stage.recompute
@@ -167,6 +175,7 @@ def describe_estimates(
                 activations_gib=_gib(held.saved_bytes),
                 transient_gib=_gib(held.transient_bytes),
                 reserve_gib=_gib(held.overhead_bytes),
+                host_gib=_gib(held.host_bytes),
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),

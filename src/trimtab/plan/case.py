@@ -139,4 +139,5 @@ def split_problem(
         num_chunks=options.num_chunks,
         recompute=options.recompute,
         overhead_bytes=budget.reserve_bytes,
+        host_bytes=budget.host_bytes,
     )

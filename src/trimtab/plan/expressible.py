@@ -23,7 +23,7 @@ from trimtab.plan.reload import ReloadedPlan
 from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
-from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
+from trimtab.specs import LayerSpec, Profile, RecomputeChoice, RecomputedTier, Stage
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -51,8 +51,8 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    if can.tiers is not None:
-        case = _with_tiers(case, can.tiers)
+    case = replace(case, options=replace(case.options, per_microbatch=False))
+    case = _with_tiers(case, can.tiers)
     try:
         problem = case.problem
     except PartitionError:
@@ -143,11 +143,18 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         yield from (split.stages for split in found)
 
 
-def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]]) -> Case:
-    """The case whose layers recompute by these tiers or not at all: split and recompute are then solved for that."""
+def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
+    """The case whose layers recompute by these tiers (None: any) or not at all, and are not offloaded.
+
+    Split and recompute are then solved for that.
+    """
     profile = case.setting.profile
+
+    def is_left(layer: LayerSpec, tier: str) -> bool:
+        return tier != "offload" and (tiers is None or tier in tiers(layer))
+
     layers = tuple(
-        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if is_left(layer, tier.name))))
         for layer, cost in zip(case.model.layers, profile.layers, strict=True)
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
@@ -172,6 +179,30 @@ def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Ite
         left = tuple(i for i in choice.layers if i not in layers)
         if left:
             yield replace(choice, layers=left)
+
+
+def recompute_always(stages: Sequence[Stage]) -> Stages:
+    """The stages with recompute in all micro-batches of what they recompute in a share of them: fewer bytes held."""
+    result = []
+    for stage in stages:
+        layers: dict[RecomputedTier, list[int]] = {}
+        for choice in stage.recompute:
+            layers.setdefault(choice.tier, []).extend(choice.layers)
+        choices = tuple(RecomputeChoice(tier=tier, layers=tuple(sorted(which))) for tier, which in layers.items())
+        shared = any(choice.share is not None for choice in stage.recompute)
+        result.append(replace(stage, recompute=choices) if shared else stage)
+    return tuple(result)
+
+
+def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
+    """The stages with full recompute of what they offload: as many bytes held, fewer while a backward runs."""
+    result = []
+    for stage in stages:
+        full = tuple(sorted(i for x in stage.recompute if x.tier in ("full", "offload") for i in x.layers))
+        kept = tuple(x for x in stage.recompute if x.tier not in ("full", "offload"))
+        more = (RecomputeChoice(tier="full", layers=full),) if full else ()
+        result.append(replace(stage, recompute=(*kept, *more)) if stage.num_offloaded() else stage)
+    return tuple(result)
 
 
 def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:

@@ -224,7 +224,7 @@ def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tu
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
     *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
-    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
+    *("node_link_bytes_per_s", "memory_bytes", "host_bytes_per_s", "host_memory_bytes", "degree", "pooling"),
 )
 
 

@@ -61,6 +61,12 @@ class PlanOptions:
     attention: Attention = "flash"
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
     frozen_towers: tuple[Tower, ...] = ()
+    per_microbatch: bool = False  # whether one layer of a stage may recompute in a share of the micro-batches
+    offload: bool = False  # whether layers may keep their activations in host memory
+    host_bytes_per_s: float | None = None  # between a device and host memory, one direction; None: the device table's
+    host_memory_bytes: int | None = (
+        None  # for one device's offloaded layers; None: half its share of a published server
+    )
     profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
 
@@ -93,6 +99,7 @@ class PlanOptions:
             )
         problems += weight_problems(self.weights)
         problems += self.vision.problems()
+        problems += self._tier_problems()
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         if not 0 <= self.reserve < 1:
@@ -121,6 +128,31 @@ class PlanOptions:
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         if problems:
             raise PlanError(join_problems(problems))
+
+    def _tier_problems(self) -> list[str]:
+        problems = []
+        for name, value in (
+            ("host_bytes_per_s", self.host_bytes_per_s),
+            ("host_memory_bytes", self.host_memory_bytes),
+        ):
+            if value is None:
+                continue
+            if not 0 < value <= _MOST**1.5:
+                problems.append(f"{name} {value} was asked for, and no machine has that: give a size, as in 50GB")
+            if not self.offload:
+                problems.append(f"{name} {value} was given without offload, which alone uses it: give --offload too")
+        if self.per_microbatch and (self.schedule not in ("1F1B", "GPipe") or self.recompute != "auto"):
+            problems.append(
+                f"recompute per micro-batch was asked for with schedule {self.schedule} and recompute "
+                f"{self.recompute}, and it stands on micro-batches in a row and a free choice: give --schedule 1F1B or "
+                "GPipe, and --recompute auto"
+            )
+        if self.offload and self.recompute != "auto":
+            problems.append(
+                f"offload was asked for with recompute {self.recompute}, which leaves no choice between layers: "
+                "give --recompute auto"
+            )
+        return problems
 
     @property
     def leaves_steps_open(self) -> bool:

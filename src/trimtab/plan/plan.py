@@ -13,9 +13,10 @@ from trimtab.balance.dispatch import Order
 from trimtab.balance.images import Rule
 from trimtab.balance.packing import Oversize
 from trimtab.costs.settings import Attention
+from trimtab.errors import PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
-from trimtab.specs import RecomputedTier, Tower
+from trimtab.specs import MicrobatchShare, RecomputedTier, Tower
 
 PLAN_VERSION = "1.0"
 
@@ -92,6 +93,8 @@ class ClusterInput:
     latency_s: float
     memory_bytes: int
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
+    host_bytes_per_s: float | None = None  # link to host memory, one direction; null: layers may not be offloaded
+    host_memory_bytes: int | None = None  # for one device's offloaded layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,7 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    per_microbatch: bool = False  # whether a layer may recompute in a share of the micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +149,28 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeDecision:
-    """Layers whose activations are computed again in the backward; layers not listed keep theirs."""
+    """Layers whose activations are computed again in the backward, or offloaded; layers not listed keep theirs.
+
+    With `every`, that holds for the last `num_microbatches` of every so many of a step, and the others are kept.
+    """
 
     stage: int
     granularity: RecomputedTier
     modules: tuple[str, ...]
+    num_microbatches: int | None = None
+    every: int | None = None
+
+    @property
+    def share(self) -> MicrobatchShare | None:
+        """None: all micro-batches. `PlanError` for numbers that are no share."""
+        if self.num_microbatches is None and self.every is None:
+            return None
+        if self.num_microbatches is None or self.every is None:
+            raise PlanError(
+                f"recompute of {', '.join(self.modules[:3])} names num_microbatches or every alone: give both, as in "
+                "num_microbatches: 2, every: 4, or neither"
+            )
+        return MicrobatchShare(num=self.num_microbatches, of=self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +245,7 @@ class StageEstimate:
     activations_gib: float
     transient_gib: float
     reserve_gib: float
+    host_gib: float = 0.0  # of host memory, for what the device offloads; no part of memory_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A plan's recompute switched on in a model: chosen layers run their forward again in the backward.
+"""A plan's recompute switched on in a model: chosen layers run their forward again in the backward, or are offloaded.
 
 Torch's non-reentrant checkpointing, set on the instances of the chosen layers alone and removed without trace. It works
 inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, outside, whichever Transformers is there.
@@ -6,7 +6,7 @@ inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias, get_args
@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
-from trimtab.specs import RecomputedTier
+from trimtab.runtime.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
+from trimtab.specs import MicrobatchShare, RecomputedTier
 
 Granularity: TypeAlias = RecomputedTier
 
@@ -47,12 +48,21 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 class AppliedRecompute:
     """Recompute as it is set in one model, until `remove()` or the end of a `with` block."""
 
-    def __init__(self, wrapped: Mapping[str, _Recomputed]) -> None:
+    def __init__(self, wrapped: Mapping[str, _Recomputed], host: HostMemory) -> None:
         self._wrapped = dict(wrapped)
+        self.host = host  # what offloaded layers hold there
+
+    def begin_microbatch(self, number: int) -> None:
+        """The forwards to come are of micro-batch `number` of the step, from 0: decides who recomputes in a share.
+
+        Without it, and for layers without a share, all micro-batches recompute.
+        """
+        for wrapper in self._wrapped.values():
+            wrapper.skips = wrapper.share is not None and not wrapper.share.includes(number)
 
     @property
     def granularity(self) -> dict[str, Granularity]:
-        """Of every layer that recomputes, by its name."""
+        """Of every layer that recomputes or is offloaded, by its name."""
         return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
 
     def remove(self) -> None:
@@ -82,7 +92,9 @@ def apply(
     `decision` is a plan, its `decisions.recompute`, or names of layers ("model.visual.blocks[0..7]" is a range), which
     then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
     "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
-    outside of torch (flash_attention_2) and unfused attention run again under each.
+    outside of torch (flash_attention_2) and unfused attention run again under each. "offload" repeats nothing: all but
+    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`). A decision for a
+    share of the micro-batches needs to be told which one comes (`AppliedRecompute.begin_microbatch`).
 
     Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
     mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
@@ -94,33 +106,50 @@ def apply(
     (`gradient_checkpointing`) off.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    chosen = _read(decision, granularity)
+    entries = _entries_of(decision)
+    chosen, shares = _read(entries, granularity), _read_shares(entries)
     layers = dict(model.named_modules())
     problems = _problems(chosen, layers)
     if problems:
         raise PlanError(join_problems(problems))
-    wrapped = {name: _Recomputed(layers[name], how) for name, how in chosen}
+    host = HostMemory()
+    offloaded = {name: OffloadedLayer(layers[name], host) for name, how in chosen if how == "offload"}
+    link_neighbours(offloaded)
+    wrapped = {name: _Recomputed(layers[name], how, shares.get(name), offloaded.get(name)) for name, how in chosen}
     for wrapper in wrapped.values():
         wrapper.layer.forward = wrapper
-    return AppliedRecompute(wrapped)
+    return AppliedRecompute(wrapped, host)
 
 
 class _Recomputed:
-    """A layer's `forward` under a checkpoint."""
+    """A layer's `forward` under a checkpoint, or offloaded."""
 
-    def __init__(self, layer: nn.Module, granularity: Granularity) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        granularity: Granularity,
+        share: MicrobatchShare | None,
+        offloaded: OffloadedLayer | None,
+    ) -> None:
         self.layer = layer
         self.granularity = granularity
+        self.share = share
+        self.skips = False  # the micro-batch at hand keeps everything
+        self.offloaded = offloaded
         self.forward: Callable[..., Any] = layer.forward
         self.was_own = "forward" in layer.__dict__
         self.options: dict[str, Any] = {"use_reentrant": False}
-        if _KEPT[granularity]:
+        if _KEPT.get(granularity):
             policy = partial(_policy, _KEPT[granularity])
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
+        if self.skips or not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
+            if self.offloaded is not None:
+                self.offloaded.latest = None
             return self.forward(*args, **kwargs)
+        if self.offloaded is not None:
+            return self.offloaded.run(self.forward, args, kwargs)
         cached = [name for name in _CACHES if kwargs.get(name) is not None]
         if cached and not getattr(self.layer, "_can_checkpoint_with_cache", False):
             if not self.layer.training:
@@ -137,34 +166,26 @@ class _Recomputed:
             del self.layer.forward
 
     def _needs_gradient(self, given: object) -> bool:
-        return any(p.requires_grad for p in self.layer.parameters()) or any(t.requires_grad for t in _tensors(given))
+        return any(p.requires_grad for p in self.layer.parameters()) or any(t.requires_grad for t in tensors_in(given))
 
 
 def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _tensors(given: object) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, Mapping):
-        for value in given.values():
-            yield from _tensors(value)
-    elif isinstance(given, (tuple, list)):
-        for value in given:
-            yield from _tensors(value)
-
-
 # -- reading and checking ---------------------------------------------------------------------------------------------
 
 
+def _entries_of(decision: Plan | Iterable[RecomputeDecision | str]) -> tuple[RecomputeDecision | str, ...]:
+    if isinstance(decision, Plan):
+        return decision.decisions.recompute
+    return (decision,) if isinstance(decision, str) else tuple(decision)  # one name: not its letters
+
+
 def _read(
-    decision: Plan | Iterable[RecomputeDecision | str], granularity: Granularity
+    entries: tuple[RecomputeDecision | str, ...], granularity: Granularity
 ) -> tuple[tuple[str, Granularity], ...]:
     """Every named layer with its granularity, in the decision's order."""
-    entries = decision.decisions.recompute if isinstance(decision, Plan) else decision
-    if isinstance(entries, str):  # one name: not its letters
-        entries = (entries,)
     chosen: list[tuple[str, Granularity]] = []
     for entry in entries:
         if isinstance(entry, str):
@@ -172,6 +193,14 @@ def _read(
         else:
             chosen += [(name, entry.granularity) for name in unfold_modules(entry.modules)]
     return tuple(chosen)
+
+
+def _read_shares(entries: tuple[RecomputeDecision | str, ...]) -> dict[str, MicrobatchShare]:
+    shares: dict[str, MicrobatchShare] = {}
+    for entry in entries:
+        if not isinstance(entry, str) and entry.share is not None:
+            shares.update(dict.fromkeys(unfold_modules(entry.modules), entry.share))
+    return shares
 
 
 def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, nn.Module]) -> list[str]:

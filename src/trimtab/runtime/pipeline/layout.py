@@ -10,6 +10,7 @@ from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.plan import Plan, VisionDataParallel
 from trimtab.runtime.recompute import Granularity
+from trimtab.specs import MicrobatchShare
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""
@@ -23,6 +24,7 @@ class Recompute:
 
     modules: tuple[str, ...]
     granularity: Granularity = "full"
+    share: MicrobatchShare | None = None  # of a step's micro-batches; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
         num_microbatches=decisions.schedule.num_microbatches,
         num_chunks=decisions.schedule.num_chunks,
         recompute=tuple(
-            Recompute(modules=unfold_modules(choice.modules), granularity=choice.granularity)
+            Recompute(modules=unfold_modules(choice.modules), granularity=choice.granularity, share=choice.share)
             for choice in decisions.recompute
         ),
     )
@@ -109,7 +111,7 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
             f"1F1B with {M} micro-batches on {S} stages was asked for, but torch's Schedule1F1B needs at least as many "
             f"micro-batches as stages: take {S} micro-batches, or schedule GPipe"
         )
-    in_part = sorted({choice.granularity for choice in layout.recompute} - {"full"})
+    in_part = sorted({choice.granularity for choice in layout.recompute} & {"selective", "attention"})
     if in_part and layout.schedule in SPLIT_BACKWARD:
         problems.append(
             f"{' and '.join(in_part)} recompute was asked for under {layout.schedule}, which runs through a layer's "
