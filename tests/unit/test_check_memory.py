@@ -17,7 +17,8 @@ from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.check_memory import MemoryCheck, find_traced_model, replay_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.reload import reload_plan
-from trimtab.specs import Profile
+from trimtab.plan.vision_choice import VisionChoice
+from trimtab.specs import DeviceSpec, Profile
 
 CLUSTER = parse_cluster("16xA100")
 OPTIONS = PlanOptions(
@@ -35,9 +36,9 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def as_counted(factor: float) -> TracedProfile:
+def as_counted(factor: float, device: DeviceSpec = CLUSTER.device) -> TracedProfile:
     """Kept bytes `factor` times the formulas'."""
-    formulas = profile_model(describe("InternVL-Chat-V1-5"), CLUSTER.device)
+    formulas = profile_model(describe("InternVL-Chat-V1-5"), device)
     layers = tuple(
         dataclasses.replace(
             x,
@@ -50,7 +51,8 @@ def as_counted(factor: float) -> TracedProfile:
 
 
 def replayed(folder: Path, factor: float = 1.0) -> MemoryCheck:
-    return replay_plan(reload_plan(folder), as_counted(factor))
+    found = reload_plan(folder)
+    return replay_plan(found, as_counted(factor, found.case.cluster.device))
 
 
 def test_the_packs_that_run_need_no_more_than_the_limits_allow(planned: Path) -> None:
@@ -60,6 +62,29 @@ def test_the_packs_that_run_need_no_more_than_the_limits_allow(planned: Path) ->
     for rank in check.ranks:
         assert 0.9 * rank.planned.total_bytes < rank.peak.memory.total_bytes <= rank.planned.total_bytes * (1 + 1e-9)
         assert rank.peak.memory.overhead_bytes == OPTIONS.reserve_bytes
+
+
+def test_a_plan_that_shares_images_is_replayed_with_the_whole_towers_of_its_ranks(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, pp=1, tp=8, memory_bytes=120 * 2**30, vision=VisionChoice(group="tp"))
+    cluster = parse_cluster("16xH200")
+    write_plan(make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), cluster, options), tmp_path)
+    assert reload_plan(tmp_path).case.vision is not None
+    (rank,) = replayed(tmp_path).ranks
+    assert rank.peak.memory.state_bytes == pytest.approx(rank.planned.state_bytes)
+    assert 0.9 * rank.planned.total_bytes < rank.peak.memory.total_bytes <= rank.planned.total_bytes * (1 + 1e-9)
+
+
+def test_what_is_offloaded_is_held_against_the_host_memory_of_the_plan(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, offload=True, host_bytes_per_s=450e9, host_memory_bytes=8 * 2**30)
+    write_plan(make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), CLUSTER, options), tmp_path)
+    check = replayed(tmp_path)
+    assert check.problems == []
+    assert 0 < max(rank.peak.memory.host_bytes for rank in check.ranks) <= 8 * 2**30
+    plan = tmp_path / "plan.yaml"
+    short = int(max(rank.peak.memory.host_bytes for rank in check.ranks)) - 1
+    plan.write_text(plan.read_text().replace(f"host_memory_bytes: {8 * 2**30}", f"host_memory_bytes: {short}"))
+    (problem,) = replayed(tmp_path).problems
+    assert "of host memory for a device: offload fewer of its layers" in problem
 
 
 def test_a_stage_over_the_cap_is_named_with_what_it_needs_and_what_to_try(planned: Path) -> None:

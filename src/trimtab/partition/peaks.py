@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.partition.assess import DeviceMemory, chosen_tiers
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
 from trimtab.partition.stages import SplitProblem
-from trimtab.specs import FloatArray, IntArray, Profile, Stage
+from trimtab.specs import FloatArray, IntArray, MicrobatchShare, Profile, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,11 @@ class _StageBytes:
     saved: FloatArray  # held from forward to backward
     whole: FloatArray  # held from a backward of the inputs alone to that of the weights
     transient: FloatArray  # beside them while the stage computes
+    host: FloatArray  # in host memory from forward to backward
+    left: tuple[tuple[MicrobatchShare, FloatArray], ...]  # held more by the micro-batches that a share leaves whole
+
+    def held(self, microbatch: int) -> FloatArray:
+        return sum((size for share, size in self.left if not share.includes(microbatch)), start=self.saved)
 
 
 def replay_peaks(
@@ -42,7 +47,8 @@ def replay_peaks(
 
     As `assess_stages` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers hold,
     a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
-    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`.
+    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`. Host memory is the most
+    of any step and rank.
     """
     P, V, M = problem.num_stages, problem.num_chunks, problem.num_microbatches
     profile, split = problem.profile, splits_backward(problem.schedule)
@@ -57,19 +63,21 @@ def replay_peaks(
         own = {s: _stage_bytes(profile, stages[s], work, split) for s in numbers}
         state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
         held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
-        saved_then = np.zeros(len(packs))
+        saved_then, away, away_most = np.zeros((3, len(packs)))
         blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
         for stage, microbatch, kind in blocks:
             which, pack = own[int(stage)], packs[:, microbatch]
+            saved = which.held(int(microbatch))
             if kind == FORWARD:
-                held = held + which.saved[pack]
+                held, away = held + saved[pack], away + which.host[pack]
+                away_most = np.maximum(away_most, away)
             elif kind == BACKWARD and split:
-                held = held + (which.whole - which.saved)[pack]
+                held = held + (which.whole - saved)[pack]
             now = held + which.transient[pack]
             saved_then = np.where(now > most, held, saved_then)
             most = np.maximum(most, now)
             if kind != FORWARD and not (kind == BACKWARD and split):
-                held = held - (which.whole if split else which.saved)[pack]
+                held, away = held - (which.whole if split else saved)[pack], away - which.host[pack]
         worst = int(most.argmax())
         result.append(
             ReplayedPeak(
@@ -78,6 +86,7 @@ def replay_peaks(
                     saved_bytes=float(saved_then[worst]),
                     transient_bytes=float(most[worst] - saved_then[worst]),
                     overhead_bytes=float(problem.overhead_bytes),
+                    host_bytes=float(away_most.max()),
                 ),
                 step=worst // table.shape[1],
                 dp_rank=worst % table.shape[1],
@@ -87,19 +96,33 @@ def replay_peaks(
 
 
 def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) -> _StageBytes:
-    saved, whole, transient = np.zeros((3, len(work)))
-    layers, tiers = profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage)
+    saved, whole, transient, host = np.zeros((4, len(work)))
+    shares = {i: choice.share for choice in stage.recompute for i in choice.layers}
+    left: dict[MicrobatchShare, FloatArray] = {}
     alike = Counter(
-        (tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes)
-        for layer, tier in zip(layers, tiers, strict=True)
+        (
+            *(tier.name == "offload", shares.get(i)),
+            *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
+        )
+        for i, (layer, tier) in enumerate(
+            zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True), stage.start
+        )
     )
-    for (held, everything, *moments), number in alike.items():
+    for (is_away, share, held, everything, *moments), number in alike.items():
         kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
         own = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
-        again = 0.0 if split else np.maximum(full - kept, 0.0)
+        freed = np.maximum(full - kept, 0.0)
+        again = 0.0 if split else 2.0 * freed if is_away else freed  # offloaded: what comes back for the next layer too
         saved, whole = saved + number * kept, whole + number * full
         transient = np.maximum(transient, np.maximum(own, 0.0) + again)
-    if layers[0].entry_bytes:
-        entry = np.maximum(work @ np.array(layers[0].entry_bytes), 0.0)
+        if is_away:
+            host = host + number * freed
+        if share is not None:
+            left[share] = left.get(share, 0.0) + number * freed
+    entry_bytes = profile.layers[stage.start].entry_bytes
+    if entry_bytes:
+        entry = np.maximum(work @ np.array(entry_bytes), 0.0)
         saved, whole = saved + entry, whole + entry
-    return _StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient)
+    return _StageBytes(
+        saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host, left=tuple(left.items())
+    )

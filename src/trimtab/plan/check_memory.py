@@ -14,9 +14,11 @@ from trimtab.errors import PlanError
 from trimtab.models.describe import describe, read_config, shipped_models
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.peaks import ReplayedPeak, replay_peaks
+from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.file import load_plan
 from trimtab.plan.reload import ReloadedPlan, find_config, reload_plan
 from trimtab.plan.setting import profile_setting
+from trimtab.plan.vision import share_vision
 from trimtab.plan.work import join_samples, joins_samples
 from trimtab.specs import ClusterSpec, ModelSpec, Stage
 from trimtab.units import format_bytes
@@ -116,9 +118,13 @@ def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
     """The plan's stages and packs with the bytes of `traced`."""
     case, stages = found.case, found.stages
     options = replace(case.options, profile=traced.profile)
+    plain = case.without_vision()
     profile = profile_setting(case.model, case.cluster, options, case.setting.dims)
-    work = join_samples(case.work) if joins_samples(options.attention) else case.work
-    peaks = replay_peaks(replace(case.problem, profile=profile), stages, work, case.schedule.table)
+    counted = replace(plain, options=options, setting=replace(plain.setting, profile=profile))
+    if case.vision is not None:
+        counted = share_vision(counted, case.vision.decision)
+    work = join_samples(counted.work) if joins_samples(options.attention) else counted.work
+    peaks = replay_peaks(counted.problem, stages, work, case.schedule.table)
     planned = case.problem.assess(stages)
     ranks = []
     for rank, peak in enumerate(peaks):
@@ -129,19 +135,27 @@ def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
                 stages=own,
                 peak=peak,
                 planned=planned.memory[rank],
-                problem=_problem(rank, own, peak, case.model, case.budget.total_bytes),
+                problem=_problem(rank, own, peak, case.model, case.budget),
             )
         )
-    counted = [said for said in profile.assumptions if said in traced.profile.assumptions[1:]]
-    return MemoryCheck(ranks=tuple(ranks), cap_bytes=case.budget.total_bytes, assumptions=tuple(counted))
+    said = [sentence for sentence in profile.assumptions if sentence in traced.profile.assumptions[1:]]
+    return MemoryCheck(ranks=tuple(ranks), cap_bytes=case.budget.total_bytes, assumptions=tuple(said))
 
 
-def _problem(rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, cap: int) -> str | None:
-    need = peak.memory.total_bytes
+def _problem(
+    rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, budget: MemoryBudget
+) -> str | None:
+    need, cap = peak.memory.total_bytes, budget.total_bytes
     if need <= cap:
+        if peak.memory.host_bytes > budget.host_bytes:
+            return (
+                f"pipeline rank {rank} offloads {format_bytes(peak.memory.host_bytes)} by counted bytes, and the plan "
+                f"has {format_bytes(budget.host_bytes)} of host memory for a device: offload fewer of its layers, or "
+                "plan again with more --host-memory"
+            )
         return None
     blocks = sum(model.layers[i].kind == "block" for stage in stages for i in range(stage.start, stage.stop))
-    whole = blocks - sum(stage.num_recomputed() for stage in stages)
+    whole = blocks - sum(stage.num_recomputed() + stage.num_offloaded() for stage in stages)
     cure = (
         f"recompute more of its layers ({whole} of {blocks} blocks keep everything)"
         if whole > 0
