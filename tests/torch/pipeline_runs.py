@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tiny_packs import TinyPacks, make_tiny_packs
 
 from trimtab.errors import PlanError
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
@@ -144,8 +144,8 @@ class Groups:
         )
 
 
-def dispatch_by(pooling: int, dp: int = 2) -> VisionDataParallel:
-    return VisionDataParallel(
+def dispatch_by(pooling: int, dp: int = 2) -> VisionDecision:
+    return VisionDecision(
         group="dp",
         degree=dp,
         exchange="dispatch",

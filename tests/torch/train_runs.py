@@ -23,7 +23,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.modules import fold_modules
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDataParallel
+from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDecision
 from trimtab.runtime.train import train
 from trimtab.runtime.train_settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
@@ -67,7 +67,7 @@ def write_variant(
     num_stages: int,
     recompute: bool = False,
     frozen: tuple[Tower, ...] = (),
-    images: VisionDataParallel | None = None,
+    images: VisionDecision | None = None,
     behind: str | None = None,
     **schedule: Any,
 ) -> Path:

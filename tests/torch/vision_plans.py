@@ -16,13 +16,13 @@ from vision_runs import make_case, make_rank_case, relative, shard, sum_over_ran
 from trimtab.balance.images import TowerCost
 from trimtab.errors import PlanError
 from trimtab.plan.file import plan_from_yaml, plan_to_yaml
-from trimtab.plan.plan import Plan, VisionDataParallel
+from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.vision import vision_dp_from_plan
 
 
 def plan_that(**change: object) -> Plan:
     """A plan of two tp and two dp ranks that shares images over tp, as read from its file."""
-    decision = VisionDataParallel(
+    decision = VisionDecision(
         group="tp", degree=2, exchange="gather", pooling=1, rule="balanced", objective="time", reduction="mean"
     )
     plan = small_plan()

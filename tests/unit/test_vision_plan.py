@@ -28,7 +28,7 @@ from trimtab.plan.expressible import Expressible, best_expressible, replan
 from trimtab.plan.file import plan_from_yaml, plan_to_yaml
 from trimtab.plan.image_sizes import image_sizes
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDataParallel, VisionEstimate, VisionRankEstimate
+from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
 from trimtab.plan.reload import load_details, options_of, reload_plan
 from trimtab.plan.vision import share_vision
 from trimtab.plan.vision_choice import VisionChoice
@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
 QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("8xH100-80GB")
 OPTIONS = PlanOptions(pp=1, tp=4, num_microbatches=4, zero_stage=1)
-DECISION = VisionDataParallel(
+DECISION = VisionDecision(
     group="tp", degree=4, exchange="gather", pooling=1, rule="balanced", objective="time", reduction="mean"
 )
 

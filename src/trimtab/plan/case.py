@@ -8,7 +8,7 @@ from functools import cached_property
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, joins_samples, limit_work
 from trimtab.specs import (
     ClusterSpec,
@@ -55,7 +55,7 @@ class VisionLoads:
 class SharedVision:
     """How a case's images are shared, and what its work and its profile are without it."""
 
-    decision: VisionDataParallel
+    decision: VisionDecision
     work: FloatArray  # (num_packs, len(WORK_TERMS))
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin

@@ -204,7 +204,7 @@ class PackingDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionDataParallel:
+class VisionDecision:
     """Which ranks share the images of a micro-batch, so that each encodes a part of them with a whole vision tower.
 
     `sp` and `cp` are the ranks among which a sample's tokens are divided (Ulysses, ring): the plan's cp ranks. Ranks of
@@ -227,7 +227,7 @@ class Decisions:
     stages: tuple[StageDecision, ...]
     recompute: tuple[RecomputeDecision, ...]
     packing: PackingDecision
-    vision_data_parallel: VisionDataParallel | None = None  # none, and no such key: every rank encodes what it holds
+    vision_data_parallel: VisionDecision | None = None  # none, and no such key: every rank encodes what it holds
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from trimtab.plan.mixture import times_drawn
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.packs import load_packs
-from trimtab.plan.plan import Plan, TableFile, VisionDataParallel
+from trimtab.plan.plan import Plan, TableFile, VisionDecision
 from trimtab.plan.setting import profile_setting
 from trimtab.plan.vision import share_vision
 from trimtab.plan.vision_choice import VisionChoice, decision_problems
@@ -168,7 +168,7 @@ def options_of(plan: Plan) -> PlanOptions:
     )
 
 
-def _choice_of(decision: VisionDataParallel | None) -> VisionChoice:
+def _choice_of(decision: VisionDecision | None) -> VisionChoice:
     if decision is None:
         return VisionChoice()
     return VisionChoice(

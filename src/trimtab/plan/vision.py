@@ -15,7 +15,7 @@ from trimtab.balance.images import tower_seconds
 from trimtab.costs.settings import Efficiency
 from trimtab.plan.case import Case, SharedVision, VisionLoads
 from trimtab.plan.image_sizes import ImageSizes, image_sizes
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.plan.setting import profile_setting
 from trimtab.plan.vision_exchange import Exchange, num_trained, plus_constant, price_exchange, with_exchange
 from trimtab.plan.vision_shares import Shares, pool_packs, share_calls
@@ -26,7 +26,7 @@ _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
 
 
-def share_vision(case: Case, decision: VisionDataParallel) -> Case:
+def share_vision(case: Case, decision: VisionDecision) -> Case:
     """`case` with images shared as decided; `decision` must be free of `decision_problems`.
 
     Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; the whole
@@ -107,7 +107,7 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
 
 
 def _summarise(
-    case: Case, profile: Profile, decision: VisionDataParallel, found: Shares, exchange: Exchange, sizes: ImageSizes
+    case: Case, profile: Profile, decision: VisionDecision, found: Shares, exchange: Exchange, sizes: ImageSizes
 ) -> VisionLoads:
     table = case.schedule.table
     num_steps, dp, _ = table.shape

@@ -10,7 +10,7 @@ from trimtab.balance.images import RULES, Rule
 from trimtab.plan.plan import (
     ParallelDecision,
     ScheduleDecision,
-    VisionDataParallel,
+    VisionDecision,
     VisionExchange,
     VisionGroup,
     VisionObjective,
@@ -93,7 +93,7 @@ def group_degree(group: VisionGroup, parallel: ParallelDecision) -> int:
 
 
 def decision_problems(
-    decision: VisionDataParallel, parallel: ParallelDecision, schedule: ScheduleDecision
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision
 ) -> Iterator[str]:
     """Why a plan of these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)

@@ -11,7 +11,7 @@ from trimtab.balance.images import keep_at_home, share_images
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
 from trimtab.plan.case import Case
 from trimtab.plan.image_sizes import ImageSizes
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.plan.vision_shares import lay_out, objective_cost
 from trimtab.plan.work import MICROBATCHES, PATCHES
 from trimtab.specs import IntArray, LayerCost, LayerSpec, ModelSpec, Profile
@@ -34,7 +34,7 @@ class Exchange:
 
 
 def price_exchange(
-    case: Case, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray, *, margin: float
+    case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray, *, margin: float
 ) -> Exchange:
     """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
 
@@ -93,7 +93,7 @@ def _pixel_values(model: ModelSpec) -> float:
     return first.num_matmul_params / first.output_size
 
 
-def _moved_share(case: Case, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray) -> float:
+def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray) -> float:
     """Part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
     chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
     part = lay_out(pools[chosen], case.packing, sizes)
@@ -111,7 +111,7 @@ def _moved_share(case: Case, decision: VisionDataParallel, sizes: ImageSizes, po
     return moved / total if total > 0 else 0.0
 
 
-def with_exchange(profile: Profile, case: Case, decision: VisionDataParallel, exchange: Exchange) -> Profile:
+def with_exchange(profile: Profile, case: Case, decision: VisionDecision, exchange: Exchange) -> Profile:
     """The last layer of the projector also exchanges and holds the features: constants of each micro-batch."""
     number = max(case.model.indices("vision") + case.model.indices("projector"))
     layer, num_packs = profile.layers[number], len(case.work) / case.setting.dims.dp  # of one rank

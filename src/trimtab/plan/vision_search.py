@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.plan.case import Case
-from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDataParallel, VisionGroup
+from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision, VisionGroup
 from trimtab.plan.split import SplitChoice, choose_split, epoch_s
 from trimtab.plan.vision import share_vision
 from trimtab.plan.vision_choice import decision_problems, exchanges_of, group_degree
@@ -107,7 +107,7 @@ def _lacking(case: Case) -> str | None:
     return None
 
 
-def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDataParallel], list[str]]:
+def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], list[str]]:
     """What to try over this group, and why the first that cannot be cannot."""
     choice, dims = case.options.vision, case.setting.dims
     assert case.options.schedule != "auto", "it was chosen before"
@@ -118,9 +118,9 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDataParallel]
         num_chunks=case.options.num_chunks,
     )
     degree = group_degree(group, parallel)
-    decisions, first_problems = list[VisionDataParallel](), list[str]()
+    decisions, first_problems = list[VisionDecision](), list[str]()
     for pooling in [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1):
-        decision = VisionDataParallel(
+        decision = VisionDecision(
             group=group,
             degree=degree,
             exchange=choice.exchange or exchanges_of(group)[0],

@@ -10,13 +10,13 @@ from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
 from trimtab.plan.case import Case
 from trimtab.plan.image_sizes import ImageSizes
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import FloatArray, IntArray, Packing, Profile
 
 _POOLS_AT_ONCE = 8192  # of which atoms are laid out together
 
 
-def pool_packs(table: IntArray, decision: VisionDataParallel) -> IntArray:
+def pool_packs(table: IntArray, decision: VisionDecision) -> IntArray:
     """(calls, packs): the packs whose images are shared in one call, -1 for an empty slot; calls step by step."""
     num_steps, dp, num_microbatches = table.shape
     k = decision.pooling
@@ -33,9 +33,7 @@ class Shares:
     largest: FloatArray  # (calls, 3) term by term the most of any share
 
 
-def share_calls(
-    case: Case, profile: Profile, decision: VisionDataParallel, sizes: ImageSizes, pools: IntArray
-) -> Shares:
+def share_calls(case: Case, profile: Profile, decision: VisionDecision, sizes: ImageSizes, pools: IntArray) -> Shares:
     cost, parts = tower_seconds(profile), []
     for first in range(0, len(pools), _POOLS_AT_ONCE):
         part = lay_out(pools[first : first + _POOLS_AT_ONCE], case.packing, sizes)
@@ -49,7 +47,7 @@ def share_calls(
     )
 
 
-def objective_cost(profile: Profile, decision: VisionDataParallel) -> TowerCost:
+def objective_cost(profile: Profile, decision: VisionDecision) -> TowerCost:
     return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 

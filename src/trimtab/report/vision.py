@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from trimtab.plan.details import PlanDetails
-from trimtab.plan.plan import VisionDataParallel, VisionEstimate
+from trimtab.plan.plan import VisionDecision, VisionEstimate
 from trimtab.report import svg
 from trimtab.report.markup import Column, legend, section, table
 from trimtab.report.words import Scale, percent, ratio_text, time_scale
@@ -17,7 +17,7 @@ MAX_RANKS = 64  # drawn; the plan file has them all
 _PARTS = (("state", "encodes"), ("transient", "exchanges"), ("reserve", "waits for the slowest"))
 
 
-def vision_words(decision: VisionDataParallel) -> str:
+def vision_words(decision: VisionDecision) -> str:
     """The decision in a line: "tp 4, gather, balanced by time, 2 micro-batches a call, gradients averaged"."""
     calls = "each micro-batch by itself" if decision.pooling == 1 else f"{decision.pooling} micro-batches a call"
     runs = "in order, " if decision.rule == "contiguous" else ""

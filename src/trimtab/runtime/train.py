@@ -22,7 +22,7 @@ from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan
-from trimtab.plan.plan import Plan, VisionDataParallel
+from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.plan.reload import reload_plan
 from trimtab.plan.run_log import StepRecord
 from trimtab.runtime.checkpoint import (
@@ -280,8 +280,8 @@ def share_images_as_asked(plan: Plan, settings: TrainSettings, *, dp: int) -> Pl
     return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=found))
 
 
-def _dispatch(dp: int) -> VisionDataParallel:
-    return VisionDataParallel(
+def _dispatch(dp: int) -> VisionDecision:
+    return VisionDecision(
         group="dp", degree=dp, exchange="dispatch", pooling=1, rule="balanced", objective="time", reduction=None
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.balance.images import Rule, TowerCost, share_images
 from trimtab.errors import TrimtabError
-from trimtab.plan.plan import VisionDataParallel
+from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.pipeline.flow import PIXELS, Batch, has_images
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
@@ -236,7 +236,7 @@ def read_images(batch: Batch, family: Family, config: Any) -> VisionInputs | Non
 def dispatch_images(
     module: StageModule,
     layout: PipelineLayout,
-    decision: VisionDataParallel,
+    decision: VisionDecision,
     *,
     model: Any,
     cost: TowerCost | None,

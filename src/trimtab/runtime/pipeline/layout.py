@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_stage
 from trimtab.plan.modules import unfold_modules
-from trimtab.plan.plan import Plan, VisionDataParallel
+from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.recompute import Granularity
 from trimtab.specs import MicrobatchShare
 
@@ -36,7 +36,7 @@ class PipelineLayout:
     num_microbatches: int  # of a data-parallel rank, in a step
     num_chunks: int = 1  # stages of a device
     recompute: tuple[Recompute, ...] = ()
-    images: VisionDataParallel | None = None  # how data-parallel ranks share images; None: each encodes its own
+    images: VisionDecision | None = None  # how data-parallel ranks share images; None: each encodes its own
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)
