@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from partition_cases import ONE, layer, profile_of, random_profile
 from plan_cases import tile_samples
 
-from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan
+from trimtab.adapters.running import cost_of_running, export_plan
+from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError, TrimtabError
 from trimtab.models.describe import describe

@@ -12,7 +12,8 @@ import pytest
 from partition_cases import ONE, constant, layer, profile_of, split
 from plan_cases import tile_samples
 
-from trimtab.adapters.targets import TARGETS, cost_of_running, export_plan, fit_plan
+from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
+from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.offload import LINK_SHARE, with_offload
 from trimtab.costs.profile import load_profile, profile_model, save_profile
