@@ -51,7 +51,7 @@ def tight(folder):
     return probe(settings_of(folder, 5.2))
 
 
-@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["internvl", pytest.param("qwen2_5_vl", marks=pytest.mark.integration)])
 def test_measured_bytes_are_those_that_autograd_keeps(folder, tight, tmp_path, family):
     """Of each kind of layer, by the trace of one step of the same micro-batch in the whole model."""
     if family == "internvl":
@@ -108,6 +108,7 @@ def test_the_probed_plan_holds_and_predicts_what_was_measured(folder, tight, tmp
     assert said.count("Recompute was probed on CPU") == said.count("Bytes were measured on CPU") == 1
 
 
+@pytest.mark.integration  # many training steps
 def test_enough_memory_recomputes_nothing_and_the_peak_was_predicted(folder):
     result = probe(settings_of(folder, 40))
     (device,) = result.devices
@@ -117,6 +118,7 @@ def test_enough_memory_recomputes_nothing_and_the_peak_was_predicted(folder):
     assert [run.what for run in result.runs].count(CHOICE) == len({run.pack for run in result.runs})
 
 
+@pytest.mark.integration  # many training steps
 def test_a_probed_plan_can_be_probed_again(folder, tight, tmp_path):
     """The measured profile is then the one that is compared: nothing is off."""
     write_plan(tight.details, tmp_path / "probed")

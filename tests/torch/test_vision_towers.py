@@ -18,6 +18,7 @@ import vision_towers
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.integration
 def test_towers_on_three_ranks_are_exact(tmp_path: Path) -> None:
     """float64, features and gradients to 1e-12; fewer images than ranks, and clips."""
     plan_runs.spawn(vision_towers.run_towers, tmp_path, num_ranks=3)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from plan_cases import tile_samples
 from plans import small_plan
 
-from trimtab.adapters.targets import TARGETS, export_plan
+from trimtab.adapters.running import export_plan
+from trimtab.adapters.targets import TARGETS
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import parse_cluster
