@@ -408,6 +408,8 @@ class Profile:
     fused_kernels: bool = False
     frozen_towers: tuple[Tower, ...] = ()
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
+    optimizer: str | None = None  # whose state was measured; None: state follows the plan's
+    zero_stage: int | None = None  # at which it was measured
 
     def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes"]) -> FloatArray:
         """(num_layers, len(WORK_TERMS)) coefficients."""

@@ -12,25 +12,19 @@ from recompute_checks import count_forwards, gradients, make_model, trace_of
 from torch import nn
 from traced_families import Family, find_layers
 
-from trimtab.runtime.offload import HostMemory
 from trimtab.runtime.recompute import apply
 
 
 class DeviceBytes(LiveBytes):
-    """Live bytes but those of host memory, which on the CPU lies beside the others."""
+    """Live bytes of the model's device: copies to host memory are made where no such counter sees them."""
 
-    def __init__(self, model: nn.Module, host: HostMemory) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model, [])
-        self.host = host
         self.device_peak = 0
-
-    @property
-    def device(self) -> int:
-        return self.live - self.host.held_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.device_peak = max(self.device_peak, self.device)
+        self.device_peak = max(self.device_peak, self.live)
         return out
 
 
@@ -67,9 +61,9 @@ class Held:
 
 
 def held_behind_forward(family: Family, model: nn.Module, chosen: list[str]) -> Held:
-    with apply(model, chosen, granularity="offload") as handle, DeviceBytes(model, handle.host) as live:
+    with apply(model, chosen, granularity="offload") as handle, DeviceBytes(model) as live:
         loss = model(**family.inputs).loss
         gc.collect()
-        held = Held(device=live.device, host=handle.host.held_bytes)
+        held = Held(device=live.live, host=handle.host.held_bytes)
         loss.backward()
     return held

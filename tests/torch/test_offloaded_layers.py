@@ -66,7 +66,7 @@ def peaks_of(layer: RealLayer, rows: int, num_layers: int) -> tuple[int, int]:
     handle = apply(layers, [str(i) for i in range(num_layers)], granularity="offload")
     hidden, arguments = layer.hidden(rows, torch.bfloat16), layer.arguments(rows)
     gc.collect()
-    with DeviceBytes(layers, handle.host) as live:
+    with DeviceBytes(layers) as live:
         live.hold(hidden)
         result = hidden
         for module in layers:

@@ -21,6 +21,7 @@ import numpy as np
 import transformers
 from probe_runs import bench_of, settings_of, write_probed
 
+import trimtab
 from trimtab.costs.profile import load_profile
 from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
@@ -29,6 +30,7 @@ from trimtab.plan.check import check_plan
 from trimtab.plan.file import load_plan, plan_to_yaml
 from trimtab.plan.probed import full_recompute, with_profile
 from trimtab.plan.reload import reload_plan
+from trimtab.plan.vision_choice import VisionChoice
 from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
 from trimtab.runtime.probe.run import CHOICE, probe, settle
@@ -204,6 +206,22 @@ def test_an_optimizer_that_torch_has_not_is_refused(folder, tmp_path):
         probe(settings_of(folder, 40, plan=tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp": 2, "vision": VisionChoice(group="dp")}, "a probe runs one pack on all ranks, which shares nothing"),
+        ({"per_microbatch": True}, "a probe chooses whole layers: probe the plan without --per-microbatch"),
+    ],
+)
+def test_plans_that_no_probe_could_run_are_refused(folder, tmp_path, options, message):
+    found = reload_plan(folder / "alone")
+    wanted = replace(found.case.options, **options)
+    cluster = trimtab.parse_cluster(f"{wanted.dp}xA100-80GB")
+    write_plan(trimtab.make_plan(found.case.model, found.case.samples, cluster, wanted), tmp_path / "plan")
+    with pytest.raises(PlanError, match=message):
+        probe(settings_of(folder, 40, plan=tmp_path / "plan"))
+
+
 @pytest.mark.integration
 def test_two_ranks_probe_their_own_stages(folder, tmp_path):
     """Through torchrun and the command line; one of the measuring runs does not last on one rank alone."""
@@ -247,6 +265,19 @@ def test_the_meter_counts_live_storages_and_refuses_beyond_the_limit():
         meter.lift()
         assert (batch * 2).numel() == 1000
     del kept
+
+
+def test_the_meter_leaves_out_what_lies_in_host_memory():
+    layer = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU()) for _ in range(1)))
+    rows, meter, held = torch.ones(100, 8), CpuMeter(), {}
+    for tier in ("full", "offload"):
+        handle = apply(layer, ["0"], granularity=tier)
+        with meter.watch(layer.parameters(), [rows], limit_bytes=None):
+            loss = layer(rows).sum()
+            held[tier] = meter.held_bytes
+            loss.backward()
+        handle.remove()
+    assert held["offload"] == held["full"]
 
 
 def test_the_meter_sees_what_a_recomputed_layer_computes_again():

@@ -14,10 +14,10 @@ from plans import small_plan
 from vision_runs import make_case, make_rank_case, relative, shard, sum_over_ranks
 
 from trimtab.balance.images import TowerCost
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, TrimtabError
 from trimtab.plan.file import plan_from_yaml, plan_to_yaml
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.vision import vision_dp_from_plan
+from trimtab.runtime.vision import encode_pooled, vision_dp_from_plan
 
 
 def plan_that(**change: object) -> Plan:
@@ -61,7 +61,10 @@ def run_reductions(rank: int) -> None:
     with vision_dp_from_plan(case.model, None, plan_that(), host_reduces=False, timeout_s=60) as handle:
         case.loss(case.forward()).backward()
         handle.reduce_gradients()
-    assert relative(case.gradients(), expected) <= 1e-6
+        assert relative(case.gradients(), expected) <= 1e-6
+        case.model.zero_grad(set_to_none=True)
+        with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the backward"):
+            handle.reduce_gradients()
 
 
 def run_dispatch(rank: int) -> None:
@@ -84,4 +87,11 @@ def run_refusals() -> None:
         vision_dp_from_plan(model, None, plan_that(degree=3))
     with pytest.raises(PlanError, match="said to reduce no gradients over sp"):
         vision_dp_from_plan(model, None, plan_that(group="sp"), host_reduces=False)
+    with pytest.raises(PlanError, match="plan with --vision-pooling 1 for this host"):
+        vision_dp_from_plan(model, None, plan_that(group="dp", exchange="dispatch", reduction=None, pooling=2))
     assert "get_image_features" not in vars(model.model)
+    with (
+        vision_dp_from_plan(model, None, plan_that(group="dp", exchange="dispatch", reduction=None)) as handle,
+        pytest.raises(TrimtabError, match="a pool has no heartbeat that would call the others"),
+    ):
+        encode_pooled(handle, [])

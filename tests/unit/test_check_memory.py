@@ -74,6 +74,29 @@ def test_a_plan_that_shares_images_is_replayed_with_the_whole_towers_of_its_rank
     assert 0.9 * rank.planned.total_bytes < rank.peak.memory.total_bytes <= rank.planned.total_bytes * (1 + 1e-9)
 
 
+def test_a_pooled_call_is_held_whole(tmp_path: Path) -> None:
+    model, cluster, peaks = describe("InternVL-Chat-V1-5"), parse_cluster("8xH200"), []
+    for pooling in (1, 2, 4):
+        options = PlanOptions(
+            dp=8,
+            pp=1,
+            tp=1,
+            num_microbatches=4,
+            zero_stage=3,
+            max_patches=9225,
+            max_tokens=4352,
+            vision=VisionChoice(group="dp", pooling=pooling),
+        )
+        write_plan(make_plan(model, tile_samples(), cluster, options), tmp_path / str(pooling))
+        found = reload_plan(tmp_path / str(pooling))
+        none = tuple(dataclasses.replace(stage, recompute=()) for stage in found.stages)
+        check = replay_plan(dataclasses.replace(found, stages=none), as_counted(1.0, cluster.device))
+        peaks.append(check.ranks[0].peak.memory.saved_bytes)
+        assert check.ranks[0].peak.memory.total_bytes <= check.ranks[0].planned.total_bytes * (1 + 1e-9)
+    assert peaks == sorted(peaks)
+    assert peaks[2] > 1.1 * peaks[0]
+
+
 def test_what_is_offloaded_is_held_against_the_host_memory_of_the_plan(tmp_path: Path) -> None:
     options = dataclasses.replace(OPTIONS, offload=True, host_bytes_per_s=450e9, host_memory_bytes=8 * 2**30)
     write_plan(make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), CLUSTER, options), tmp_path)

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance.images import (
-    MicrobatchImages,
     TowerCost,
-    choose_pooling,
     share_images,
     tower_bytes,
     tower_seconds,
@@ -146,20 +144,3 @@ def test_tower_costs_are_the_profiles_own():
     assert tower_bytes(profile, recompute=True).patch < tower_bytes(profile).patch
     one = TowerCost(patch=2, patch_sq=3, image=5)
     assert one.of([1, 10]).tolist() == [10, 325]
-
-
-def microbatch(*patches: float) -> MicrobatchImages:
-    return MicrobatchImages(seconds=np.array(patches), saved_bytes=np.array(patches) * 10, shared_bytes=1.0)
-
-
-def test_pooling_takes_the_least_time_that_fits():
-    step = [microbatch(4, 1), microbatch(4, 1), microbatch(1, 4), microbatch(1, 4)]
-    pooled = choose_pooling(step, 2, free_bytes=1000)
-    assert (pooled.num_microbatches, pooled.seconds, pooled.ideal_s, pooled.worst_bytes) == (2, 10, 10, 52)
-    alone = choose_pooling(step, 2, free_bytes=45)
-    assert (alone.num_microbatches, alone.seconds, alone.worst_bytes) == (1, 16, 41)
-    assert choose_pooling(step, 2, free_bytes=1000, max_pooled=1).num_microbatches == 1
-    with pytest.raises(PackingError, match="hold 41 bytes on the worst of 2 ranks and 40 are free: recompute the"):
-        choose_pooling(step, 2, free_bytes=40)
-    with pytest.raises(PackingError, match="no micro-batch to pool"):
-        choose_pooling([], 2, free_bytes=1)

@@ -70,6 +70,15 @@ def test_images_that_do_not_add_up_are_refused(tmp_path):
             load_table(tmp_path / "t.npz")
 
 
+def test_patches_of_a_sample_without_images_are_refused(tmp_path):
+    table = table_of([[4, 8], [16]])
+    object.__setattr__(table, "num_images", np.array([2, 0], np.int32))
+    object.__setattr__(table, "image_patches", np.array([4, 8], np.int64))
+    save_table(table, tmp_path / "t.npz")
+    with pytest.raises(SampleError, match="the patches of its images are not those of its samples"):
+        load_table(tmp_path / "t.npz")
+
+
 def test_sizing_records_every_image_and_leaves_out_those_of_bad_samples(tmp_path):
     (tmp_path / "a.png").write_bytes(png(40, 20))
     (tmp_path / "b.png").write_bytes(png(30, 30))

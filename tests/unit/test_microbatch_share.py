@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import ONE, layer, profile_of, random_profile
+from partition_cases import ONE, layer, profile_of, random_profile, with_tables
 from plan_cases import tile_samples
 
 from trimtab.adapters.running import cost_of_running, export_plan
@@ -167,6 +167,25 @@ def test_the_choice_is_the_least_of_all_with_one_layer_in_part():
         finer += result.recompute_s[0] < whole.recompute_s[0] - 1e-9
     assert finer > 5
     assert num_infeasible < 30
+
+
+def test_tables_that_a_stage_enters_with_are_held_by_every_micro_batch():
+    rng = np.random.default_rng(5)
+    finer = 0
+    for _ in range(60):
+        profile = with_tables(random_profile(rng, 6, 3, num_tiers=3), rng)
+        stages = [Stage(index=0, start=0, stop=3), Stage(index=1, start=3, stop=6)]
+        given = {"profile": profile, "num_stages": 2, "work_mean": ONE, "work_max": ONE, "schedule": "GPipe"}
+        free = SplitProblem(memory_bytes=1e15, num_microbatches=4, **given).assess(stages)
+        cap = float(int(rng.uniform(0.5, 1.0) * max(x.total_bytes for x in free.memory))) + 1.0
+        problem = SplitProblem(memory_bytes=cap, num_microbatches=4, **given)
+        try:
+            result = share_microbatches(problem, stages)
+        except PartitionError:
+            continue
+        assert max(x.total_bytes for x in result.memory) <= cap
+        finer += any(choice.share is not None for stage in result.stages for choice in stage.recompute)
+    assert finer > 5
 
 
 def test_a_stage_in_part_may_fit_where_whole_layers_do_not():

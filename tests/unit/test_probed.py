@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from partition_cases import constant
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
@@ -127,6 +128,9 @@ def test_a_plan_read_back_has_the_probed_bytes_and_other_degrees_scale_them(foun
     same = profile_setting(case.model, case.cluster, options, case.setting.dims)
     assert same.layers == probed.layers
     assert same.method == "probed"
+    for changed in ({"optimizer": "sgd"}, {"zero_stage": 3}):
+        with pytest.raises(PlanError, match="whose state was not measured: plan with those, or probe again"):
+            profile_setting(case.model, case.cluster, replace(options, **changed), case.setting.dims)
     other = ParallelDims(dp=4, pp=4)
     carried = profile_setting(case.model, case.cluster, options, other)
     formulas = profile_setting(case.model, case.cluster, case.options, other)
@@ -174,3 +178,38 @@ def test_another_budget_keeps_the_same_share_free_unless_told(found: ReloadedPla
     assert case.problem.overhead_bytes == case.budget.reserve_bytes == int(0.05 * case.budget.total_bytes)
     with pytest.raises(PlanError, match=r"reserve 1\.5 was asked for, and it is a share: give 0 or more, below 1"):
         with_budget(found.case, memory_bytes=None, reserve=1.5)
+
+
+def test_counted_tables_and_outputs_outlive_a_probe(found: ReloadedPlan) -> None:
+    case = found.case
+    counted = replace(
+        case.setting.profile,
+        layers=tuple(
+            replace(x, entry_bytes=constant(64.0), output_bytes=tuple(2 * b for b in x.output_bytes))
+            for x in case.setting.profile.layers
+        ),
+    )
+    traced = replace(case, setting=replace(case.setting, profile=counted))
+    probed = probed_profile(traced, found.stages, *probes_of(traced, found, counted), where="a device").profile
+    same = profile_setting(case.model, case.cluster, replace(case.options, profile=probed), case.setting.dims)
+    assert same.layers == probed.layers
+    assert {layer.entry_bytes for layer in same.layers} == {constant(64.0)}
+
+
+def test_offload_is_priced_by_what_was_measured(found: ReloadedPlan) -> None:
+    case = replace(found.case, options=replace(found.case.options, offload=True, host_bytes_per_s=1e9))
+    profile = case.setting.profile
+    heavier = replace(
+        profile,
+        layers=tuple(
+            replace(x, tiers=tuple(replace(t, saved_bytes=tuple(2 * b for b in t.saved_bytes)) for t in x.tiers))
+            for x in profile.layers
+        ),
+        method="probed",
+        optimizer=case.options.optimizer,
+        zero_stage=case.options.zero_stage,
+    )
+    priced = with_profile(case, heavier)
+    again = profile_setting(case.model, case.cluster, priced.options, case.setting.dims)
+    assert [x.tiers for x in priced.setting.profile.layers] == [x.tiers for x in again.layers]
+    assert any(tier.name == "offload" for x in again.layers for tier in x.tiers)

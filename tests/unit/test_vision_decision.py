@@ -425,11 +425,11 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
         (with_vision(group="tp", pooling=3), "vision pooling 3 was asked for, and a step has 4 micro-batches a rank"),
         (
             PlanOptions(pp=2, tp=2, num_microbatches=4, vision=VisionChoice(group="tp", pooling=2)),
-            "vision pooling 2 was asked for on a pipeline of 2 stages where micro-batches are encoded one by one",
+            "vision pooling 2 was asked for on a pipeline of 2 stages where the plan does not price it",
         ),
         (
             PlanOptions(pp=1, tp=2, num_microbatches=4, schedule="GPipe", vision=VisionChoice(group="tp", pooling=2)),
-            "on GPipe, which holds all micro-batches, where micro-batches are encoded one by one: leave it out",
+            "on GPipe, which holds all micro-batches, where the plan does not price it: leave it out",
         ),
         (
             PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="tp")),
@@ -471,6 +471,23 @@ def test_an_edited_decision_that_cannot_be_is_found(shared, tmp_path, before, af
     row = next(line for line in text.splitlines() if line.startswith("  vision_data_parallel: {"))
     path.write_text(text.replace(row, row.replace(before, after)))
     assert any(message in problem for problem in check_plan(tmp_path))
+
+
+def test_slots_that_the_tables_do_not_have_are_told(shared, tmp_path):
+    path = write_plan(shared, tmp_path)
+    text = path.read_text()
+    assert "num_microbatches: 4" in text
+    path.write_text(text.replace("num_microbatches: 4", "num_microbatches: 8"))
+    assert any("slots a step, and the plan dp 2 x 8 micro-batches" in problem for problem in check_plan(tmp_path))
+
+
+def test_pools_of_tiles_are_refused_over_ranks_that_hold_the_same():
+    options = with_vision(group="tp", pooling=2)
+    with pytest.raises(PlanError, match="InternVL-Chat-V1-5 cuts images into tiles: leave it out"):
+        make_plan(TILES, tile_samples(), CLUSTER, dataclasses.replace(options, tp=8))
+    wide = dataclasses.replace(with_vision(group="tp"), tp=8, max_patches=9225, max_tokens=4352, zero_stage=3)
+    chosen = make_plan(TILES, tile_samples(), parse_cluster("16xH200"), wide)
+    assert chosen.plan.decisions.vision_data_parallel.pooling == 1
 
 
 @pytest.mark.parametrize(

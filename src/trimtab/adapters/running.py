@@ -99,20 +99,19 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
 
 
 def _unsaid(stages: Sequence[Stage]) -> list[str]:
-    """Sentences on what no export has a word for, and becomes something else that holds no more."""
+    """Sentences on what exports write as something else that holds no more."""
     said = []
     num_offloaded = sum(stage.num_offloaded() for stage in stages)
     if num_offloaded:
         said.append(
-            f"{num_offloaded} layers are planned with offload to host memory, and this export has no word for it: they "
-            "are recomputed in full, which holds no more and takes other time"
+            f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
+            "which holds no more and takes other time"
         )
     shared = [choice for stage in stages for choice in stage.recompute if choice.share is not None]
     if shared:
         said.append(
             f"{sum(len(choice.layers) for choice in shared)} layers are planned with recompute in a share of the "
-            "micro-batches, and this export has no word for it: they are recomputed in all, which holds less and takes "
-            "longer"
+            "micro-batches, and are exported as recomputed in all, which holds less and takes longer"
         )
     return said
 

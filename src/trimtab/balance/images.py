@@ -7,7 +7,6 @@ Symbols: n atoms of cost w_i, N ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +53,11 @@ def tower_seconds(profile: Profile) -> TowerCost:
 
     Not counted: what a call costs whatever is in it, which no assignment changes; recomputed forwards.
     """
-    return _sum_tower(profile, ("forward_s", "backward_s"))
+    total = np.zeros(len(WORK_TERMS))
+    for layer in profile.layers:
+        if layer.tower != "language":
+            total += np.add(layer.forward_s, layer.backward_s)
+    return _as_cost(total)
 
 
 def tower_bytes(profile: Profile, *, recompute: bool = False) -> TowerCost:
@@ -63,15 +66,6 @@ def tower_bytes(profile: Profile, *, recompute: bool = False) -> TowerCost:
     for layer in profile.layers:
         if layer.tower != "language":
             total += layer.tiers[-1 if recompute else 0].saved_bytes
-    return _as_cost(total)
-
-
-def _sum_tower(profile: Profile, terms: tuple[Literal["forward_s", "backward_s"], ...]) -> TowerCost:
-    total = np.zeros(len(WORK_TERMS))
-    for layer in profile.layers:
-        if layer.tower != "language":
-            for term in terms:
-                total += getattr(layer, term)
     return _as_cost(total)
 
 
@@ -172,62 +166,3 @@ def _find_problem(weights: FloatArray, num_ranks: int, rule: str) -> str | None:
         i = int(np.argmin(np.isfinite(weights) & (weights >= 0)))
         return f"the cost of image {i} is {weights[i]:g}: give finite numbers that are not negative"
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicrobatchImages:
-    """Atoms of one micro-batch."""
-
-    seconds: FloatArray  # forward and backward of the tower
-    saved_bytes: FloatArray  # held until the backward by the rank that encodes it
-    shared_bytes: float = 0.0  # held by every rank, whoever encodes: the gathered embeddings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pooling:
-    """How many consecutive micro-batches share one call of the tower, and what that costs."""
-
-    num_microbatches: int
-    seconds: float  # sum over calls of the slowest rank's tower time
-    ideal_s: float  # all of it evenly shared
-    worst_bytes: float  # most bytes held on one rank in one call
-
-
-def choose_pooling(
-    microbatches: Sequence[MicrobatchImages],
-    num_ranks: int,
-    *,
-    free_bytes: float,
-    max_pooled: int | None = None,
-    rule: Rule = "balanced",
-) -> Pooling:
-    """The pooling of least tower time that `free_bytes` allow on the worst rank; the smallest of equal ones.
-
-    A pooled call holds what its micro-batches hold together until the last of their backwards has run. Tries every
-    degree that divides the number of micro-batches, so that calls are alike.
-    """
-    if not microbatches:
-        raise PackingError("there is no micro-batch to pool: give those of one step")
-    count = len(microbatches)
-    tried = [k for k in range(1, min(count, max_pooled or count) + 1) if count % k == 0]
-    options = [_pooled(microbatches, num_ranks, k, rule) for k in tried]
-    fitting = [option for option in options if option.worst_bytes <= free_bytes]
-    if not fitting:
-        raise PackingError(
-            f"the images of one micro-batch hold {options[0].worst_bytes:.3g} bytes on the worst of {num_ranks} ranks "
-            f"and {free_bytes:.3g} are free: recompute the vision tower, or use smaller micro-batches"
-        )
-    return min(fitting, key=lambda option: (option.seconds, option.num_microbatches))
-
-
-def _pooled(microbatches: Sequence[MicrobatchImages], num_ranks: int, degree: int, rule: Rule) -> Pooling:
-    seconds = worst = total = 0.0
-    for first in range(0, len(microbatches), degree):
-        pooled = microbatches[first : first + degree]
-        saved = np.concatenate([m.saved_bytes for m in pooled])
-        shares = share_images(np.concatenate([m.seconds for m in pooled]), num_ranks, rule=rule)
-        held = max(float(saved[shares.atoms_of(rank)].sum()) for rank in range(num_ranks))
-        seconds += shares.max_load
-        total += float(shares.load.sum())
-        worst = max(worst, held + sum(m.shared_bytes for m in pooled))
-    return Pooling(num_microbatches=degree, seconds=seconds, ideal_s=total / num_ranks, worst_bytes=worst)

@@ -134,7 +134,7 @@ def plan(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Plan with the seconds (traced: bytes) of this profile, which `trimtab profile --out` wrote."
+            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote."
         ),
     ] = None,
     target: Annotated[

@@ -143,7 +143,7 @@ def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Pr
 
     `base` are the formulas at the degrees of `saved`. Kept bytes and state become measured x carried / base; of the
     transients, which hold what no formula prices, the difference measured - base is added. At the degrees of
-    `saved` nothing changes.
+    `saved` nothing changes. Optimizer and ZeRO stage are those of `saved`.
     """
     layers = []
     for x, at_base, at_target in zip(saved.layers, base.layers, carried.layers, strict=True):
@@ -157,6 +157,8 @@ def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Pr
                 at_target,
                 tiers=tuple(tiers),
                 state_bytes=_in_proportion(x.state_bytes, at_base.state_bytes, at_target.state_bytes),
+                output_bytes=_scale(x.output_bytes, at_base.output_bytes, at_target.output_bytes),
+                entry_bytes=x.entry_bytes,
                 transient_bytes=_shift(x.transient_bytes, at_base.transient_bytes, at_target.transient_bytes),
                 other_transient_bytes=_shift(
                     x.other_transient_bytes, at_base.other_transient_bytes, at_target.other_transient_bytes

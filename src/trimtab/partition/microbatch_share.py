@@ -82,7 +82,7 @@ def _options(table: LayerTable, pipeline: Pipeline, i: int, a: int, b: int) -> I
     lowest = int(first_transient(pipeline, a, b))
     state, saved = pipeline.state[b] - pipeline.state[a], pipeline.saved_first[b] - pipeline.saved_first[a]
     for transient in (lowest, *(int(level) for level in tiers.levels if level > lowest)):
-        room = int(pipeline.cap[i] - state) - transient
+        room = int(pipeline.cap[i] - state - k * pipeline.entry[a]) - transient
         prefix = allowed(tiers, transient)
         for g, u in np.argwhere((tiers.gain > 0) & (tiers.host == 0) & (alike > 0)[:, None]):
             if u >= prefix[g]:

@@ -9,7 +9,7 @@ from trimtab.partition.stages import SplitProblem
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDecision
-from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, joins_samples, limit_work
+from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -57,6 +57,7 @@ class SharedVision:
 
     decision: VisionDecision
     work: FloatArray  # (num_packs, len(WORK_TERMS))
+    held: FloatArray  # as `work`, of what a rank holds: a pooled call is held whole by each of its micro-batches
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
     loads: VisionLoads
@@ -100,6 +101,12 @@ class Case:
             work_max=work_max,
             num_microbatches=self.setting.num_microbatches,
         )
+
+    @cached_property
+    def held_work(self) -> FloatArray:
+        """As `work`, of what a rank holds: attention's pairs between a pack's samples too, pooled calls whole."""
+        held = self.work if self.vision is None else self.vision.held
+        return join_samples(held) if joins_samples(self.options.attention) else held
 
     def without_vision(self) -> Case:
         """The same run where no image is shared."""

@@ -19,7 +19,6 @@ from trimtab.plan.file import load_plan
 from trimtab.plan.reload import ReloadedPlan, find_config, reload_plan
 from trimtab.plan.setting import profile_setting
 from trimtab.plan.vision import share_vision
-from trimtab.plan.work import join_samples, joins_samples
 from trimtab.specs import ClusterSpec, ModelSpec, Stage
 from trimtab.units import format_bytes
 
@@ -123,8 +122,7 @@ def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
     counted = replace(plain, options=options, setting=replace(plain.setting, profile=profile))
     if case.vision is not None:
         counted = share_vision(counted, case.vision.decision)
-    work = join_samples(counted.work) if joins_samples(options.attention) else counted.work
-    peaks = replay_peaks(counted.problem, stages, work, case.schedule.table)
+    peaks = replay_peaks(counted.problem, stages, counted.held_work, case.schedule.table)
     planned = case.problem.assess(stages)
     ranks = []
     for rank, peak in enumerate(peaks):
@@ -146,14 +144,15 @@ def _problem(
     rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, budget: MemoryBudget
 ) -> str | None:
     need, cap = peak.memory.total_bytes, budget.total_bytes
+    away = (
+        f"pipeline rank {rank} offloads {format_bytes(peak.memory.host_bytes)} by counted bytes, and the plan has "
+        f"{format_bytes(budget.host_bytes)} of host memory for a device: offload fewer of its layers, or plan again "
+        "with more --host-memory"
+        if peak.memory.host_bytes > budget.host_bytes
+        else None
+    )
     if need <= cap:
-        if peak.memory.host_bytes > budget.host_bytes:
-            return (
-                f"pipeline rank {rank} offloads {format_bytes(peak.memory.host_bytes)} by counted bytes, and the plan "
-                f"has {format_bytes(budget.host_bytes)} of host memory for a device: offload fewer of its layers, or "
-                "plan again with more --host-memory"
-            )
-        return None
+        return away
     blocks = sum(model.layers[i].kind == "block" for stage in stages for i in range(stage.start, stage.stop))
     whole = blocks - sum(stage.num_recomputed() + stage.num_offloaded() for stage in stages)
     cure = (
@@ -161,8 +160,9 @@ def _problem(
         if whole > 0
         else "plan with more stages or a larger tp"
     )
-    return (
+    said = (
         f"pipeline rank {rank} needs {format_bytes(need)} of {format_bytes(cap)} by counted bytes, in step {peak.step} "
         f"of data-parallel rank {peak.dp_rank} ({math.ceil(need - cap)} bytes too many): {cure}, or pack less into a "
         "micro-batch"
     )
+    return said if away is None else f"{said}; {away}"

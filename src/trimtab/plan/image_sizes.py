@@ -61,7 +61,7 @@ class ImageSizes:
 def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
     """The atoms of every sample of a table in patches."""
     p, squares = samples.num_patches.astype(np.float64), samples.patches_sq.astype(np.float64)
-    tile = _tile_rows(model)
+    tile = tile_rows(model)
     each = None if tile is not None or samples.image_patches is None else samples.image_patches.astype(np.float64)
     spread, starts, quantiles = np.zeros(len(p)), dict[int, int](), list[FloatArray]()
     if tile is not None:
@@ -109,7 +109,7 @@ def _spread_of(n: int, ratio: FloatArray) -> FloatArray:
     return np.interp(ratio, n * (e * e).sum(axis=1) / e.sum(axis=1) ** 2, _SPREADS)
 
 
-def _tile_rows(model: ModelSpec) -> int | None:
+def tile_rows(model: ModelSpec) -> int | None:
     """Rows of one tile, where the tower encodes tiles of one size apart."""
     if model.image_rule.name in _WHOLE_IMAGES:
         return None

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimtab.costs.offload import with_offload
 from trimtab.errors import PlanError
 from trimtab.partition.schedules import devices_of_stages, splits_backward
-from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.budget import MemoryBudget, host_bytes_per_s
 from trimtab.plan.case import Case
 from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, RecomputeTier, Stage
 from trimtab.units import format_bytes
@@ -86,7 +87,7 @@ def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     """
     layers = case.setting.profile.layers
     keeps = np.array([layer.tiers[0].saved_bytes for layer in layers])
-    of_stage = case.work @ np.array([keeps[stage.start : stage.stop].sum(axis=0) for stage in stages]).T
+    of_stage = case.held_work @ np.array([keeps[stage.start : stage.stop].sum(axis=0) for stage in stages]).T
     devices = _devices(case, stages)
     several = np.flatnonzero(np.diff(case.packing.offsets) > 1)
     found = set()
@@ -130,7 +131,12 @@ def probed_profile(
     )
     return ProbedProfile(
         profile=replace(
-            profile, layers=_regroup(layers), method="probed", assumptions=(*_unsaid(profile.assumptions), *said)
+            profile,
+            layers=_regroup(layers),
+            method="probed",
+            optimizer=case.options.optimizer,
+            zero_stage=case.options.zero_stage,
+            assumptions=(*_unsaid(profile.assumptions), *said),
         ),
         state_factor=factor,
         correction_bytes=tuple(int(x) for x in corrections),
@@ -159,8 +165,12 @@ def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) 
 
 
 def with_profile(case: Case, profile: Profile) -> Case:
-    """The case priced by this profile, which the plan then keeps."""
-    return replace(case, options=replace(case.options, profile=profile), setting=replace(case.setting, profile=profile))
+    """The case priced by this profile, which the plan then keeps; offload anew, as whoever reads the plan back does."""
+    options, priced = replace(case.options, profile=profile), profile
+    if options.offload:
+        rate = host_bytes_per_s(case.cluster.device, options)
+        priced = replace(profile, layers=with_offload(profile, host_bytes_per_s=rate).layers)
+    return replace(case, options=options, setting=replace(case.setting, profile=priced))
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -180,7 +190,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
     ratios: dict[tuple[int, str], float] = {}
     for probe in kept:
         layer = profile.layers[probe.layer]
-        predicted = freed_bytes(layer, probe.tier, case.work[probe.pack])
+        predicted = freed_bytes(layer, probe.tier, case.held_work[probe.pack])
         if predicted > 0:
             key = (layer.group, probe.tier)
             ratios[key] = max(ratios.get(key, 0.0), probe.num_bytes / predicted)
@@ -201,7 +211,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
 
 def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: DeviceProbe, case: Case) -> float:
     """Changes those of `layers` that the device holds; the bytes that its peak is above what is priced."""
-    problem = replace(case.problem, work_max=case.work[probe.pack], overhead_bytes=0.0)
+    problem = replace(case.problem, work_max=case.held_work[probe.pack], overhead_bytes=0.0)
     own = [s for s, device in zip(stages, _devices(case, stages), strict=True) if device == probe.device]
     held = np.array([i for stage in own for i in range(stage.start, stage.stop)])
     number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in own])

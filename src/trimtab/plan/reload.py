@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError, TrimtabError, join_problems
+from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe, shipped_models
 from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
@@ -22,7 +22,7 @@ from trimtab.plan.packs import load_packs
 from trimtab.plan.plan import Plan, TableFile, VisionDecision
 from trimtab.plan.setting import profile_setting
 from trimtab.plan.vision import share_vision
-from trimtab.plan.vision_choice import VisionChoice, decision_problems
+from trimtab.plan.vision_choice import VisionChoice, raise_problems
 from trimtab.plan.work import packed_work
 from trimtab.samples.table import table_from_bytes
 from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
@@ -81,8 +81,13 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         work=packed_work(packs.packing, samples_work),
     )
     if decisions.vision_data_parallel is not None:
-        if problems := list(decision_problems(decisions.vision_data_parallel, parallel, decisions.schedule)):
-            raise PlanError(join_problems(problems))
+        raise_problems(decisions.vision_data_parallel, parallel, decisions.schedule, model)
+        num_ranks, num_slots = packs.schedule.table.shape[1:]
+        if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
+            raise PlanError(
+                f"the schedule's table has {num_ranks} x {num_slots} slots a step, and the plan dp {parallel.dp} x "
+                f"{decisions.schedule.num_microbatches} micro-batches: run `trimtab plan` again"
+            )
         case = share_vision(case, decisions.vision_data_parallel)
     return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
 

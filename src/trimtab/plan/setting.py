@@ -216,6 +216,12 @@ def _priced_profile(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
+    if saved.method == "probed" and (saved.optimizer, saved.zero_stage) != (options.optimizer, options.zero_stage):
+        raise PlanError(
+            f"the profile was probed with {saved.optimizer} at ZeRO stage {saved.zero_stage}, and the plan is to have "
+            f"{options.optimizer} at stage {options.zero_stage}, whose state was not measured: plan with those, or "
+            "probe again"
+        )
     base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(

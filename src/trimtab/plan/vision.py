@@ -47,6 +47,10 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     calls = np.repeat(np.maximum(by_rank, 1), decision.pooling, axis=1)
     work[pools[in_slot], _IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
 
+    held = plain.work.copy()
+    held[:, _IMAGE_TERMS] = 0.0
+    held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
+
     most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
     packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
     margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
@@ -59,6 +63,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
         vision=SharedVision(
             decision=decision,
             work=plain.work,
+            held=held,
             profile=plain.setting.profile,
             largest=found.largest.max(axis=0) * np.maximum(margin, 1.0),
             loads=_summarise(plain, profile, decision, found, exchange, sizes),

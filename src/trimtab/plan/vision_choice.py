@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trimtab.balance.images import RULES, Rule
+from trimtab.errors import PlanError, join_problems
+from trimtab.plan.image_sizes import tile_rows
 from trimtab.plan.plan import (
     ParallelDecision,
     ScheduleDecision,
@@ -16,6 +18,7 @@ from trimtab.plan.plan import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.specs import ModelSpec
 
 GroupChoice = VisionGroup | Literal["none", "auto"]
 GROUPS: tuple[VisionGroup, ...] = get_args(VisionGroup)
@@ -92,6 +95,16 @@ def group_degree(group: VisionGroup, parallel: ParallelDecision) -> int:
     return {"tp": parallel.tp, "cp": parallel.cp, "sp": parallel.cp, "dp": parallel.dp}[group]
 
 
+def pools_tiles(decision: VisionDecision, model: ModelSpec) -> str | None:
+    """Why micro-batches of this model cannot share a call in a host's own loop, which encodes what all ranks hold."""
+    if decision.pooling > 1 and decision.group != "dp" and tile_rows(model) is not None:
+        return (
+            f"vision pooling {decision.pooling} was asked for over {decision.group}, and pools are known there for "
+            f"families with a grid of patches, while {model.name} cuts images into tiles: leave it out"
+        )
+    return None
+
+
 def decision_problems(
     decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision
 ) -> Iterator[str]:
@@ -117,7 +130,7 @@ def decision_problems(
         if parallel.pp > 1 or schedule.name == "GPipe":
             why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
             yield (
-                f"vision pooling {decision.pooling} was asked for on {why} where micro-batches are encoded one by one: "
+                f"vision pooling {decision.pooling} was asked for on {why} where the plan does not price it: "
                 "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
             )
         elif schedule.num_microbatches % decision.pooling:
@@ -125,3 +138,14 @@ def decision_problems(
                 f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
                 "micro-batches a rank: choose a number that divides them"
             )
+
+
+def raise_problems(
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
+) -> None:
+    """`PlanError` with all that keeps a plan of this model from sharing images so."""
+    problems = list(decision_problems(decision, parallel, schedule))
+    if tiles := pools_tiles(decision, model):
+        problems.append(tiles)
+    if problems:
+        raise PlanError(join_problems(problems))

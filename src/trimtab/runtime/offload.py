@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes  # private, torch 2.13
 
 
 class HostMemory:
@@ -30,32 +31,33 @@ class HostMemory:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def begin_layer(self) -> None:
-        """The copies of the layer before last are waited for: their memory is free for the layer that begins."""
+        """The copies of the layer before last are waited for: computing runs no further ahead of them."""
         self.settle(keep=1)
         self._leaving.append(_Leaving())
 
     def settle(self, *, keep: int = 0) -> None:
-        """The computing stream waits for all copies but those of the last `keep` layers, and their sources are free."""
+        """The computing stream waits for all copies but those of the last `keep` layers."""
         while len(self._leaving) > keep:
             leaving = self._leaving.popleft()
             if leaving.done is not None:
                 torch.cuda.current_stream(leaving.device).wait_event(leaving.done)
 
     def send(self, storage: torch.UntypedStorage, device: torch.device) -> Moved:
-        """Copies a storage; on CUDA it stays alive until the copy has been waited for."""
+        """Copies a storage, which the layer may let go of at once."""
         on_cuda = device.type == "cuda"
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda)
         source = _as_bytes(storage, device)
+        with _disable_current_modes():  # what counts a device's bytes must not see the host's, on the CPU least of all
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda)
+            if not on_cuda:
+                copy.copy_(source)
         if on_cuda:
             stream = self._streams_of(device)[0]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 copy.copy_(source, non_blocking=True)
+            source.record_stream(stream)  # not given to others before the copy has ended
             leaving = self._leaving[-1]
-            leaving.sources.append(storage)
             leaving.device, leaving.done = device, stream.record_event()
-        else:
-            copy.copy_(source)
         source_ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         moved = Moved(copy, source_ref, device)
         self.held_bytes += copy.nbytes
@@ -89,10 +91,9 @@ class HostMemory:
 
 
 class _Leaving:
-    """Storages of one layer's forward whose copies may still run."""
+    """The end of one layer's copies, which may still run."""
 
     def __init__(self) -> None:
-        self.sources: list[torch.UntypedStorage] = []
         self.device: torch.device | None = None
         self.done: torch.cuda.Event | None = None
 

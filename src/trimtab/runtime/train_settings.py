@@ -79,6 +79,8 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     cls = getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
         problems.append(f"optimizer {settings.optimizer!r} is no class of torch.optim: name one, as in AdamW")
+    if settings.vision_dp not in ("plan", "dispatch", "off"):
+        problems.append(f"vision_dp {settings.vision_dp!r} was asked for: choose plan, dispatch or off")
     for name in ("steps", "epochs", "save_every", "keep"):
         value = getattr(settings, name)
         if value is not None and value < 1:

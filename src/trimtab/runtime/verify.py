@@ -13,6 +13,7 @@ from trimtab.plan.mixture import times_drawn
 from trimtab.plan.packs import load_packs
 from trimtab.plan.plan import Plan, TableFile
 from trimtab.plan.reload import options_of, stages_of
+from trimtab.plan.vision_choice import raise_problems
 from trimtab.samples.table import table_from_bytes
 from trimtab.specs import ModelSpec
 
@@ -25,7 +26,7 @@ def verify_plan(path: Path, model: ModelSpec) -> None:
     """
     plan, folder = load_plan(path), path if path.is_dir() else path.parent
     problems = _changed_data(plan, folder)
-    for check in (_check_packs, _check_stages):
+    for check in (_check_packs, _check_stages, _check_images):
         try:
             check(plan, folder, model)
         except TrimtabError as problem:
@@ -67,3 +68,9 @@ def _check_packs(plan: Plan, folder: Path, _: ModelSpec) -> None:
 
 def _check_stages(plan: Plan, _: Path, model: ModelSpec) -> None:
     stages_of(plan, model)
+
+
+def _check_images(plan: Plan, _: Path, model: ModelSpec) -> None:
+    decisions = plan.decisions
+    if decisions.vision_data_parallel is not None:
+        raise_problems(decisions.vision_data_parallel, decisions.parallel, decisions.schedule, model)

@@ -307,7 +307,7 @@ def _add_up(images: IntArray, num_images: IntArray, num_patches: IntArray) -> bo
     if len(images) != num_images.sum() or (len(images) and images.min() < 0):
         return False
     ends = np.concatenate([[0], np.cumsum(images)])[np.cumsum(num_images)]
-    return np.array_equal(np.diff(ends, prepend=0), np.where(num_images > 0, num_patches, 0))
+    return np.array_equal(np.diff(ends, prepend=0), num_patches)
 
 
 def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:

@@ -85,6 +85,8 @@ class ImageDispatch:
         """Before each step; collective over the group. A rank that disagrees raises on all of them."""
         self._calls.clear()
         self._features.clear()
+        if not microbatches:  # let go of what a step left
+            return
         inputs = self._read_all(microbatches)
         k = self.num_pooled
         parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]

@@ -94,6 +94,16 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     """
     started = time.perf_counter()
     found = reload_plan(settings.plan)
+    if found.case.vision is not None:
+        raise PlanError(
+            "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
+            "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
+        )
+    if found.case.options.per_microbatch:
+        raise PlanError(
+            "a plan whose layers recompute in a share of the micro-batches was to be probed, and a probe chooses whole "
+            "layers: probe the plan without --per-microbatch"
+        )
     case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
     with process_group(settings.device) as device:
         bench = open_bench(settings, found, case, device, progress or (lambda _: None))
@@ -176,7 +186,7 @@ def _result(
         stages = [settled.stages[s] for s in layout.stages_of(device)]
         peaks = {pack: readings[device].peak_bytes for pack, readings in settled.readings.items()}
         heaviest = max(peaks, key=lambda pack: peaks[pack])
-        there = replace(problem, work_max=bench.case.work[heaviest], overhead_bytes=0.0).assess(settled.stages)
+        there = replace(problem, work_max=bench.case.held_work[heaviest], overhead_bytes=0.0).assess(settled.stages)
         counts: Counter[str] = Counter(
             choice.tier for stage in stages for choice in stage.recompute for _ in choice.layers
         )
@@ -238,7 +248,7 @@ def _compare(bench: Bench, stages: Sequence[Stage], kept: Sequence[KeptProbe]) -
             layer=layer.name,
             tier=probe.tier,
             measured_bytes=probe.num_bytes,
-            predicted_bytes=freed_bytes(layer, probe.tier, bench.case.work[probe.pack]),
+            predicted_bytes=freed_bytes(layer, probe.tier, bench.case.held_work[probe.pack]),
         )
 
 

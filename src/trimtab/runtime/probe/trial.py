@@ -92,7 +92,9 @@ def run_trial(
                 break
             pipeline.gradient_norm()
             if update:
-                rank.optimizer.step()
+                watch.guard(rank.optimizer.step)
+                if _any_failed(watch, pipeline):
+                    break
         peak = meter.peak_bytes
     gradients = [p.grad for p in pipeline_parameters if p.grad is not None]
     static = storage_bytes(rank.static())
@@ -155,6 +157,10 @@ class _Watch:
         """A step begins."""
         self._run = {stage.stage_index: 0 for stage in self._pipeline.stages}
         self._in_backward = False
+
+    def guard(self, run: Callable[[], Any]) -> None:
+        """What a step does behind its schedule."""
+        self._try(run)
 
     def __enter__(self) -> _Watch:
         for stage in self._pipeline.stages:

@@ -56,6 +56,11 @@ def vision_dp_from_plan(
             f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
             "tokens or samples alone: reduce them there, and leave out host_reduces"
         )
+    if decision.pooling > 1 and decision.exchange == "dispatch":
+        raise PlanError(
+            f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
+            "`trimtab train` does and no model's own forward: plan with --vision-pooling 1 for this host"
+        )
     return vision_dp(
         model,
         group,

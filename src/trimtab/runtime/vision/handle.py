@@ -189,8 +189,16 @@ class VisionDataParallel:
                 "the host reduces gradients over the group already, and doing it twice changes them: "
                 "make the handle with reduction='none' where it leaves replicated parameters alone"
             )
-        if self.control is not None:
-            reduce_replicas(self.vision_parameters(), self.group)
+        if self.control is None:
+            return
+        trained = [p for p in self.vision_parameters() if p.requires_grad]
+        if self.load.calls and trained and all(p.grad is None for p in trained):
+            raise TrimtabError(
+                "gradients were to be averaged over the group, and no vision parameter has one: call this behind the "
+                "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
+                "average them itself, with reduction='mean'"
+            )
+        reduce_replicas(trained, self.group)
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """All of the module that are not its language model's: the tower and what follows it up to the features."""

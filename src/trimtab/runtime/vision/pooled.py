@@ -1,7 +1,7 @@
 """One call of the tower for several micro-batches, whose forwards and backwards follow one at a time.
 
 Larger pools share out better and launch fewer kernels; they hold the tower's activations of all their micro-batches
-until the last backward has run (`choose_pooling` finds what fits).
+until the last backward has run (a plan takes what fits).
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
         raise TrimtabError(
             f"micro-batches of {type(handle.model).__name__} were to share a call of the tower, which is known for "
             f"families with a grid of patches: call the model on each micro-batch"
+        )
+    if handle.heartbeat is not None:
+        raise TrimtabError(
+            "micro-batches were to share a call of the tower on ranks that may hold no image, and a pool has no "
+            "heartbeat that would call the others: call the model on each micro-batch, or let `trimtab train` dispatch"
         )
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
