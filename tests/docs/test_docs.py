@@ -101,7 +101,16 @@ def test_ci_runs_the_readmes_own_test_command() -> None:
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+_MANY_PROCESSES = ("train_on_two_stages.py",)  # most of a minute: among the integration tests
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.integration] if path.name in _MANY_PROCESSES else [])
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    ],
+)
 def test_every_example_runs(example: Path, tmp_path: Path) -> None:
     result = run([sys.executable, "-W", "error", str(example)], tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -67,6 +67,7 @@ def alone(folder):
     return values_of(settings)
 
 
+@pytest.mark.integration  # many processes, many steps
 def test_twenty_steps_lose_as_one_process_does(tmp_path):
     """InternVL and Qwen2.5-VL, in three stages and in 2 x 2; in few processes, for each takes seconds to start."""
     ones, threes, squares = [], [], []
@@ -235,6 +236,7 @@ def test_a_step_without_labels_ends_the_run():
         refuse_useless(7, nothing, torch.zeros(()))
 
 
+@pytest.mark.integration
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, alone):
     """The slow one: torchrun and its ranks are killed at some moment, and started again."""
     whole = settings_of(folder, folder / "plan", "run-whole", steps=30, save_every=3)
