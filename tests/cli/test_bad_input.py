@@ -32,6 +32,8 @@ CASES = [
     (["pack", "{missing}", "--max-patches", "9", "--max-tokens", "9"], "missing.jsonl"),
     (["probe", "{plan}", "model", "--budget", "lots"], "'lots' is not a size in bytes: write it as 80GiB"),
     (["probe", "{plan}", "model", "--reserve", "much"], "'much' is not a share: write it as 6% or 0.06"),
+    (["profile", "Qwen2.5-VL-7B", "--device", "H200", "--repeats", "3"], "--repeats 3 was given, and nothing is timed"),
+    (["check", "{plan}", "--config", "Qwen2.5-VL-7B"], "names its model itself: leave it out, or give --memory too"),
     (["pack", "{table}", "--max-patches", "1", "--max-tokens", "1"], "do not fit a pack"),
     ([*PLAN, "8xAbacus"], "Abacus"),
     ([*PLAN, "zero"], "no device is called"),

@@ -107,6 +107,10 @@ def _check_plan(
         failing, costly = _check_flags(flags, framework, config, vision_cleared)
         return _Outcome(problems=failing, warnings=costly)
     assert plan is not None
+    if config is not None and not memory:
+        raise PlanError(
+            f"--config {config} was given with a plan, which names its model itself: leave it out, or give --memory too"
+        )
     from trimtab.plan.check import check_plan
 
     if not memory:

@@ -36,7 +36,7 @@ def profile(
         typer.Option(help="Attention; default flash, with --timed sdpa where flash is not installed."),
     ] = None,
     sizes: Annotated[str | None, typer.Option(help="Rows to time, as in 1024,4096; default: by device.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each size is timed.")] = 9,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Times each size is timed; default 9.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree; layers are timed at 1.")] = 1,
     fused_kernels: Annotated[
         bool, typer.Option("--fused-kernels", help="Norms, rotary and gates as single kernels (TE, Liger).")
@@ -76,6 +76,8 @@ def profile(
         problems.append("no device was named: give --device as in H200, or --timed to time the one that is here")
     if not timed and not traced and sizes is not None:
         problems.append("--sizes were given, and formulas need none: leave them out, or give --timed")
+    if not timed and repeats is not None:
+        problems.append(f"--repeats {repeats} was given, and nothing is timed: leave it out, or give --timed")
     if problems:
         raise TrimtabError(join_problems(problems))
     model = describe(config)
@@ -85,7 +87,7 @@ def profile(
     counts: TracedProfile | None = None
     calibration: Calibration | None = None
     if timed:
-        fits = _time(config, model, device, dtype, attention, _parse_sizes(sizes), repeats, frozen)
+        fits = _time(config, model, device, dtype, attention, _parse_sizes(sizes), repeats or 9, frozen)
         result = fits.profile
     elif traced:
         assert device is not None
