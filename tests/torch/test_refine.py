@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +150,22 @@ def test_an_interrupt_stops_the_run_and_its_workers(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         _run([sys.executable, "-c", _PARENT, str(pid)], 99.0)
     assert not is_alive(worker_of(pid))
+
+
+def test_sigterm_stops_the_run_and_its_workers(tmp_path):
+    pid, before = tmp_path / "pid", signal.getsignal(signal.SIGTERM)
+
+    def terminate():
+        worker_of(pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=terminate)
+    sender.start()
+    with pytest.raises(SystemExit, match="143"):
+        _run([sys.executable, "-c", _PARENT, str(pid)], 99.0)
+    sender.join()
+    assert not is_alive(worker_of(pid))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):

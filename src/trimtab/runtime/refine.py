@@ -8,8 +8,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -165,10 +167,13 @@ _GRACE_S = 45.0  # torchrun gives its workers 30 s to end before it kills them
 
 def _run(words: list[str], limit_s: float) -> str | None:
     """Why the command failed; None where it did not. It is stopped with its workers at the limit, or with us."""
-    # a session of its own: Ctrl-C comes to us alone, and we end the launcher so that it can end its workers
-    with subprocess.Popen(  # noqa: S603 (this interpreter, a list of words, no shell)
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    # a session of its own: Ctrl-C and SIGTERM come to us alone, and we end the launcher so that it can end its workers
+    with (
+        _leaving_on_sigterm(),
+        subprocess.Popen(  # noqa: S603 (this interpreter, a list of words, no shell)
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process,
+    ):
         try:
             _, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -178,6 +183,23 @@ def _run(words: list[str], limit_s: float) -> str | None:
             _stop(process)
             raise
     return _reason(errors) if process.returncode else None
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM is an exception like Ctrl-C's; only the main thread is asked to handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
