@@ -391,6 +391,9 @@ class LayerCost:
     # every tier of an earlier layer counts; empty: none
     entry_bytes: tuple[float, ...] = ()
 
+    def tier(self, name: str) -> RecomputeTier | None:
+        return next((tier for tier in self.tiers if tier.name == name), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

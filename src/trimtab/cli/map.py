@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
-from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.output import JsonOption, console, given_command, log, print_json
 from trimtab.errors import ImageError, TrimtabError
 
 if TYPE_CHECKING:
@@ -79,7 +78,8 @@ def map_model(
     placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
-        _write(out, model, machine, workload, placement, compared, command=_command(context))
+        command = given_command(context, without=("out", "as_json"))
+        _write(out, model, machine, workload, placement, compared, command=command)
     if as_json:
         print_json(_as_json(placement, compared))
         return
@@ -158,24 +158,6 @@ def _write(
         command=command,
     )
     write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
-
-
-def _command(context: typer.Context) -> str:
-    """The call again, without where its answer went."""
-    words = ["trimtab", "map"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        value = context.params.get(name)
-        if name in ("out", "as_json") or value == parameter.default or value in (None, [], ()):
-            continue
-        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-        if parameter.param_type_name == "argument":
-            words += values
-        elif value is True:
-            words.append(parameter.opts[0])
-        else:
-            words += [word for v in values for word in (parameter.opts[0], v)]
-    return shlex.join(words)
 
 
 def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:

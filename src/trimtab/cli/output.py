@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,24 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0.0:
         return None
     return value
+
+
+def given_command(context: typer.Context, *, without: Collection[str]) -> str:
+    """The call again, in one order however it was typed: all that was given but the parameters `without` names."""
+    words = ["trimtab", context.command.name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        value = context.params.get(name)
+        if name in without or value == parameter.default or value in (None, [], ()):
+            continue
+        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        if parameter.param_type_name == "argument":
+            words += values
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            words += [word for v in values for word in (parameter.opts[0], v)]
+    return shlex.join(words)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,7 +26,7 @@ from trimtab.cli.data import (
     WorkersOption,
 )
 from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
-from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.output import JsonOption, console, given_command, print_json
 from trimtab.cli.pack import OrderOption, OversizeOption
 from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
 
@@ -238,7 +237,7 @@ def plan(
         ),
     )
     origin = PlanOrigin(
-        command=_canonical_command(context),
+        command=given_command(context, without=_NOT_IN_THE_PLAN),
         data_files=data_files(data),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
@@ -301,21 +300,3 @@ def _refined(
         log(f"split of {trial.layers} layers: {simulated}, {measured}")
     log(f"timing {len(found.trials)} splits took {format_seconds(found.wall_s)}")
     return found.details
-
-
-def _canonical_command(context: typer.Context) -> str:
-    """The command with every option that was given and changes the plan, in one order however it was typed."""
-    words = ["trimtab", "plan"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        value = context.params.get(name)
-        if name in _NOT_IN_THE_PLAN or value == parameter.default or value in (None, [], ()):
-            continue
-        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-        if parameter.param_type_name == "argument":
-            words += values
-        elif value is True:
-            words.append(parameter.opts[0])
-        else:
-            words += [word for v in values for word in (parameter.opts[0], v)]
-    return shlex.join(words)

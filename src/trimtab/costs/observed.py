@@ -113,7 +113,8 @@ def find_tier(layer: LayerCost, stage: Stage, index: int) -> RecomputeTier:
     choice = next((choice for choice in stage.recompute if index in choice.layers), None)
     if choice is None:
         return layer.tiers[0]
-    tier = next(tier for tier in layer.tiers if tier.name == choice.tier)
+    tier = layer.tier(choice.tier)
+    assert tier is not None, "stages name tiers that their layers have"
     if choice.share is None:
         return tier
     part = choice.share.num / choice.share.of  # of the mean micro-batch

@@ -47,7 +47,7 @@ def with_offload(profile: Profile, *, host_bytes_per_s: float) -> Profile:
 
 def _offer(layer: LayerCost, rate: float) -> LayerCost:
     others = tuple(tier for tier in layer.tiers if tier.name != "offload")
-    full = next((tier for tier in others if tier.name == "full"), None)
+    full = layer.tier("full")
     if full is None:
         return replace(layer, tiers=others)
     moved_s = [max(0.0, n - k) / rate for n, k in zip(others[0].saved_bytes, full.saved_bytes, strict=True)]

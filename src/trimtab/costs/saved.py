@@ -201,7 +201,9 @@ def _most_moment(layer: LayerCost) -> tuple[float, ...]:
 
 
 def _tier_of(layer: LayerCost, name: str) -> RecomputeTier:
-    return next(tier for tier in layer.tiers if tier.name == name)
+    tier = layer.tier(name)
+    assert tier is not None, "`refuse_unlike` comes first"
+    return tier
 
 
 def _carry(

@@ -56,6 +56,9 @@ class SplitResult:
         return self.bottleneck_s * len(self.stages) / total - 1.0 if total > 0 else 0.0
 
 
+OFFLOAD_BUFFERS = 2.0  # while an offloaded layer's backward runs: its own bytes, and as many for the layer before it
+
+
 def assess_stages(
     profile: Profile,
     stages: Sequence[Stage],
@@ -186,10 +189,10 @@ def _kept_bytes(profile: Profile, choice: RecomputeChoice, work: FloatArray, in_
 def bytes_again(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
     """What the backward of a layer holds beside its workspace and what `tier` saves: computed again, or fetched.
 
-    `whole_bytes` is what tier "none" saves. Offloaded: its own, and as much for the layer before it.
+    `whole_bytes` is what tier "none" saves.
     """
     again = max(0.0, whole_bytes - _saved(tier, work))
-    return 2.0 * again if tier.name == "offload" else again
+    return OFFLOAD_BUFFERS * again if tier.name == "offload" else again
 
 
 def host_bytes(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
@@ -202,10 +205,10 @@ def _saved(tier: RecomputeTier, work: FloatArray) -> float:
 
 
 def _tier(layer: LayerCost, name: str) -> RecomputeTier:
-    for tier in layer.tiers:
-        if tier.name == name:
-            return tier
-    raise PartitionError(
-        f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
-        f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
-    )
+    tier = layer.tier(name)
+    if tier is None:
+        raise PartitionError(
+            f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
+            f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+        )
+    return tier

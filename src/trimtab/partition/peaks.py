@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.partition.assess import DeviceMemory, chosen_tiers
+from trimtab.partition.assess import OFFLOAD_BUFFERS, DeviceMemory, chosen_tiers
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import FloatArray, IntArray, MicrobatchShare, Profile, Stage
@@ -112,7 +112,7 @@ def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) 
         kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
         own = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
         freed = np.maximum(full - kept, 0.0)
-        again = 0.0 if split else 2.0 * freed if is_away else freed  # offloaded: what comes back for the next layer too
+        again = 0.0 if split else OFFLOAD_BUFFERS * freed if is_away else freed
         saved, whole = saved + number * kept, whole + number * full
         transient = np.maximum(transient, np.maximum(own, 0.0) + again)
         if is_away:

@@ -200,7 +200,7 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> St
 
 def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
     offered = problem.profile.layers
-    layers = tuple(i for i in range(stage.start, stage.stop) if any(t.name == "full" for t in offered[i].tiers))
+    layers = tuple(i for i in range(stage.start, stage.stop) if offered[i].tier("full") is not None)
     return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())
 
 

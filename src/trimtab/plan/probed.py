@@ -15,7 +15,7 @@ from trimtab.errors import PlanError
 from trimtab.partition.schedules import devices_of_stages, splits_backward
 from trimtab.plan.budget import MemoryBudget, host_bytes_per_s
 from trimtab.plan.case import Case
-from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, RecomputeTier, Stage
+from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
 ABOUT_BYTES = "Bytes were measured on "
@@ -60,7 +60,7 @@ def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ..
             stage,
             recompute=tuple(
                 RecomputeChoice(tier="full", layers=layers)
-                for layers in [tuple(i for i in range(stage.start, stage.stop) if tier_of(profile.layers[i], "full"))]
+                for layers in [tuple(i for i in range(stage.start, stage.stop) if profile.layers[i].tier("full"))]
                 if layers
             ),
         )
@@ -68,13 +68,9 @@ def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ..
     )
 
 
-def tier_of(layer: LayerCost, name: str) -> RecomputeTier | None:
-    return next((tier for tier in layer.tiers if tier.name == name), None)
-
-
 def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
     """What the layer keeps on `tier` beyond "full", for a micro-batch of this work, as its profile has it."""
-    kept, full = tier_of(layer, tier), tier_of(layer, "full")
+    kept, full = layer.tier(tier), layer.tier("full")
     assert kept is not None, "asked of tiers that the layer has"
     assert full is not None, "asked of layers that can recompute"
     return float(np.dot(np.subtract(kept.saved_bytes, full.saved_bytes), work))
@@ -196,7 +192,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
             ratios[key] = max(ratios.get(key, 0.0), probe.num_bytes / predicted)
     layers = []
     for layer in profile.layers:
-        full = tier_of(layer, "full")
+        full = layer.tier("full")
         tiers = []
         for tier in layer.tiers:
             ratio = ratios.get((layer.group, tier.name))
@@ -218,11 +214,11 @@ def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: Dev
 
     def kept(name: str) -> FloatArray:
         """(layers,) bytes for one micro-batch."""
-        tiers = [tier_of(layers[i], name) or layers[i].tiers[0] for i in held]
+        tiers = [layers[i].tier(name) or layers[i].tiers[0] for i in held]
         return np.array([max(0.0, float(np.dot(tier.saved_bytes, problem.work_max))) for tier in tiers])
 
     full = number * kept("full")
-    fixed = np.array([tier_of(layers[i], "full") is None for i in held])
+    fixed = np.array([layers[i].tier("full") is None for i in held])
     rest = float(full[fixed].sum())
     share = (rest + probe.kept_bytes - float(full.sum())) / rest if rest > 0 else 1.0
     for i in held[fixed]:

@@ -95,20 +95,10 @@ def group_degree(group: VisionGroup, parallel: ParallelDecision) -> int:
     return {"tp": parallel.tp, "cp": parallel.cp, "sp": parallel.cp, "dp": parallel.dp}[group]
 
 
-def pools_tiles(decision: VisionDecision, model: ModelSpec) -> str | None:
-    """Why micro-batches of this model cannot share a call in a host's own loop, which encodes what all ranks hold."""
-    if decision.pooling > 1 and decision.group != "dp" and tile_rows(model) is not None:
-        return (
-            f"vision pooling {decision.pooling} was asked for over {decision.group}, and pools are known there for "
-            f"families with a grid of patches, while {model.name} cuts images into tiles: leave it out"
-        )
-    return None
-
-
 def decision_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
 ) -> Iterator[str]:
-    """Why a plan of these degrees and this schedule cannot share images so, a sentence each."""
+    """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)
     axis = "cp" if group == "sp" else group
     if degree == 1:
@@ -138,14 +128,17 @@ def decision_problems(
                 f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
                 "micro-batches a rank: choose a number that divides them"
             )
+        if group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
+            yield (
+                f"vision pooling {decision.pooling} was asked for over {group}, and pools are known there for families "
+                f"with a grid of patches, while {model.name} cuts images into tiles: leave it out"
+            )
 
 
 def raise_problems(
     decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
 ) -> None:
     """`PlanError` with all that keeps a plan of this model from sharing images so."""
-    problems = list(decision_problems(decision, parallel, schedule))
-    if tiles := pools_tiles(decision, model):
-        problems.append(tiles)
+    problems = list(decision_problems(decision, parallel, schedule, model))
     if problems:
         raise PlanError(join_problems(problems))

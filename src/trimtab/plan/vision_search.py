@@ -9,7 +9,7 @@ from trimtab.plan.case import Case
 from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision, VisionGroup
 from trimtab.plan.split import SplitChoice, choose_split, epoch_s
 from trimtab.plan.vision import share_vision
-from trimtab.plan.vision_choice import decision_problems, exchanges_of, group_degree, pools_tiles
+from trimtab.plan.vision_choice import decision_problems, exchanges_of, group_degree
 from trimtab.plan.work import PATCHES
 from trimtab.units import format_seconds
 
@@ -132,9 +132,7 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
             objective=choice.objective,
             reduction=None if group == "dp" else choice.reduction or "mean",
         )
-        problems = list(decision_problems(decision, parallel, schedule))
-        if tiles := pools_tiles(decision, case.model):
-            problems.append(tiles)
+        problems = list(decision_problems(decision, parallel, schedule, case.model))
         if problems:
             first_problems = first_problems or problems
         else:

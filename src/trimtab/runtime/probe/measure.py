@@ -9,7 +9,7 @@ from typing import get_args
 from trimtab.errors import PlanError
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
-from trimtab.plan.probed import DeviceProbe, KeptProbe, full_recompute, tier_of
+from trimtab.plan.probed import DeviceProbe, KeptProbe, full_recompute
 from trimtab.runtime.probe.bench import CURES, Bench, listed
 from trimtab.specs import RecomputeChoice, RecomputedTier, Stage
 from trimtab.units import format_bytes
@@ -65,7 +65,7 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
     for number in range(max(map(len, of_device))):
         for tier in tiers:
             layers = {device: kinds[number] for device, kinds in enumerate(of_device) if number < len(kinds)}
-            layers = {device: i for device, i in layers.items() if tier_of(profile.layers[i], tier) is not None}
+            layers = {device: i for device, i in layers.items() if profile.layers[i].tier(tier) is not None}
             if not layers:
                 continue
             stages = tuple(
@@ -86,7 +86,7 @@ def _kinds_of(bench: Bench, stages: Sequence[int]) -> list[int]:
     """The last layer of each group that can recompute."""
     layers = bench.case.setting.profile.layers
     held = [i for s in stages for i in range(bench.stages[s].start, bench.stages[s].stop)]
-    return sorted({layers[i].group: i for i in held if tier_of(layers[i], "full") is not None}.values())
+    return sorted({layers[i].group: i for i in held if layers[i].tier("full") is not None}.values())
 
 
 def _lies_in(stage: Stage, layer: int) -> bool:

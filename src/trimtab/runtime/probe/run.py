@@ -27,7 +27,6 @@ from trimtab.plan.probed import (
     freed_bytes,
     full_recompute,
     probed_profile,
-    tier_of,
     with_budget,
     with_profile,
 )
@@ -255,7 +254,7 @@ def _compare(bench: Bench, stages: Sequence[Stage], kept: Sequence[KeptProbe]) -
 def _with_all_tiers(profile: Profile, offered: Profile) -> Profile:
     """The profile with the tiers that it lacks as `offered` has them: a saved profile is asked for each."""
     layers = tuple(
-        replace(layer, tiers=tuple(tier_of(layer, tier.name) or tier for tier in other.tiers))
+        replace(layer, tiers=tuple(layer.tier(tier.name) or tier for tier in other.tiers))
         for layer, other in zip(profile.layers, offered.layers, strict=True)
     )
     return replace(profile, layers=layers)

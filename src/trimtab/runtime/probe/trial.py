@@ -92,7 +92,7 @@ def run_trial(
                 break
             pipeline.gradient_norm()
             if update:
-                watch.guard(rank.optimizer.step)
+                watch.attempt(rank.optimizer.step)
                 if _any_failed(watch, pipeline):
                     break
         peak = meter.peak_bytes
@@ -158,10 +158,6 @@ class _Watch:
         self._run = {stage.stage_index: 0 for stage in self._pipeline.stages}
         self._in_backward = False
 
-    def guard(self, run: Callable[[], Any]) -> None:
-        """What a step does behind its schedule."""
-        self._try(run)
-
     def __enter__(self) -> _Watch:
         for stage in self._pipeline.stages:
             for name, around in (
@@ -192,7 +188,7 @@ class _Watch:
         self, stage: PackedStage, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         if not self.failed:
-            result = self._try(partial(run, fwd_chunk_id, *args, **kwargs))
+            result = self.attempt(partial(run, fwd_chunk_id, *args, **kwargs))
             if not self.failed:
                 self._run[stage.stage_index] += 1
                 return result
@@ -210,7 +206,7 @@ class _Watch:
             self.held_bytes = self._meter.held_bytes
             self.in_flight = tuple(self._run[x.stage_index] for x in self._pipeline.stages)
         if not self.failed:
-            self._try(partial(run, bwd_chunk_id, *args, **kwargs))
+            self.attempt(partial(run, bwd_chunk_id, *args, **kwargs))
             if not self.failed:
                 return
         received = stage.wires_in(stage.microbatches[bwd_chunk_id])
@@ -222,7 +218,7 @@ class _Watch:
         self, stage: PackedStage, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> None:
         if not self.failed:
-            self._try(partial(run, bwd_chunk_id, *args, **kwargs))
+            self.attempt(partial(run, bwd_chunk_id, *args, **kwargs))
         if self.failed:
             stage.later.pop(bwd_chunk_id, None)
             stage.dw_runner.pop(bwd_chunk_id, None)
@@ -231,17 +227,17 @@ class _Watch:
         """Buffers; once more where the first try made room."""
         if self.failed:
             return run(chunk_id)
-        result = self._try(partial(run, chunk_id))
+        result = self.attempt(partial(run, chunk_id))
         return run(chunk_id) if self.failed else result
 
     def _guarded_loss(self, logits: Any, target: Any) -> Any:
         if not self.failed:
-            result = self._try(partial(self._loss, logits, target))
+            result = self.attempt(partial(self._loss, logits, target))
             if not self.failed:
                 return result
         return torch.zeros((), device=self._pipeline.device)
 
-    def _try(self, run: Callable[[], Any]) -> Any:
+    def attempt(self, run: Callable[[], Any]) -> Any:
         gc.collect(0)
         try:
             return run()
