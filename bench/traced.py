@@ -66,7 +66,7 @@ def print_peaks() -> None:
     worst = 0.0
     for name in PEAK_FAMILIES:
         for dtype, attention in ((torch.float32, "eager"), (torch.bfloat16, "sdpa")):
-            family = make_family(name, dtype, more_text=300)
+            family = make_family(name, dtype)
             real = family.make_real(dtype=dtype, attention=attention)
             layers = find_layers(real)
             model = build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)

@@ -5,12 +5,15 @@ Needs the [data] extra. Blocks that install something are what `.ci/run` itself 
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +37,11 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m["language"], m["code"], text.count("\n", 0, m.start()) + 1) for m in FENCE.finditer(text)]
 
 
-def run(arguments: list[str], folder: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], folder: Path, given: str = "") -> subprocess.CompletedProcess[str]:
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
     return subprocess.run(
-        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        arguments, cwd=folder, env=environment, input=given, capture_output=True, text=True, check=False
     )
 
 
@@ -55,19 +58,45 @@ def is_install(code: str) -> bool:
     return "pip install" in code or "git clone" in code or ".ci/run" in code
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+_LONG = ("train_on_two_stages.py", "time_layers.py")  # among the integration tests
+_ONE_AFTER_THE_OTHER = """
+import json, sys
+for line, code in json.load(sys.stdin):
+    print(f"block of line {line}", file=sys.stderr)
+    exec(compile(code, f"line {line}", "exec"), {"__name__": "__main__"})
+"""
+
+
+def run_blocks(page: Path, folder: Path) -> None:
+    """All of a page; Python blocks that follow one another in one process, since each would import torch again."""
+    found = [x for x in blocks(page) if x.language == "python" or (x.language == "sh" and not is_install(x.code))]
+    for language, together in itertools.groupby(found, key=lambda x: x.language):
+        group = list(together)
+        if language == "sh":
+            command, given = ["bash", "-euo", "pipefail", "-c", "\n".join(x.code for x in group)], ""
+        else:
+            command = [sys.executable, "-W", "error", "-c", _ONE_AFTER_THE_OTHER]
+            given = json.dumps([(x.line, x.code) for x in group])
+        result = run(command, folder, given)
+        assert result.returncode == 0, f"{page.name}:{group[0].line}\n{result.stdout}\n{result.stderr}"
+
+
+def pages_that_run() -> list[Any]:
+    """Pages with blocks; among the integration tests where a long example is run."""
+    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" and any(y in x.code for y in _LONG)}
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.integration] if page in slow else [])
+        for page in PAGES
+        if any(x.language in ("sh", "python") for x in blocks(page))
+    ]
+
+
+@pytest.mark.parametrize("page", pages_that_run())
 def test_every_snippet_runs(page: Path, demo: Path, tmp_path: Path) -> None:
     (tmp_path / "trimtab-demo").symlink_to(demo)
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for block in blocks(page):
-        if block.language == "sh" and not is_install(block.code):
-            result = run(["bash", "-euo", "pipefail", "-c", block.code], tmp_path)
-        elif block.language == "python":
-            result = run([sys.executable, "-W", "error", "-c", block.code], tmp_path)
-        else:
-            continue
-        assert result.returncode == 0, f"{page.name}:{block.line}\n{result.stdout}\n{result.stderr}"
+    run_blocks(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -101,16 +130,17 @@ def test_ci_runs_the_readmes_own_test_command() -> None:
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-_MANY_PROCESSES = ("train_on_two_stages.py",)  # most of a minute: among the integration tests
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, id=path.name, marks=[pytest.mark.integration] if path.name in _MANY_PROCESSES else [])
+def examples_no_page_runs() -> list[Any]:
+    """Those that need torch among the integration tests: each imports it in a process of its own, and then works."""
+    shown = "".join(x.code for page in PAGES for x in blocks(page) if x.language == "sh")
+    return [
+        pytest.param(path, id=path.name, marks=[pytest.mark.integration] if "torch" in path.read_text() else [])
         for path in sorted((ROOT / "examples").glob("*.py"))
-    ],
-)
+        if f"examples/{path.name}" not in shown
+    ]
+
+
+@pytest.mark.parametrize("example", examples_no_page_runs())
 def test_every_example_runs(example: Path, tmp_path: Path) -> None:
     result = run([sys.executable, "-W", "error", str(example)], tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

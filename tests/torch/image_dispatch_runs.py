@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from pipeline_runs import MICROBATCHES, TEXT_ALONE, WITH_VIDEO, collate, dispatch_by, errors_of, make_packs, step_alone
+from rounding import BOUNDS
 from tiny_packs import TinyPacks
 
 from trimtab.balance.images import keep_at_home, share_images
@@ -56,10 +57,9 @@ def run_step(rank: int, own: Any, family: str, contents: Sequence[Sequence[Seque
     hook = first.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     result = pipeline.step(collate(packs, contents[rank]))
     hook.remove()
-    assert abs(float(result.loss) - loss) <= 1e-6 * loss, (family, float(result.loss), loss)
+    assert abs(float(result.loss) - loss) <= BOUNDS[torch.float32] * loss, (family, float(result.loss), loss)
     worst, whole = errors_of(pipeline, expected)
-    assert whole <= 1e-6, (family, contents, whole)
-    assert worst <= 5e-6, (family, contents, worst)
+    assert max(whole, worst) <= BOUNDS[torch.float32], (family, contents, whole, worst)
 
     # the load by hand, from the sizes of both ranks' images
     model = packs.model
@@ -87,7 +87,6 @@ def run_disagreements(rank: int, own: Any) -> None:
     packs = make_packs("qwen2_5_vl")
     batches = collate(packs, MICROBATCHES)
     pipeline = build(packs, own)
-    start = time.monotonic()
     told = "data-parallel rank 1 refused its images: its own message says why"
 
     def changed(**keys: Any) -> list[dict[str, Any]]:
@@ -104,7 +103,6 @@ def run_disagreements(rank: int, own: Any) -> None:
     with pytest.raises(TrimtabError, match="rank 1 runs another schedule, or shares images by another rule: build the"):
         others.step(batches)
     pipeline.step(batches)
-    assert time.monotonic() - start < 30
 
 
 def run_cut_tower(rank: int, _own: Any) -> None:

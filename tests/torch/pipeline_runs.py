@@ -267,7 +267,7 @@ def differing_microbatches(rank: int, groups: Groups) -> str:
     return "nothing"
 
 
-def run_all(rank: int, folder: str, cases: Sequence[Case]) -> None:
+def run_all(rank: int, folder: str, cases: Sequence[Case], trained: Sequence[str]) -> None:
     """Runs the cases in turn and writes the errors of each; two-rank cases run two at a time, one on each pair."""
     groups, reference = Groups.make(), {}
     found: dict[str, Any] = {}
@@ -280,7 +280,8 @@ def run_all(rank: int, folder: str, cases: Sequence[Case]) -> None:
         except Exception as problem:
             raise RuntimeError(f"in case {case.name}") from problem
     losses: dict[str, list[float]] = {}
-    for family, three in TRAINED.items():
+    for family in trained:
+        three = TRAINED[family]
         if rank < 2:  # 1: one replica, 2: two
             losses[f"{family} alone, {rank + 1}"] = train_alone(family, rank + 1)
         if rank < 3:

@@ -9,14 +9,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import run_rank
 
 from trimtab.files import write_atomically
 from trimtab.plan.packs import pack_contents
@@ -38,25 +37,6 @@ def write_small_plan(folder: Path) -> int:
     for name, content in pack_contents(packing, Schedule(table=table)).items():
         write_atomically(folder / name, content)
     return int(offsets[-1])
-
-
-def spawn(function: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
-    """Run `function(rank, *arguments)` on gloo ranks; a rank that dies ends the others."""
-    port_file = Path(arguments[0]) / f"store-{os.urandom(4).hex()}"
-    mp.spawn(_on_rank, args=(num_ranks, str(port_file), function, arguments), nprocs=num_ranks)
-
-
-def _on_rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    try:
-        function(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
 
 
 def gather_rows(rows: list[list[int]]) -> list[list[list[int]]]:
@@ -291,7 +271,9 @@ def _fork_ranks(folder: Path, name: str, num_ranks: int = 2) -> list[int]:
         if process == 0:
             status = 1
             try:
-                _on_rank(rank, num_ranks, store, train, (folder, name, resume, None, 4 // num_ranks, 1))
+                run_rank(
+                    rank, num_ranks, store, dict(os.environ), train, (folder, name, resume, None, 4 // num_ranks, 1)
+                )
                 status = 0
             finally:
                 sys.stdout.flush()

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import on_ranks
 from recompute_checks import count_forwards, gradients, make_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -34,66 +33,56 @@ class Gathers(TorchDispatchMode):
 
 
 def run_ranks(folder: Path) -> list[dict[str, Any]]:
-    mp.spawn(one_rank, args=(str(folder),), nprocs=RANKS, join=True)
+    on_ranks(one_rank, str(folder), num_ranks=RANKS)
     return [row for rank in range(RANKS) for row in json.loads((folder / f"rows{rank}.json").read_text())]
 
 
 def run_offloaded(folder: Path) -> list[dict[str, Any]]:
-    mp.spawn(one_offloaded_rank, args=(str(folder),), nprocs=RANKS, join=True)
+    on_ranks(one_offloaded_rank, str(folder), num_ranks=RANKS)
     return [row for rank in range(RANKS) for row in json.loads((folder / f"rows{rank}.json").read_text())]
 
 
 def one_offloaded_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     rows = []
-    try:
-        for wrapper in ("ddp", "fsdp2"):
-            found = []
-            for offloaded in (False, True):
-                family, model = make_model("qwen2_5_vl", "sdpa")
-                handle = apply(model, find_layers(model) if offloaded else [], granularity="offload")
-                wrapped: nn.Module = model
-                if wrapper == "ddp":
-                    wrapped = DistributedDataParallel(model)
-                else:
-                    for name in find_layers(model):
-                        fully_shard(model.get_submodule(name).mlp)  # its weights are gathered within the layer
-                        fully_shard(model.get_submodule(name))
-                    fully_shard(model)
-                found.append({k: as_whole(x) for k, x in gradients(wrapped, family.inputs).items()})
-            plain, moved = found
-            equal = plain.keys() == moved.keys() and all(torch.equal(moved[k], plain[k]) for k in plain)
-            rows.append({"wrapper": wrapper, "rank": rank, "equal": equal, "moved": handle.host.most_bytes})
-        Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
+    for wrapper in ("ddp", "fsdp2"):
+        found = []
+        for offloaded in (False, True):
+            family, model = make_model("qwen2_5_vl", "sdpa")
+            handle = apply(model, find_layers(model) if offloaded else [], granularity="offload")
+            wrapped: nn.Module = model
+            if wrapper == "ddp":
+                wrapped = DistributedDataParallel(model)
+            else:
+                for name in find_layers(model):
+                    fully_shard(model.get_submodule(name).mlp)  # its weights are gathered within the layer
+                    fully_shard(model.get_submodule(name))
+                fully_shard(model)
+            found.append({k: as_whole(x) for k, x in gradients(wrapped, family.inputs).items()})
+        plain, moved = found
+        equal = plain.keys() == moved.keys() and all(torch.equal(moved[k], plain[k]) for k in plain)
+        rows.append({"wrapper": wrapper, "rank": rank, "equal": equal, "moved": handle.host.most_bytes})
+    Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
 
 
 def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     rows = []
-    try:
-        for wrapper in ("ddp", "fsdp2"):
-            expected, gathers = step(wrapper, None)[:2]
-            for when in ("before", "after"):
-                found, again, forwards, wanted = step(wrapper, when)
-                equal = found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in expected)
-                rows.append(
-                    {
-                        "wrapper": wrapper,
-                        "when": when,
-                        "rank": rank,
-                        "equal": equal and len(expected) > 20,
-                        "forwards": forwards,
-                        "wanted": wanted,
-                        "gathers": (gathers, again),
-                    }
-                )
-        Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
+    for wrapper in ("ddp", "fsdp2"):
+        expected, gathers = step(wrapper, None)[:2]
+        for when in ("before", "after"):
+            found, again, forwards, wanted = step(wrapper, when)
+            equal = found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in expected)
+            rows.append(
+                {
+                    "wrapper": wrapper,
+                    "when": when,
+                    "rank": rank,
+                    "equal": equal and len(expected) > 20,
+                    "forwards": forwards,
+                    "wanted": wanted,
+                    "gathers": (gathers, again),
+                }
+            )
+    Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
 
 
 def step(wrapper: str, when: str | None) -> tuple[dict[str, torch.Tensor], int, dict[str, int], dict[str, int]]:

@@ -67,7 +67,7 @@ class Running:
         path: str = CHAT,
         method: str = "POST",
         headers: dict[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 300,
     ) -> Reply:
         address = urllib.parse.urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
@@ -101,9 +101,9 @@ def running_server(folder: Path, *, api_key: str | None = None, **limits: Any) -
     running = Running(server, model, plain, processor, url_of(opened), thread)
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(300)
         yield running
     finally:
         server.stop()
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()

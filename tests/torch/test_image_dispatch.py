@@ -15,8 +15,9 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 import image_dispatch_runs
+from gloo_ranks import on_ranks
 from pipeline_runs import dispatch_by
-from train_runs import fork_ranks, run_on_ranks, settings_of, values_of, write_run, write_variant
+from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.file import load_plan
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.torch
 
 def test_two_ranks_share_the_images_of_a_step(tmp_path: Path) -> None:
     """Loss, gradients and each rank's load, in four families; ranks that disagree; a tower that is cut."""
-    fork_ranks(tmp_path, image_dispatch_runs.run_all)
+    on_ranks(image_dispatch_runs.run_all)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainSettings]:
             f"{family} option": settings_of(here, plain, "option", vision_dp="dispatch", **usual),
             f"{family} plan": settings_of(here, planned, "planned", **usual),
         }
-    run_on_ranks(folder, list(found.values()), 2)
+    run_on_ranks(list(found.values()), 2)
     return found
 
 
@@ -112,7 +113,7 @@ def test_two_pipelines_of_two_stages_lose_as_without_sharing(tmp_path, family):
         settings_of(tmp_path, first, "bf16", dtype="bfloat16"),
         settings_of(tmp_path, first, "bf16-off", dtype="bfloat16", vision_dp="off"),
     ]
-    run_on_ranks(tmp_path, [off, *shared], 4)
+    run_on_ranks([off, *shared], 4)
     for settings in shared[:2]:
         assert values_of(settings) == pytest.approx(values_of(off), rel=1e-6)
         assert all(values_of(settings, "patches_encoded"))

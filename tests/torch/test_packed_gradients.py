@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="trains tiny models for one step")
 transformers = pytest.importorskip("transformers", reason="holds the models that packs are fed to")
 
+from gloo_ranks import on_ranks  # noqa: E402
 from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
-from torch import distributed as dist  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from trimtab.runtime.collate import PackedCollator  # noqa: E402
@@ -84,37 +84,32 @@ def step_of_one_rank(model: Any, batches: list[dict[str, Any]], *, naive: bool) 
 
 
 def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=DP)
     errors: dict[str, float] = {}
-    try:
-        for case in CASES:
-            packs = make_tiny_packs(case)
-            wanted = {i for packs_of_rank in PACKS for pack in packs_of_rank for i in pack}
-            samples = [packs.samples[i] for i in sorted(wanted) if i < len(packs.samples)]
-            reference = copy.deepcopy(packs)
-            for weighting in WEIGHTINGS:
-                expected = gradient_alone(reference, samples, weighting)
-                for name, parameter in packs.model.named_parameters():
-                    parameter.requires_grad_(name in expected)  # DDP refuses what no sample ever uses
-                collator = PackedCollator(packs.model.config, loss_weighting=weighting)
-                batches = [collator([packs.samples[i] for i in p if i < len(packs.samples)]) for p in PACKS[rank]]
-                for naive in (False, True):
-                    packs.model.zero_grad(set_to_none=True)
-                    model = torch.nn.parallel.DistributedDataParallel(packs.model)  # every parameter, every time
-                    step_of_one_rank(model, batches, naive=naive)
-                    found = relative_error(gradients(packs.model), expected)
-                    errors[f"{case} {weighting} {'naive' if naive else 'packed'}"] = found
-        Path(folder, f"errors{rank}.json").write_text(json.dumps(errors))
-    finally:
-        dist.destroy_process_group()
+    for case in CASES:
+        packs = make_tiny_packs(case)
+        wanted = {i for packs_of_rank in PACKS for pack in packs_of_rank for i in pack}
+        samples = [packs.samples[i] for i in sorted(wanted) if i < len(packs.samples)]
+        reference = copy.deepcopy(packs)
+        for weighting in WEIGHTINGS:
+            expected = gradient_alone(reference, samples, weighting)
+            for name, parameter in packs.model.named_parameters():
+                parameter.requires_grad_(name in expected)  # DDP refuses what no sample ever uses
+            collator = PackedCollator(packs.model.config, loss_weighting=weighting)
+            batches = [collator([packs.samples[i] for i in p if i < len(packs.samples)]) for p in PACKS[rank]]
+            for naive in (False, True):
+                packs.model.zero_grad(set_to_none=True)
+                model = torch.nn.parallel.DistributedDataParallel(packs.model)  # every parameter, every time
+                step_of_one_rank(model, batches, naive=naive)
+                found = relative_error(gradients(packs.model), expected)
+                errors[f"{case} {weighting} {'naive' if naive else 'packed'}"] = found
+    Path(folder, f"errors{rank}.json").write_text(json.dumps(errors))
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> list[dict[str, float]]:
     folder = tmp_path_factory.mktemp("ranks")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.multiprocessing.spawn(one_rank, args=(str(folder),), nprocs=DP)
+    on_ranks(one_rank, str(folder), num_ranks=DP)
     return [json.loads((folder / f"errors{rank}.json").read_text()) for rank in range(DP)]
 
 

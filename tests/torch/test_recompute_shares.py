@@ -38,7 +38,7 @@ ROWS = 128
 
 
 def make_layers(layer: RealLayer, num_layers: int) -> nn.ModuleList:
-    layer.module.to(torch.bfloat16)
+    layer.module.to(torch.float32)
     layers = nn.ModuleList(copy.deepcopy(layer.module) for _ in range(num_layers))
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -51,7 +51,7 @@ def run_stage(
     """One step of one stage in the order of 1F1B: the most bytes held between its blocks, and its gradients."""
     order = block_order("1F1B", num_devices=P, num_microbatches=M)
     torch.manual_seed(1)
-    inputs = [layer.hidden(ROWS, torch.bfloat16) for _ in range(M)]
+    inputs = [layer.hidden(ROWS, torch.float32) for _ in range(M)]
     arguments = layer.arguments(ROWS)
     results: dict[int, torch.Tensor] = {}
     held = []
@@ -111,7 +111,7 @@ def profile_holding(whole: int, least: int, num_layers: int) -> Profile:
 
 @pytest.mark.parametrize(
     ("name", "stage", "num"),
-    [("InternViT-300M", 0, 1), ("InternViT-300M", 0, 3), ("InternViT-300M", 1, 2), ("Qwen2.5-VL-7B ViT", 2, 1)],
+    [("InternViT-300M", 0, 3), ("Qwen2.5-VL-7B ViT", 2, 1)],
 )
 def test_bytes_of_micro_batches_in_flight_are_the_predicted_ones(name, stage, num):
     """Two layers, the first of which recomputes in `num` of the micro-batches that the stage of four holds."""
@@ -152,6 +152,6 @@ def test_without_a_number_all_micro_batches_recompute():
             if number is not None:
                 handle.begin_microbatch(number)
             counts.clear()
-            run = layers[0](layer.hidden(8, torch.bfloat16), **layer.arguments(8))
+            run = layers[0](layer.hidden(8, torch.float32), **layer.arguments(8))
             (run[0] if isinstance(run, tuple) else run).sum().backward()
             assert counts.count("run") == (2 if number in (None, 1, 3) else 1), number

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip inst
 
 import plan_runs
 import torch
+from gloo_ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from trimtab.errors import PlanError, SampleError
@@ -279,7 +280,7 @@ def test_without_fillers_a_bad_sample_is_named() -> None:
 
 
 def test_accelerate_deals_nothing_out_again_and_resumes(folder: Path) -> None:
-    plan_runs.spawn(plan_runs.accelerate_run, folder)
+    on_ranks(plan_runs.accelerate_run, folder)
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +289,8 @@ def trained(folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
     kill_at = random.Random().choice([3, 5, 7, 9, 11])  # checkpoints are behind even steps
     print(f"killed at step {kill_at}")
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
-        plan_runs.spawn(plan_runs.train, folder, "killed", False, kill_at)
-    plan_runs.spawn(plan_runs.resume_then_train_whole, folder)
+        on_ranks(plan_runs.train, folder, "killed", False, kill_at)
+    on_ranks(plan_runs.resume_then_train_whole, folder)
     names = ("whole", "killed", "second")
     return {name: [read_log(folder / f"{name}-{rank}.jsonl") for rank in range(2)] for name in names}
 

@@ -376,23 +376,25 @@ def test_without_a_key_only_loopback_is_served() -> None:
 # -- queue, time, clients that go away --------------------------------------------------------------------------------
 
 LONG = 3000
+HANGS_S = 300  # no test waits so long for what happens at all, on however busy a machine
 
 
-def wait_for(true: Any, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
+def wait_for(true: Any) -> None:
+    end = time.monotonic() + HANGS_S
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
 
 
 @pytest.fixture
-def blocked(folder: Path) -> Iterator[tuple[Running, threading.Event]]:
+def blocked(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Running, threading.Event]]:
     """A server of one waiting place whose model waits, before each prompt, until the event is set."""
-    with running_server(folder, max_waiting=1, max_body_bytes=200_000, max_request_s=60, max_transfer_s=1.5) as running:
+    limits = {"max_request_s": HANGS_S, "max_transfer_s": HANGS_S, **getattr(request, "param", {})}
+    with running_server(folder, max_waiting=1, max_body_bytes=200_000, **limits) as running:
         gate, prepare = threading.Event(), running.model.prepare
 
         def wait(request: Any) -> Any:
-            assert gate.wait(60)
+            assert gate.wait(HANGS_S)
             return prepare(request)
 
         running.model.prepare = wait
@@ -420,20 +422,24 @@ def test_a_full_queue_says_when_to_come_back(blocked: tuple[Running, threading.E
         assert running.send(body).status == 200
 
 
+impatient = pytest.mark.parametrize("blocked", [{"max_transfer_s": 1.5}], indirect=True, ids=["impatient"])
+
+
+@impatient
 def test_a_client_that_stalls_its_body_gives_its_place_back(blocked: tuple[Running, threading.Event]) -> None:
     running, gate = blocked
     gate.set()
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as slow:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as slow:
         head = (
             f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
         )
         slow.sendall(head.encode() + b'{"mess')
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
-    with socket.create_connection((host, int(port)), timeout=30) as gone:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as gone:
         gone.sendall(head.encode() + b'{"mess')
-    wait_for(lambda: running.metric("trimtab_requests_waiting") == 0)
-    assert running.metric('trimtab_requests_total{status="499"}') == 1
+    wait_for(lambda: running.metric('trimtab_requests_total{status="499"}') == 1)
+    assert running.metric("trimtab_requests_waiting") == 0
 
 
 def test_a_client_that_goes_while_it_waits_gives_its_place_back(blocked: tuple[Running, threading.Event]) -> None:
@@ -449,7 +455,7 @@ def test_a_client_that_goes_while_it_waits_gives_its_place_back(blocked: tuple[R
         first = pool.submit(running.send, body)
         wait_for(lambda: waiting() == 0 and running.metric("trimtab_requests_running") == 1)
         for _ in range(3):
-            with socket.create_connection((host, int(port)), timeout=30) as gone:
+            with socket.create_connection((host, int(port)), timeout=HANGS_S) as gone:
                 gone.sendall(head.encode() + b"\r\n\r\n" + body)
                 wait_for(lambda: waiting() == 1)
             wait_for(lambda: waiting() == 0)
@@ -461,23 +467,22 @@ def test_a_client_that_goes_while_it_waits_gives_its_place_back(blocked: tuple[R
     assert running.metric("trimtab_images_total") == 2  # those that went were never begun
 
 
+@impatient
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: local"])
 def test_a_connection_without_a_request_is_closed(blocked: tuple[Running, threading.Event], sent: bytes) -> None:
     running, _ = blocked
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as idle:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as idle:
         idle.sendall(sent)
-        began = time.monotonic()
         for letter in b"host" * 20:  # drips in
             try:
                 idle.sendall(bytes([letter]) if sent else b"")
                 time.sleep(0.1)
             except OSError:
                 break
-        idle.settimeout(20)
+        idle.settimeout(HANGS_S)
         with suppress(ConnectionResetError):
             assert idle.recv(1) == b""
-        assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(
@@ -493,7 +498,7 @@ def test_a_connection_without_a_request_is_closed(blocked: tuple[Running, thread
 )
 def test_bytes_that_are_no_request_get_a_sentence(running: Running, sent: bytes) -> None:
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as client:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as client:
         client.sendall(sent)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -508,7 +513,7 @@ def test_a_client_that_goes_away_stops_the_model(
     host, port = running.url.removeprefix("http://").split(":")
     before = running.metric("trimtab_generated_tokens_total")
     body = json.dumps(question(WHAT, picture(1), max_tokens=LONG, temperature=0, stream=stream)).encode()
-    with socket.create_connection((host, int(port)), timeout=30) as client:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as client:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: running.metric("trimtab_requests_running") == 1)
@@ -573,7 +578,7 @@ def test_first_come_first_served(folder: Path) -> None:
         gate, served, prepare = threading.Event(), [], running.model.prepare
 
         def note(request: Any) -> Any:
-            assert gate.wait(60)
+            assert gate.wait(HANGS_S)
             served.append(request.turns[0].parts[0])
             return prepare(request)
 
@@ -603,7 +608,7 @@ def test_what_was_accepted_is_finished_and_nothing_else(blocked: tuple[Running, 
                 running.send(body)
             except ConnectionRefusedError:
                 return True
-            except ConnectionResetError:  # it waited to be accepted when the port was closed
+            except (OSError, http.client.HTTPException):  # it waited to be accepted when the port was closed
                 return False
             return False
 
@@ -613,7 +618,7 @@ def test_what_was_accepted_is_finished_and_nothing_else(blocked: tuple[Running, 
         first, second = (x.result() for x in accepted)
     assert first.status == second.status == 200
     assert "".join(x["choices"][0]["delta"].get("content", "") for x in second.events) == first.text
-    running.thread.join(30)
+    running.thread.join(HANGS_S)
     assert not running.thread.is_alive()
 
 
@@ -628,7 +633,7 @@ def test_a_drain_has_an_end(folder: Path) -> None:
         waiting = pool.submit(running.send, body)
         wait_for(lambda: running.metric("trimtab_requests_waiting") == 1 == running.metric("trimtab_requests_running"))
         running.server.stop()
-        running.thread.join(60)
+        running.thread.join(HANGS_S)
         assert not running.thread.is_alive()
         assert waiting.result().status == 503
         assert waiting.result().error["message"].startswith("the server stopped before the answer was done")

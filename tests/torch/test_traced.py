@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs Transformers")
 
 import numpy as np  # noqa: E402
 from tiny_models import as_saved, make_tiny_model  # noqa: E402
-from traced_families import FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
+from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
@@ -40,9 +40,14 @@ def weightless(family, dtype, attention):
     return build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "attention"), [(name, *ROTATION[i % len(ROTATION)]) for i, name in enumerate(FAMILIES)]
-)
+def name_dtype_attention():
+    """All families in turn under the four kinds of arithmetic; those we do not describe among the integration tests."""
+    for i, name in enumerate(FAMILIES):
+        marks = [] if name in DESCRIBED else [pytest.mark.integration]
+        yield pytest.param(name, *ROTATION[i % len(ROTATION)], marks=marks)
+
+
+@pytest.mark.parametrize(("name", "dtype", "attention"), name_dtype_attention())
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, on making real tensors of a graph fake
 def test_bytes_of_every_subset_are_those_autograd_keeps(name, dtype, attention):
     family = make_family(name, dtype)
@@ -54,13 +59,21 @@ def test_bytes_of_every_subset_are_those_autograd_keeps(name, dtype, attention):
         assert trace.saved_bytes(subset) == kept_bytes(real, family.inputs, subset)
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("internvl", torch.bfloat16),
+        ("internvl", torch.float32),
+        ("qwen2_5_vl", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
-def test_peak_is_the_allocators(name):
-    family = make_family(name, torch.bfloat16, more_text=300)  # so much text that no kernel's workspace is the peak
-    real = family.make_real(dtype=torch.bfloat16, attention="sdpa")
+def test_peak_is_the_allocators_but_for_the_kernels_workspaces(name, dtype):
+    family = make_family(name, dtype)
+    real = family.make_real(dtype=dtype, attention="sdpa")
     layers = find_layers(real)
-    model = weightless(family, torch.bfloat16, "sdpa")
+    model = weightless(family, dtype, "sdpa")
     for subset in ([], layers, layers[::2]):
         traced = trace_step(model, layers, family.inputs, recomputed=subset).peak_bytes
         assert traced == pytest.approx(allocated_peak_bytes(real, family.inputs, subset), rel=1e-3)

@@ -78,8 +78,8 @@ def test_twenty_steps_lose_as_one_process_does(tmp_path):
         threes.append(settings_of(folder, write_variant(folder, "three", num_stages=3), "run-3", steps=20))
         squares.append(settings_of(folder, folder / "plan", "run-22", steps=20))
         train(ones[-1])
-    run_on_ranks(tmp_path, threes, 3)
-    run_on_ranks(tmp_path, squares, 4)
+    run_on_ranks(threes, 3)
+    run_on_ranks(squares, 4)
     for one, three, square in zip(ones, threes, squares, strict=True):
         expected = values_of(one)
         assert len(expected) == 20
@@ -117,7 +117,7 @@ def pairs(folder, alone):
     for name, (one, change, more) in kinds.items():
         plan = write_variant(folder, f"two {name}", num_stages=2 * change.get("num_chunks", 1), **change)
         runs[name] = (one, settings_of(folder, plan, f"run-two {name}", **more))
-    run_on_ranks(folder, [two for _, two in runs.values()], 2)
+    run_on_ranks([two for _, two in runs.values()], 2)
     return runs
 
 
@@ -240,7 +240,7 @@ def test_a_step_without_labels_ends_the_run():
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, alone):
     """The slow one: torchrun and its ranks are killed at some moment, and started again."""
     whole = settings_of(folder, folder / "plan", "run-whole", steps=30, save_every=3)
-    run_on_ranks(folder, [whole], 2)
+    run_on_ranks([whole], 2)
     killed = replace(whole, out=folder / "run-killed")
     seed = random.randrange(2**32)
     print("seed", seed)
@@ -275,7 +275,7 @@ def test_a_run_resumes_on_other_ranks_and_stages(folder, alone):
     settings = settings_of(folder, folder / "alone", "run-moved", steps=2)
     train(settings)
     moved = replace(settings, plan=folder / "plan", steps=4, resume=True)
-    run_on_ranks(folder, [moved], 4)
+    run_on_ranks([moved], 4)
     assert values_of(moved) == pytest.approx(alone, rel=5e-6)
     assert read_progress(list_checkpoints(moved.out)[-1]).world_size == 4
 
@@ -421,7 +421,7 @@ def test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie(tmp_pat
         replace(moved, plan=two, steps=4, resume=True),
         replace(folded, plan=fold, steps=4, resume=True, export=tmp_path / "folded"),
     ]
-    run_on_ranks(tmp_path, further, 2)
+    run_on_ranks(further, 2)
     for settings in further:
         names = {name for path in list_checkpoints(settings.out)[-1:] for name in load_tensors(path, "")}
         assert "model/model.language_model.embed_tokens.weight" in names

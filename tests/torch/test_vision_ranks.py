@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="runs tiny models on gloo ranks")
 pytest.importorskip("transformers", minversion="5", reason="holds the models")
 
-import plan_runs
 import vision_hosts
+from gloo_ranks import on_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -21,16 +21,16 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 def test_two_ranks(tmp_path: Path) -> None:
     """Fewer images than ranks, clips; frozen, merger alone, autocast, bf16, DDP, FSDP2, recompute, no_grad; a
     sequence-parallel host end to end; pooled micro-batches; ranks that disagree; copies, compilers, odd uses."""
-    plan_runs.spawn(vision_hosts.run_on_two, tmp_path)
+    on_ranks(vision_hosts.run_on_two, tmp_path)
 
 
 @pytest.mark.integration
 def test_three_ranks(tmp_path: Path) -> None:
     """Both gathers, routed rows, dispatch between ranks with other images or none, every convention of gradients."""
-    plan_runs.spawn(vision_hosts.run_on_three, tmp_path, num_ranks=3)
+    on_ranks(vision_hosts.run_on_three, tmp_path, num_ranks=3)
 
 
 @pytest.mark.integration
 def test_four_ranks(tmp_path: Path) -> None:
     """One image for four; a group without images beside one with some."""
-    plan_runs.spawn(vision_hosts.run_on_four, tmp_path, num_ranks=4)
+    on_ranks(vision_hosts.run_on_four, tmp_path, num_ranks=4)

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="runs tiny towers on gloo ranks")
 pytest.importorskip("transformers", minversion="4.57", reason="holds the towers")
 
-import plan_runs
 import vision_towers
+from gloo_ranks import on_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -21,4 +21,4 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.integration
 def test_towers_on_three_ranks_are_exact(tmp_path: Path) -> None:
     """float64, features and gradients to 1e-12; fewer images than ranks, and clips."""
-    plan_runs.spawn(vision_towers.run_towers, tmp_path, num_ranks=3)
+    on_ranks(vision_towers.run_towers, tmp_path, num_ranks=3)

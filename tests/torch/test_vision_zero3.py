@@ -18,7 +18,7 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models")
 def test_two_ranks_under_zero3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed: DS_BUILD_OPS=0 pip install deepspeed==0.19.8")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import plan_runs
     import vision_zero3
+    from gloo_ranks import on_ranks
 
-    plan_runs.spawn(vision_zero3.run_zero3, tmp_path)
+    on_ranks(vision_zero3.run_zero3, tmp_path)

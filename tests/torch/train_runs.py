@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from gloo_ranks import on_ranks
 from test_conversations import write_data, write_model
 
 import trimtab
@@ -108,21 +107,9 @@ def settings_of(folder: Path, plan: Path, out: str, **more: Any) -> TrainSetting
     return TrainSettings(plan=plan, model=folder / "model", out=folder / out, **given)
 
 
-def run_on_ranks(folder: Path, runs: list[TrainSettings], num_ranks: int) -> None:
+def run_on_ranks(runs: list[TrainSettings], num_ranks: int) -> None:
     """One after the other, in the same gloo processes."""
-    fork_ranks(folder, _train, runs, num_ranks=num_ranks)
-
-
-def fork_ranks(folder: Path, function: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
-    """`function(rank, *arguments)` on gloo ranks.
-
-    They are forked from a server that has imported Transformers once: on its own each pays 5 s of CPU for that.
-    """
-    multiprocessing.set_forkserver_preload(["trimtab.runtime.train", "transformers.models.auto.modeling_auto"])
-    store = folder / f"store-{os.urandom(4).hex()}"
-    torch.multiprocessing.start_processes(
-        _on_rank, args=(num_ranks, str(store), function, arguments), nprocs=num_ranks, start_method="forkserver"
-    )
+    on_ranks(_train, runs, num_ranks=num_ranks)
 
 
 def values_of(settings: TrainSettings, name: str = "loss") -> list[float]:
@@ -177,13 +164,6 @@ class Torchrun:
             for each in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
                 each.kill()
         self.process.wait()
-
-
-def _on_rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    function(rank, *arguments)
-    torch.distributed.destroy_process_group()
 
 
 def _train(_rank: int, runs: list[TrainSettings]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from rounding import BOUNDS, assert_close
 from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import run_odd_uses
@@ -20,7 +20,6 @@ from vision_runs import (
     fully_shard_model,
     make_case,
     make_rank_case,
-    relative,
     run_both_gathers,
     run_dispatched,
     run_groups,
@@ -121,12 +120,10 @@ def run_ulysses(rank: int, _folder: str) -> None:
                 with context:
                     own = case.forward(**changes)
                 (own * case.weights[:, mine]).sum().div(case.num_tokens).backward()
-            close = float((own - logits[:, mine]).detach().norm() / logits.detach().norm())
-            assert close <= 1e-5, (family, exchange, close)
+            assert_close(own, logits[:, mine], (family, exchange))
             found = sum_over_ranks(case.gradients())
             for part in ("visual", "language_model"):
-                error = relative(found, expected, part)
-                assert error <= 2e-6, (family, exchange, part, error)
+                assert_close(found, expected, (family, exchange), part=part)
 
 
 # -- conventions, verification, pooling -----------------------------------------------------------------------------
@@ -165,11 +162,10 @@ def run_conventions(rank: int, _folder: str) -> None:
                     handle.reduce_gradients()
                 else:
                     reduce(how)
-                error = relative(case.gradients(), expected, "visual")
-                assert error <= 1e-6, (loss, how, error)
+                assert_close(case.gradients(), expected, (loss, how), part="visual")
                 host = None if how == "none" else functools.partial(reduce, how)
                 check = verify_vision_dp(handle, functools.partial(own_loss, loss), reduce_gradients=host)
-                assert check.gradient_error <= 1e-6, (loss, how, check)
+                assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
                 assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
     assert refused == [
         ("sharded", "mean", True),
@@ -244,8 +240,7 @@ def run_pooled(rank: int, _folder: str) -> None:
             logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
             case.loss(logits, shard(rank, num_ranks, case.num_tokens)).backward()
         pooled.backward()
-        error = relative(sum_over_ranks(cases[0].gradients()), expected)
-        assert error <= 1e-6, error
+        assert_close(sum_over_ranks(cases[0].gradients()), expected)
         # a rank to whose loss no image contributes takes part in the tower's backward all the same
         pooled = encode_pooled(handle, [case.inputs for case in cases])
         for case, outputs in zip(cases, pooled.outputs, strict=True):
@@ -255,8 +250,7 @@ def run_pooled(rank: int, _folder: str) -> None:
                 case.loss(logits).backward()
         pooled.backward()
         found, expected = ({n: g for n, g in x.items() if "visual" in n} for x in (cases[0].gradients(), expected))
-        error = relative(sum_over_ranks(found), expected)
-        assert error <= 1e-6, error
+        assert_close(sum_over_ranks(found), expected)
 
 
 # -- disagreement ---------------------------------------------------------------------------------------------------
@@ -277,7 +271,6 @@ def run_disagreements(rank: int, _folder: str) -> None:
         assert vision_dp(case.model, timeout_s=60) is handle
         with pytest.raises(TrimtabError, match=r"shared already, with another group or other settings: call remove"):
             vision_dp(case.model, rule="contiguous")
-        start = time.monotonic()
         with pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with other images"):
             features(inputs["pixel_values"] + odd)
         with torch.set_grad_enabled(not odd), pytest.raises(TrimtabError, match="another mode of gradients"):
@@ -294,10 +287,10 @@ def run_disagreements(rank: int, _folder: str) -> None:
             features()
         if hook is not None:
             hook.remove()
-        assert all(torch.equal(a, b) for a, b in zip(features().pooler_output, alone.pooler_output, strict=True))
+        for a, b in zip(features().pooler_output, alone.pooler_output, strict=True):
+            assert_close(a, b, "features after all that")
         as_tuple = inner.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=False)
         assert isinstance(as_tuple, tuple)
-        assert time.monotonic() - start < 30
     assert "last_hidden_state" in features()  # the module's own function again
 
     with vision_dp(case.model, timeout_s=2) as handle:

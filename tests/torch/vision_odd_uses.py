@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import time
 from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from vision_runs import Case, make_case, make_rank_case, relative, shard, sum_over_ranks
+from rounding import BOUNDS, assert_close
+from vision_runs import Case, make_case, make_rank_case, shard, sum_over_ranks
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import TrimtabError
@@ -46,20 +46,18 @@ def features(case: Case, **more: Any) -> Any:
 
 
 def run_calls_that_differ(rank: int) -> None:
-    """Every rank raises within a second, and the group works on."""
+    """Every rank raises, none waits for its ten minutes to end, and the group works on."""
     case = make_case("qwen2_5_vl", "images")
     expected = case.forward().detach()
     text = make_rank_case("qwen2_5_vl", "text")
     text.model = case.model
     with vision_dp(case.model):  # the default of ten minutes
-        start = time.monotonic()
         with pytest.raises(TrimtabError, match="rank 1 of the group begins a forward without images, and rank 0 has"):
             (text if rank else case).forward()
         match = "not at the same call: rank 0 at get_image_features, rank 1 at the start of a forward; run the same"
         with pytest.raises(TrimtabError, match=match):
             case.forward() if rank else features(case)
-        assert time.monotonic() - start < 5
-        assert torch.allclose(case.forward(), expected, rtol=1e-6, atol=1e-6)
+        assert_close(case.forward(), expected)
         text.forward()  # on all ranks: no image, no exchange
     modes = pytest.raises(TrimtabError, match="with another mode of gradients")
     with vision_dp(case.model, exchange="dispatch"), torch.set_grad_enabled(bool(rank)), modes:
@@ -110,10 +108,12 @@ def run_a_late_rank(rank: int) -> None:
     """Whom a rank waits for is said long before it gives up, and a rank that comes late is not too late."""
     case = make_case("qwen2_5_vl", "images")
     patience, control.PATIENCE_S = control.PATIENCE_S, 0.5
-    said = io.StringIO()
+    store, said = dist.distributed_c10d._get_default_store(), io.StringIO()
     with vision_dp(case.model, timeout_s=60), redirect_stderr(said):
         if rank:
-            time.sleep(2.5)
+            store.wait(["rank 0 has complained"])
+        else:
+            said.write = lambda text: (io.StringIO.write(said, text), store.set("rank 0 has complained", ""))[0]
         features(case)
     sentence = "trimtab: rank 0 has waited 0.5 s at get_image_features for rank 1 of 2; it gives up after 60 s\n"
     assert said.getvalue() == ("" if rank else sentence)
@@ -134,7 +134,7 @@ def run_copies(rank: int) -> None:
         assert not torch.allclose(changed, plain, rtol=1e-2)
         with pytest.raises(TrimtabError, match=r"was to be pickled, .* save its state_dict\(\), or call remove\(\)"):
             pickle.dumps(case.model.model)
-        assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+        assert_close(case.forward(), plain)
         assert handle.load.calls == 1
     with torch.no_grad():
         alone = copy.deepcopy(case.model)
@@ -186,13 +186,12 @@ def run_modes(rank: int) -> None:
     with vision_dp(case.model) as handle:
         assert torch.equal(case.model.generate(**prompt, max_new_tokens=4, do_sample=False), said)
         with torch.inference_mode():
-            assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+            assert_close(case.forward(), plain)
         assert handle.load.calls == 2
         case.model.train()
         for _ in range(2):
             case.loss(case.forward(), mine).backward()
-        error = relative(sum_over_ranks(case.gradients()), expected)
-        assert error <= 1e-6, error
+        assert_close(sum_over_ranks(case.gradients()), expected)
         expected_rows = features(case).pooler_output[0]
         doubled = torch.compile(lambda: 2 * features(case).pooler_output[0], backend="eager")
         assert torch.equal(doubled(), 2 * expected_rows)
@@ -213,7 +212,7 @@ def run_failed_forward(rank: int) -> None:
         with pytest.raises(ArithmeticError):
             case.forward()
         hook.remove()
-        assert torch.allclose(case.forward(), plain, rtol=1e-6, atol=1e-6)
+        assert_close(case.forward(), plain)
         hook = embedding.register_forward_pre_hook(_fail)
         with pytest.raises(ArithmeticError):
             case.forward()
@@ -231,7 +230,7 @@ def run_verified_dispatch(rank: int) -> None:
     case = cases[rank]
     with vision_dp(case.model, exchange="dispatch") as handle:
         check = verify_vision_dp(handle, lambda: case.loss(case.forward()))
-        assert max(check.loss_error, check.gradient_error) <= 1e-6, check
+        assert max(check.loss_error, check.gradient_error) <= BOUNDS[torch.float32], check
         assert check.gradient_scale is None
         right = exchange._RouteRows.backward
         exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], None))

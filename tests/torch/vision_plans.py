@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import pytest
 import torch.distributed as dist
 from plans import small_plan
-from vision_runs import make_case, make_rank_case, relative, shard, sum_over_ranks
+from rounding import assert_close
+from vision_runs import make_case, make_rank_case, shard, sum_over_ranks
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import PlanError, TrimtabError
@@ -57,11 +58,11 @@ def run_reductions(rank: int) -> None:
             found = sum_over_ranks(case.gradients())
             if reduction == "mean":
                 found = {name: gradient / num_ranks for name, gradient in found.items()}
-            assert relative(found, expected, "visual") <= 1e-6, (group, reduction, objective)
+            assert_close(found, expected, (group, reduction, objective), part="visual")
     with vision_dp_from_plan(case.model, None, plan_that(), host_reduces=False, timeout_s=60) as handle:
         case.loss(case.forward()).backward()
         handle.reduce_gradients()
-        assert relative(case.gradients(), expected) <= 1e-6
+        assert_close(case.gradients(), expected)
         case.model.zero_grad(set_to_none=True)
         with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the backward"):
             handle.reduce_gradients()
@@ -77,7 +78,7 @@ def run_dispatch(rank: int) -> None:
         case.loss(case.forward()).backward()
         assert handle.settings.exchange == "dispatch"
         assert handle.load.calls == 1
-    assert relative(sum_over_ranks(case.gradients()), expected) <= 1e-6
+    assert_close(sum_over_ranks(case.gradients()), expected)
 
 
 def run_refusals() -> None:
