@@ -1,11 +1,16 @@
-"""For all tests: one thread of torch a process, for the workers share the cores; a fault of torch that is not ours."""
+"""For all tests: one thread of torch a process, for the workers share the cores; kernels compiled once; torch's faults."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "trimtab"
 
 # before anything imports torch, and for every process a test starts; set them yourself to test with more
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,3 +37,37 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
     return (yield from _skip_fault_of_torch())
+
+
+# each compiles the kernels of one folder: 24 and 37 s of CPU on a fast core, into numba's cache beside the source
+PACKS = """
+import numpy as np
+from trimtab.balance.packing import pack_samples
+from trimtab.specs import SampleTable
+n = np.arange(600) % 7
+columns = dict.fromkeys(("num_patches", "patches_sq", "patches_windowed"), n)
+table = SampleTable(num_images=n.clip(max=1), num_tokens=40 + 90 * n, source=np.zeros(600, np.int32), **columns)
+for order in ("random", "tolerance"):
+    pack_samples(table, limits=(18, 2000), dp=2, order=order, seed=0)
+"""
+SPLITS = """
+import numpy as np
+from trimtab.costs.devices import find_device
+from trimtab.costs.profile import profile_model
+from trimtab.models.describe import describe
+from trimtab.partition.stages import split_stages
+profile = profile_model(describe("InternVL-Chat-V1-5"), find_device("A100-80GB"))
+pack = np.array([1, 9225, 9225**2, 9225**2, 4096, 8 * 512**2, 8 * 512**2], dtype=float)
+split_stages(profile, num_stages=4, work_mean=pack, work_max=pack, memory_bytes=200e9, num_microbatches=8)
+"""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before workers start: else each of them compiles every kernel for itself."""
+    is_worker = hasattr(session.config, "workerinput")
+    if is_worker or not session.config.getoption("numprocesses", None):
+        return
+    missing = [x for x in ("balance", "partition") if not any((SOURCE / x / "__pycache__").glob("*.nbi"))]
+    programs = [{"balance": PACKS, "partition": SPLITS}[x] for x in missing]
+    for process in [subprocess.Popen([sys.executable, "-c", x]) for x in programs]:
+        process.wait()  # one that fails fails in the tests too
