@@ -1,4 +1,4 @@
-"""For all tests: one thread of torch a process, for the workers share the cores; kernels compiled once; torch's faults."""
+"""For all tests: a thread of torch a process, for workers share the cores; kernels compiled once; a fault of torch."""
 
 from __future__ import annotations
 
