@@ -153,8 +153,8 @@ def config_of(**text: Any) -> Any:
         (config_of(), {"attention": "flash_attention_2", "explicit_masks": True}, "flash attention takes none"),
         (
             config_of(layer_types=["linear_attention", "full_attention"]),
-            {},
-            "linear_attention layers, which carry state",
+            {"explicit_masks": True},
+            "there are none for linear_attention layers",
         ),
         (config_of(use_bidirectional_attention=True), {}, "the masks here are causal"),
     ],
