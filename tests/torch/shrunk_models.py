@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from trimtab.runtime.formats import model_classes
+from trimtab.runtime.formats import ask_format, image_token, model_classes
+from trimtab.runtime.packing_runs import text_ids
 
 WIDTH = 64
 """Of language model, tower and all between them: where widths are alike, no projector's field can be wrong."""
@@ -137,7 +138,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "text_config.moe_intermediate_size": [24, 24],
     },
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "hunyuan_vl": {"text_config.head_dim": 16},
+    "llama4": {"vision_config.intermediate_size": 256},
+    "llava_next_video": {"image_grid_pinpoints": [[112, 56], [56, 112]]},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "lfm2_vl": _HYBRID,
     "llava_next": {"image_grid_pinpoints": [[112, 56], [56, 112]]},
     "llava_onevision": {"image_grid_pinpoints": [[112, 56], [56, 112]]},
@@ -266,3 +271,79 @@ def _shrink_mrope(text: Any) -> None:
     half = int(8 * rotated)
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     text.rope_parameters = rope
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+def draw_image_samples(model: Any) -> list[dict[str, torch.Tensor]] | None:
+    """Samples with images inside, at the end and at the start, and one of text; None: no shape of image is taken."""
+    token, core = image_token(model.config), getattr(model, "model", model)
+    encode = getattr(model, "get_image_features", None) or getattr(core, "get_image_features", None)
+    if token is None or encode is None:
+        return None
+    for number, image in enumerate(_images(model)):
+        try:
+            with torch.no_grad():
+                num_tokens = _count_rows(encode(**image))
+        except Exception:  # another family's shape
+            continue
+        text = text_ids(model)
+        ids = text[torch.randint(len(text), (20,), generator=torch.Generator().manual_seed(number))].tolist()
+        rows = [token] * num_tokens
+        parts = [[*ids[:4], *rows, *ids[4:6]], ids[6:13], [*ids[13:15], *rows], [*rows, *ids[15:]]]
+        return [
+            {
+                "input_ids": torch.tensor(part),
+                "labels": torch.tensor(part),
+                **(_redrawn(image) if token in part else {}),
+            }
+            for part in parts
+        ]
+    return None
+
+
+def _images(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """One image in each shape that processors give, those first whose keys the family takes."""
+    keys = ask_format(model.config).joined
+    vision = getattr(model.config, "vision_config", model.config)
+    patch = _side(getattr(vision, "patch_size", 14))
+    size = _side(getattr(vision, "image_size", None) or 56)
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3)) or 3
+    torch.manual_seed(3)
+    if "image_grid_thw" in keys:
+        merge = _side(getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None) or 2)
+        grid = torch.tensor([[1, merge, 2 * merge]])
+        frames = getattr(vision, "temporal_patch_size", None) or 1
+        more = {"image_merge_sizes": torch.tensor([merge])} if "image_merge_sizes" in keys else {}
+        widths = dict.fromkeys(channels * num * patch**2 for num in (frames, 1, 2))
+        for shape in (*((width,) for width in widths), (channels, patch, patch)):
+            yield {"pixel_values": torch.randn(2 * merge**2, *shape), "image_grid_thw": grid, **more}
+    if "spatial_shapes" in keys:
+        mask = torch.ones(1, 16, dtype=torch.long)
+        pixels = torch.randn(1, 16, channels * patch**2)
+        yield {"pixel_values": pixels, "spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": mask}
+    tile = torch.randn(1, channels, size, size)
+    if "high_res_pixel_values" in keys:
+        yield {"pixel_values": tile, "high_res_pixel_values": torch.randn_like(tile)}
+    sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in keys else {}
+    yield {"pixel_values": tile, **sizes}
+    yield {"pixel_values": tile[None], **sizes}
+    yield {"pixel_values": tile}
+    if "image_sizes" in keys:  # tiles and the whole
+        yield {"pixel_values": torch.randn(1, 3, channels, size, size), "image_sizes": torch.tensor([[2 * size, size]])}
+
+
+def _side(size: Any) -> int:
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _redrawn(image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.randn_like(value) if value.is_floating_point() else value for key, value in image.items()}
+
+
+def _count_rows(features: Any) -> int:
+    found = getattr(features, "pooler_output", None)
+    found = features if found is None else found
+    parts = found if isinstance(found, (list, tuple)) else [found]
+    return sum(part.shape[:-1].numel() for part in parts)

@@ -23,8 +23,8 @@ class PackFormat:
 
     Example: a family of tiles, of fixed size, whose image tokens see their whole image.
 
-    >>> PackFormat(joined=("pixel_values",), sees="images")
-    PackFormat(joined=('pixel_values',), mrope=False, sees=None...
+    >>> PackFormat(joined=("pixel_values",), sees="images").counts
+    'model'
     """
 
     joined: tuple[str, ...]  # keys concatenated along dimension 0, in sample order; further dimensions padded with 0
@@ -32,7 +32,9 @@ class PackFormat:
     sees: Literal["images", "prefix"] | None = None  # tokens that see their whole block, under masks given explicitly
     stateful: bool = False  # layers carry a state along the row: seq_idx and lengths say where samples start
     types_key: str | None = None  # argument of the forward that says which tokens are images
-    counts: Literal["grid", "tiles", "model"] = "model"  # what tells the LLM tokens of an image; the model checks too
+    counts: Literal["grid", "tiles", "sizes", "model"] = (
+        "model"  # what tells an image's LLM tokens; the model checks too
+    )
     smallest: Callable[[Any], SmallestImage] | None = None  # for packs without images; None: no filler image
 
 
@@ -43,7 +45,9 @@ _QWEN = PackFormat(
     smallest=one_block,
 )
 _TILES = PackFormat(joined=("pixel_values",), counts="tiles", smallest=one_tile)
-_NEXT = PackFormat(joined=("pixel_values", "image_sizes"), smallest=fewest_tiles)
+_NEXT = PackFormat(joined=("pixel_values", "image_sizes"), counts="sizes", smallest=fewest_tiles)
+
+_GEMMA3 = PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest=one_tile)
 
 PACK_FORMATS: dict[str, PackFormat] = {
     "qwen2_vl": _QWEN,
@@ -53,8 +57,9 @@ PACK_FORMATS: dict[str, PackFormat] = {
     "internvl": _TILES,
     "llava": _TILES,
     "llava_next": _NEXT,
-    "llava_onevision": PackFormat(joined=(*_NEXT.joined, "batch_num_images"), smallest=fewest_tiles),
-    "gemma3": PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest=one_tile),
+    "llava_onevision": PackFormat(joined=(*_NEXT.joined, "batch_num_images"), counts="sizes", smallest=fewest_tiles),
+    "gemma3": _GEMMA3,
+    "shieldgemma2": _GEMMA3,
     "paligemma": PackFormat(joined=("pixel_values",), sees="prefix"),
 }
 """By `config.model_type`: what asking does not tell. All other families are asked."""
@@ -115,7 +120,7 @@ def model_classes(config: Any) -> tuple[Any, Any]:
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             outer = mapping[type(config)]
-            return MODEL_MAPPING.get(type(config), outer), outer
+            return next((MODEL_MAPPING[kind] for kind in type(config).__mro__ if kind in MODEL_MAPPING), outer), outer
     raise UnknownModelError(
         f"packs for model_type {config.model_type!r} were asked for, but Transformers maps its configuration to no "
         f"model: register the class (AutoModelForImageTextToText.register), or use one of {', '.join(PACK_FORMATS)}"

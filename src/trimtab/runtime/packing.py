@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -20,6 +20,7 @@ from trimtab.runtime.packing_runs import (
     alone,
     as_given,
     bound_of,
+    device_of,
     draw_samples,
     perturb,
     relative_error,
@@ -33,6 +34,7 @@ from trimtab.runtime.packing_runs import (
     unwrap,
 )
 from trimtab.runtime.processed import ProcessedSample, read_processed
+from trimtab.runtime.ranks import on_first_rank
 from trimtab.runtime.state_layers import carries_state, hold_samples_apart, runs_apart
 
 LOG = logging.getLogger("trimtab")
@@ -51,6 +53,7 @@ class PackingProof:
     gradient_error: float  # the same, of the embedded tokens' rows and of parameters
     bound: float  # what rounding may leave in the model's type
     seconds: float
+    held: tuple[str, ...] = ()  # layers that `prepare_packing` made run each sample by itself
 
 
 def verify_packing(
@@ -78,9 +81,12 @@ def verify_packing(
     """
     begin = time.perf_counter()
     model = unwrap(model)
-    check = _Check(model, collator or _collator_of(model))
-    pack = check.read(samples, max_tokens)
     with untouched(model):
+        given = collator or _collator_of(model)
+        stood_in = given.attention == "flash_attention_2" and device_of(model).type == "cpu"
+        attention: Attention = "sdpa" if stood_in else given.attention
+        check = _Check(model, replace(given, vision_in_every_pack=False, attention=attention))
+        pack = check.read(samples, max_tokens)
         leak = check.leak(pack)
         logits_error, gradient_error = check.errors(pack)
     return PackingProof(
@@ -107,7 +113,7 @@ def prepare_packing(model: nn.Module, *, collator: PackedCollator | None = None)
         held = hold_samples_apart(unwrap(model))
         if not held:
             raise
-        proof = verify_packing(model, collator=collator)
+        proof = replace(verify_packing(model, collator=collator), held=tuple(held))
         LOG.warning(
             "%d layers with a state (%s the first) run each sample of a pack by itself: their fused kernels, which "
             "take whole packs, are not installed",
@@ -115,6 +121,12 @@ def prepare_packing(model: nn.Module, *, collator: PackedCollator | None = None)
             held[0],
         )
         return proof
+
+
+def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
+    """Where every rank has loaded the whole model on its CPU: rank 0 checks, all change the same layers. Collective."""
+    if on_first_rank(lambda: bool(prepare_packing(model).held), device):
+        hold_samples_apart(model)
 
 
 def _collator_of(model: Any) -> PackedCollator:

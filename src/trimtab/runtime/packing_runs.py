@@ -24,9 +24,11 @@ Batch = dict[str, Any]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP or torch.compile; refuses one whose weights lie in pieces or nowhere."""
+    """The model inside DDP, torch.compile or PEFT; refuses one whose weights lie in pieces or nowhere."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = model.module if hasattr(model, "module") else model._orig_mod  # type: ignore[assignment]
+    if hasattr(model, "get_base_model"):  # PEFT: adapters stay where they are
+        model = model.get_base_model()  # type: ignore[operator]
     if sharded(model):
         raise TrimtabError(
             "packing was to be verified on a model whose weights are sharded or not loaded: call verify_packing before "
@@ -49,16 +51,32 @@ def untouched(model: nn.Module) -> Iterator[None]:
     device = device_of(model)
     devices = [device] if device.type != "cpu" else []
     precision = torch.get_float32_matmul_precision()
+    attention = _attention_of(model)
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
             model.eval()
+            if device.type == "cpu":  # flash kernels run on accelerators alone
+                _set_attention([(config, "sdpa") for config, name in attention if "flash" in str(name)])
             torch.set_float32_matmul_precision("highest")
             with torch.backends.cudnn.flags(allow_tf32=False):
                 yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            _set_attention(attention)
             for module, mode in training.items():
                 module.training = mode
+
+
+def _attention_of(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Configurations of the model's parts, outer ones first, with the attention each has."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [(config, getattr(config, "_attn_implementation", None)) for config in found.values()]
+
+
+def _set_attention(chosen: Sequence[tuple[Any, str | None]]) -> None:
+    for config, name in chosen:
+        if getattr(config, "_attn_implementation", None) != name:
+            config._attn_implementation = name
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.errors import UnsupportedPlanError
 from trimtab.runtime.formats import model_classes
 
 RopeIndex = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
@@ -43,14 +44,26 @@ def rope_index(config: Any) -> RopeIndex:
         if "attention_mask" in taken and "mm_token_type_ids" not in taken:
             given["attention_mask"] = torch.ones_like(ids)[None]
         try:
-            result: Tensor = model.get_rope_index(ids[None], **given)[0]
-        except AttributeError:
+            result: Tensor = _ask(model, ids, given)
+        except AttributeError:  # a field that only `__init__` makes
             with torch.device("meta"):
                 model = core._from_config(config)
-            result = model.get_rope_index(ids[None], **given)[0]
+            try:
+                result = _ask(model, ids, given)
+            except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+                raise UnsupportedPlanError(
+                    f"positions of a sample with images were asked of {core.__name__}.get_rope_index, which fails "
+                    f"({type(error).__name__}: {error}): see that the configuration names all special tokens, or train "
+                    "without packing"
+                ) from error
         return result[:, 0].long()
 
     return positions
+
+
+def _ask(model: Any, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
+    found: Tensor = model.get_rope_index(ids[None], **given)[0]
+    return found
 
 
 def _num_axes(config: Any) -> int:

@@ -108,8 +108,8 @@ def _check_images(
     images: Mapping[str, Tensor], types: Tensor, family: PackFormat, config: Any, per_tile: int | None
 ) -> None:
     """Image tokens and image features must be as many: truncation in the middle of an image breaks this."""
-    if family.counts == "model":
-        if {"pixel_values", "image_sizes"} <= set(family.joined):
+    if family.counts in ("sizes", "model"):
+        if family.counts == "sizes":
             _check_sized_images(images)
         _check_both(images, has_tokens=bool((types == 1).any()))
         return

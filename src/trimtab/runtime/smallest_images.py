@@ -38,7 +38,7 @@ def fewest_tiles(config: Any) -> SmallestImage:
 
 def tile_tokens(config: Any) -> int:
     """LLM tokens of one tile where every tile has the same number: internvl, llava, gemma3."""
-    if config.model_type == "gemma3":
+    if hasattr(config, "mm_tokens_per_image"):
         return int(config.mm_tokens_per_image)
     if config.model_type == "internvl":
         vision = config.vision_config
