@@ -291,6 +291,18 @@ def test_the_trainer_refuses_losses_it_would_not_compute(trainer_of, qwen):
         trainer_of(moe, "token", [moe.samples])
 
 
+def test_the_trainer_refuses_a_model_that_mixes_samples(trainer_of, monkeypatch):
+    packs = make_tiny_packs("internvl qwen2")
+    attention = packs.model.model.language_model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
+    trainer = trainer_of(packs, "token", [packs.samples[:3]])
+    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.1.self_attn .* one sample sees another"):
+        trainer.train()
+    trainer.verify_packing = False
+    assert trainer.train().global_step == 1
+
+
 # -- what real processors give ----------------------------------------------------------------------------------------
 
 

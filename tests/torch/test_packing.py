@@ -166,6 +166,16 @@ def test_a_tower_that_mixes_images_is_found():
         verify_packing(model, draw_image_samples(model), max_tokens=64)
 
 
+def test_sparse_layers_need_more_tokens_than_they_choose_among(caplog):
+    """MiniMax-M3 counts its blocks through the row; a pack within one choice does not show it."""
+    model = make_shrunk("minimax_m3_vl", changes={"text_config.index_block_size": 64})
+    assert prepare_packing(model).unreached == 128
+    assert "sparse layers choose among 128" in caplog.text
+    ids = torch.randint(3, 100, (4, 80), generator=torch.Generator().manual_seed(0)).tolist()
+    with pytest.raises(UnsupportedPlanError, match=r"layers.1.self_attn .*one sample sees another"):
+        verify_packing(model, [{"input_ids": x, "labels": x} for x in ids], max_tokens=80)
+
+
 # -- what stays as it was ---------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ class PackingProof:
     gradient_error: float  # the same, of the embedded tokens' rows and of parameters
     bound: float  # what rounding may leave in the model's type
     seconds: float
+    unreached: int | None  # tokens that a sparse layer chooses among, if more than were checked; None: all reached
     held: tuple[str, ...] = ()  # layers that `prepare_packing` made run each sample by itself
 
 
@@ -70,7 +71,7 @@ def verify_packing(
     small. Checked: (1) other words and pixels in one sample change no row of another; (2) logits and (3) gradients are
     those of the samples alone, within rounding. Dropout is off; weights, gradients, modes and random numbers stay as
     they are. Call it before FSDP or DeepSpeed wrap the model; DDP is looked through. Not checked: lengths beyond those
-    of the samples (long windows, chunks), losses over a whole micro-batch (`output_router_logits`).
+    of the samples (see `unreached`), losses over a whole micro-batch (`output_router_logits`).
 
     >>> import transformers
     >>> config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64,
@@ -96,6 +97,7 @@ def verify_packing(
         logits_error=logits_error,
         gradient_error=gradient_error,
         bound=check.bound,
+        unreached=check.unreached(pack),
         seconds=time.perf_counter() - begin,
     )
 
@@ -108,7 +110,7 @@ def prepare_packing(model: nn.Module, *, collator: PackedCollator | None = None)
     trimtab.errors.UnsupportedPlanError: packing was to be verified for Linear, which is no model of Transformers: ...
     """
     try:
-        return verify_packing(model, collator=collator)
+        proof = verify_packing(model, collator=collator)
     except UnsupportedPlanError:
         held = hold_samples_apart(unwrap(model))
         if not held:
@@ -120,7 +122,14 @@ def prepare_packing(model: nn.Module, *, collator: PackedCollator | None = None)
             len(held),
             held[0],
         )
-        return proof
+    if proof.unreached is not None:
+        LOG.warning(
+            "packing was found exact on %d tokens, but sparse layers choose among %d: they may still mix samples of "
+            "longer packs; call verify_packing with samples that together are longer (max_tokens=)",
+            proof.num_tokens,
+            proof.unreached,
+        )
+    return proof
 
 
 def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
@@ -175,6 +184,16 @@ class _Check:
 
     def batch(self, given: Sequence[Mapping[str, Any]]) -> Batch:
         return self.collator(given)
+
+    def unreached(self, pack: Sequence[ProcessedSample]) -> int | None:
+        """Tokens among which layers with an indexer choose, where the pack holds fewer: then they chose all."""
+        text = self.model.config.get_text_config()
+        kinds = {kind for kind in getattr(text, "layer_types", None) or () if "index" in kind or "sparse" in kind}
+        names = ("index_topk", "indexer_budget", "index_topk_blocks")
+        limits = [getattr(text, name, None) or 0 for name in names]
+        limits[2] *= getattr(text, "index_block_size", None) or 1
+        most = max(limits) if kinds else 0
+        return most if most >= sum(len(sample.input_ids) for sample in pack) else None
 
     # -- (1) does a sample see another? -------------------------------------------------------------------------------
 
