@@ -104,6 +104,7 @@ _GEMMA4 = {
     "global_head_dim": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
 }
 VISION = {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 16}
 COUNTS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers")
@@ -114,8 +115,8 @@ _HYBRID = {"text_config.layer_types": ["conv", "full_attention", "conv"], "text_
 _CLIP = {"model_type": "clip_vision_model", "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 GIVEN: dict[str, dict[str, Any]] = {
-    "gemma4": {"text_config": {**_GEMMA4, "num_kv_shared_layers": 0}},
-    "gemma4_unified": {"text_config": {**_GEMMA4, "num_kv_shared_layers": 0}},
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_unified": {"text_config": _GEMMA4},
     "fast_vlm": {"vision_config": {**_CLIP, "image_size": 56, "patch_size": 14}},
     "cohere_compass": {"text_config": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -123,7 +124,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     }}},
     "chameleon": {"vocabulary_map": {"<image>": 130}},
     "emu3": {"vocabulary_map": {"<image>": 130, "<|extra_200|>": 131}},
-    "vision-encoder-decoder": {},
 }  # fmt: skip
 """What a family's configuration is made with: fields without which its class, or what it derives, is not whole."""
 

@@ -111,7 +111,8 @@ def _check_images(
     if family.counts in ("sizes", "model"):
         if family.counts == "sizes":
             _check_sized_images(images)
-        _check_both(images, has_tokens=bool((types == 1).any()))
+        if image_token(config) is not None:  # else images have no place of their own in the text
+            _check_both(images, has_tokens=bool((types == 1).any()))
         return
     found = [int((types == 1).sum()), int((types == 2).sum())]
     if family.counts == "grid":
