@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import doctest
+import importlib
 from functools import partial
 from typing import Any
 
@@ -299,3 +301,10 @@ def test_bad_samples_and_settings_are_refused():
         collator([{"input_ids": [5, 6], "labels": [5, 6]}])
     with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
         ask_format(transformers.SiglipVisionConfig())
+
+
+@pytest.mark.parametrize("module", ["packing", "formats", "state_layers"])
+def test_examples_in_docstrings_run(module):
+    found = doctest.testmod(importlib.import_module(f"trimtab.runtime.{module}"), optionflags=doctest.ELLIPSIS)
+    assert found.attempted >= 1
+    assert found.failed == 0
