@@ -52,7 +52,7 @@ def test_packs_of_text_are_exact(family):
     assert bool(proof.held) == (family in STATEFUL)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "internvl", "idefics3", "lfm2_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "internvl", "idefics3", "lfm2_vl", "hunyuan_vl"])
 def test_packs_with_images_are_exact(family):
     model = make_shrunk(family)
     hold_samples_apart(model)

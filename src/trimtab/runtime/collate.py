@@ -85,7 +85,8 @@ class PackedCollator:
         if not family.mrope:
             return text_positions(lengths)
         positions = rope_index(self.config)
-        return mrope_rows(lengths, [positions(s.input_ids, s.token_types, s.grids) for s in pack])
+        rows = mrope_rows(lengths, [positions(s.input_ids, s.token_types, s.grids) for s in pack])
+        return rows if family.text_row else rows[1:]
 
     def _apart(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> dict[str, Any]:
         """What keeps samples apart beside the positions: lengths, numbers, masks, token types."""
@@ -99,7 +100,7 @@ class PackedCollator:
         types = [sample.token_types for sample in pack]
         if family.types_key is not None:
             apart[family.types_key] = torch.cat(types)[None]
-        if self.attention != "flash_attention_2" and (self.explicit_masks or family.sees is not None):
+        if self.attention != "flash_attention_2" and (self.explicit_masks or _needs_masks(family)):
             blocks = None
             if family.sees is not None:
                 blocks = image_numbers(types) if family.sees == "images" else prefix_numbers(types)
@@ -184,9 +185,14 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
             "train it without packing"
         )
-    if collator.explicit_masks or family.sees is not None:
+    if collator.explicit_masks or _needs_masks(family):
         problems += _mask_problems(text)
     return problems
+
+
+def _needs_masks(family: PackFormat) -> bool:
+    """Whether Transformers cannot make the masks of a pack from its positions."""
+    return family.sees is not None or not family.text_row
 
 
 def _mask_problems(text: Any) -> list[str]:

@@ -29,6 +29,7 @@ class PackFormat:
 
     joined: tuple[str, ...]  # keys concatenated along dimension 0, in sample order; further dimensions padded with 0
     mrope: bool = False  # positions have several axes, and the rows (text, temporal, height, width) in a pack
+    text_row: bool = True  # False: the model takes no row of text positions beside the axes; masks are given explicitly
     sees: Literal["images", "prefix"] | None = None  # tokens that see their whole block, under masks given explicitly
     stateful: bool = False  # layers carry a state along the row: seq_idx and lengths say where samples start
     types_key: str | None = None  # argument of the forward that says which tokens are images
@@ -60,6 +61,7 @@ PACK_FORMATS: dict[str, PackFormat] = {
     "llava_onevision": PackFormat(joined=(*_NEXT.joined, "batch_num_images"), counts="sizes", smallest=fewest_tiles),
     "gemma3": _GEMMA3,
     "shieldgemma2": _GEMMA3,
+    "hunyuan_vl": PackFormat(joined=("pixel_values", "image_grid_thw"), mrope=True, text_row=False),
     "paligemma": PackFormat(joined=("pixel_values",), sees="prefix"),
 }
 """By `config.model_type`: what asking does not tell. All other families are asked."""
