@@ -46,24 +46,12 @@ SMALL: dict[str, Any] = {
     ),
     "num_key_value_heads": 2,
     "swa_num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 16,
-    "swa_head_dim": 16,
-    "d_kv": 16,
-    "attention_head_dim": 16,
-    "vocab_size": 256,
-    "vocab_size_per_layer_input": 256,
+    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "d_kv", "attention_head_dim"), 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
     "hidden_size_per_layer_input": 16,
     "max_position_embeddings": 512,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "experts_per_token": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "moe_topk": 2,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "top_k_experts", "moe_topk"), 2),
     "moe_intermediate_size": 24,
     "expert_intermediate_size": 24,
     "moe_latent_size": 32,
@@ -112,6 +100,7 @@ MAX_LAYERS = 6
 
 
 _HYBRID = {"text_config.layer_types": ["conv", "full_attention", "conv"], "text_config.num_hidden_layers": 3}
+_EXPERTS = "text_config.moe_intermediate_size"
 _CLIP = {"model_type": "clip_vision_model", "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 GIVEN: dict[str, dict[str, Any]] = {
@@ -133,10 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "text_config.num_hidden_layers": 2,
         "text_config.num_experts_per_tok": 2,
     },
-    "ernie4_5_vl_moe": {
-        "text_config.rope_parameters.mrope_section": [3, 3, 2],
-        "text_config.moe_intermediate_size": [24, 24],
-    },
+    "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]} | {_EXPERTS: [24, 24]},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "hunyuan_vl": {"text_config.head_dim": 16},

@@ -257,6 +257,19 @@ def test_images_of_unlike_numbers_and_sizes_are_padded():
     assert pixels.flatten(2).amax(-1).tolist() == [[1, 0], [1, 1]]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4v"])
+def test_packs_without_images_get_the_smallest_of_an_asked_family(family):
+    model = make_shrunk(family)
+    hold_samples_apart(model)
+    ids = torch.arange(5, 12)
+    batch = PackedCollator(model.config)([{"input_ids": ids, "labels": ids}])
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    alone = model(input_ids=ids[None], use_cache=False).logits
+    assert float((logits[0, :7] - alone[0]).detach().norm() / alone.detach().norm()) <= 1e-5
+    assert (batch["labels"][0, 7:] == -100).all()
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -296,9 +309,8 @@ def test_bad_samples_and_settings_are_refused():
         verify_packing(model, [{"input_ids": [5, 6], "labels": [5, 6]}])
     with pytest.raises(SampleError, match="sample 0 of the pack: it was to be packed, but has no tokens"):
         verify_packing(model, [{"input_ids": [], "labels": []}] * 2)
-    collator = PackedCollator(shrink("glm4v", {}))
-    with pytest.raises(UnsupportedPlanError, match="the smallest image of 'glm4v' is not declared: give vision_in"):
-        collator([{"input_ids": [5, 6], "labels": [5, 6]}])
+    with pytest.raises(UnsupportedPlanError, match="smallest image of 'idefics3' is not declared: give vision_in"):
+        PackedCollator(shrink("idefics3", {}))
     with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
         ask_format(transformers.SiglipVisionConfig())
 

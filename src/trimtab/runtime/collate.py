@@ -66,9 +66,10 @@ class PackedCollator:
         """
         family = self.family
         assert family is not None, "filled in when made"
+        with_image = self.vision_in_every_pack and family.smallest is not None
         if not samples:
-            samples = [filler_sample(self.config, with_image=self.vision_in_every_pack, family=family)]
-        elif self.vision_in_every_pack and not any(_has_pixels(sample) for sample in samples):
+            samples = [filler_sample(self.config, with_image=with_image, family=family)]
+        elif with_image and not any(_has_pixels(sample) for sample in samples):
             samples = [*samples, filler_sample(self.config, with_image=True, family=family)]
         pack = read_processed(samples, self.config, family)
         lengths = [len(sample.input_ids) for sample in pack]
@@ -184,6 +185,11 @@ def _problems_of(collator: PackedCollator) -> list[str]:
         problems.append(
             "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
             "train it without packing"
+        )
+    if collator.vision_in_every_pack and family.joined and family.smallest is None:
+        problems.append(
+            "packs without images were to get a filler image, but the smallest image of "
+            f"{collator.config.model_type!r} is not declared: give vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
         )
     if collator.explicit_masks or _needs_masks(family):
         problems += _mask_problems(text)

@@ -66,6 +66,15 @@ PACK_FORMATS: dict[str, PackFormat] = {
 }
 """By `config.model_type`: what asking does not tell. All other families are asked."""
 
+SMALLEST: dict[str, Callable[[Any], SmallestImage]] = dict.fromkeys(
+    (
+        *("cohere_compass", "cosmos3_omni", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
+        *("glmga", "hyperclovax_vision_v2", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    ),
+    one_block,
+)
+"""For families that are asked: what fills packs without images. `verify_packing` tries it."""
+
 TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
 
@@ -102,6 +111,7 @@ def ask_format(config: Any) -> PackFormat:
         mrope=mrope,
         stateful=has_state(config),
         types_key=types_key,
+        smallest=SMALLEST.get(config.model_type),
     )
 
 
