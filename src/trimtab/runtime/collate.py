@@ -186,10 +186,11 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
             "train it without packing"
         )
+    kind = collator.config.model_type
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
         problems.append(
-            "packs without images were to get a filler image, but the smallest image of "
-            f"{collator.config.model_type!r} is not declared: give vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
+            f"packs without images were to get a filler image, but the smallest image of {kind!r} is not declared: give "
+            "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
         )
     if collator.explicit_masks or _needs_masks(family):
         problems += _mask_problems(text)
