@@ -309,7 +309,7 @@ def test_bad_samples_and_settings_are_refused():
         verify_packing(model, [{"input_ids": [5, 6], "labels": [5, 6]}])
     with pytest.raises(SampleError, match="sample 0 of the pack: it was to be packed, but has no tokens"):
         verify_packing(model, [{"input_ids": [], "labels": []}] * 2)
-    with pytest.raises(UnsupportedPlanError, match="smallest image of 'idefics3' is not declared: give vision_in"):
+    with pytest.raises(UnsupportedPlanError, match="smallest one of 'idefics3' is not declared: give vision_in"):
         PackedCollator(shrink("idefics3", {}))
     with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
         ask_format(transformers.SiglipVisionConfig())

@@ -189,7 +189,7 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     kind = collator.config.model_type
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
         problems.append(
-            f"packs without images were to get a filler image, but the smallest image of {kind!r} is not declared: give "
+            f"packs without images were to get a filler image, but the smallest one of {kind!r} is not declared: give "
             "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
         )
     if collator.explicit_masks or _needs_masks(family):
