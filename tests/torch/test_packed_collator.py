@@ -153,8 +153,8 @@ def config_of(**text: Any) -> Any:
         (config_of(), {"attention": "flash_attention_2", "explicit_masks": True}, "flash attention takes none"),
         (
             config_of(layer_types=["linear_attention", "full_attention"]),
-            {},
-            "linear_attention layers, which carry state",
+            {"explicit_masks": True},
+            "there are none for linear_attention layers",
         ),
         (config_of(use_bidirectional_attention=True), {}, "the masks here are causal"),
     ],
@@ -289,6 +289,18 @@ def test_the_trainer_refuses_losses_it_would_not_compute(trainer_of, qwen):
     moe.model.config.get_text_config().output_router_logits = True
     with pytest.raises(UnsupportedPlanError, match="experts' balancing loss"):
         trainer_of(moe, "token", [moe.samples])
+
+
+def test_the_trainer_refuses_a_model_that_mixes_samples(trainer_of, monkeypatch):
+    packs = make_tiny_packs("internvl qwen2")
+    attention = packs.model.model.language_model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
+    trainer = trainer_of(packs, "token", [packs.samples[:3]])
+    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.1.self_attn .* one sample sees another"):
+        trainer.train()
+    trainer.verify_packing = False
+    assert trainer.train().global_step == 1
 
 
 # -- what real processors give ----------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from train_runs import (
     write_variant,
 )
 
-from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError
+import trimtab.runtime.train
+from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.plan.file import load_plan, name_table, plan_to_yaml
 from trimtab.plan.plan import RecomputeDecision
@@ -289,6 +290,23 @@ def test_the_exported_model_is_the_trained_one(folder, alone):
         shutil.copy(file, trained)
     again = settings_of(folder, folder / "alone", "run-exported", steps=1, random_weights=False, learning_rate=1e-12)
     assert train(replace(again, model=trained))[0].loss < alone[0]
+
+
+def test_a_model_that_mixes_samples_is_refused_before_the_first_step(folder, alone, monkeypatch):
+    load = trimtab.runtime.train.load_model
+
+    def load_leaky(*arguments):
+        model = load(*arguments)
+        attention = model.model.language_model.layers[0].self_attn
+        forward = attention.forward
+        attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
+        return model
+
+    monkeypatch.setattr(trimtab.runtime.train, "load_model", load_leaky)
+    settings = settings_of(folder, folder / "alone", "run-leaky", steps=1)
+    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.0.self_attn .* one sample sees another"):
+        train(settings)
+    assert len(train(replace(settings, verify_packing=False))) == 1
 
 
 def test_a_half_written_checkpoint_is_not_resumed(folder, alone):

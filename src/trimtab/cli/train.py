@@ -58,6 +58,9 @@ def train(
         Literal["plan", "dispatch", "off"],
         typer.Option(help="Do data-parallel ranks share images: as planned, whatever is planned, or never."),
     ] = "plan",
+    no_verify_packing: Annotated[
+        bool, typer.Option("--no-verify-packing", help="Do not check that the model keeps samples of a pack apart.")
+    ] = False,
     on_bad: Annotated[
         Literal["error", "filler"], typer.Option(help="A sample that cannot be read: stop, or a filler without weight.")
     ] = "error",
@@ -106,6 +109,7 @@ def train(
         keep=keep,
         resume=resume,
         export=export,
+        verify_packing=not no_verify_packing,
         vision_dp=vision_dp,
         on_bad_sample="raise" if on_bad == "error" else "filler",
         workers=workers,

@@ -12,7 +12,14 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
 from trimtab.runtime.formats import PackFormat, pack_format
 from trimtab.runtime.loss import IGNORED
-from trimtab.runtime.masks import additive, cumulative_lengths, image_numbers, text_masks
+from trimtab.runtime.masks import (
+    additive,
+    cumulative_lengths,
+    image_numbers,
+    prefix_numbers,
+    sample_numbers,
+    text_masks,
+)
 from trimtab.runtime.positions import mrope_rows, rope_index, text_positions
 from trimtab.runtime.processed import ProcessedSample, read_processed
 from trimtab.runtime.zero_weight import filler_sample
@@ -32,6 +39,7 @@ class PackedCollator:
 
     `vision_in_every_pack` gives an image-free pack a filler image: FSDP hangs and DDP fails where a tower idles.
     `explicit_masks` gives 4-D masks where Transformers would make its own from the positions: tokens^2 bytes and more.
+    `verify_packing` says whether the model at hand computes such a pack exactly.
     """
 
     config: Any  # of the model, as Transformers loads it
@@ -40,8 +48,11 @@ class PackedCollator:
     loss_weighting: LossWeighting = "token"
     vision_in_every_pack: bool = True
     explicit_masks: bool = False
+    family: PackFormat | None = None  # None: declared in `PACK_FORMATS`, or asked of Transformers
 
     def __post_init__(self) -> None:
+        if self.family is None:
+            object.__setattr__(self, "family", pack_format(self.config))
         problems = _problems_of(self)
         if problems:
             raise UnsupportedPlanError(join_problems(problems))
@@ -53,12 +64,14 @@ class PackedCollator:
         `packed_loss`, not for the model) is there only if weights are not all 1. Where masks are not explicit,
         Transformers makes them from the restarting positions, and only if it keeps no cache: hence `use_cache`.
         """
-        family = pack_format(self.config)
+        family = self.family
+        assert family is not None, "filled in when made"
+        with_image = self.vision_in_every_pack and family.smallest is not None
         if not samples:
-            samples = [filler_sample(self.config, with_image=self.vision_in_every_pack)]
-        elif self.vision_in_every_pack and not any(_has_pixels(sample) for sample in samples):
-            samples = [*samples, filler_sample(self.config, with_image=True)]
-        pack = read_processed(samples, self.config)
+            samples = [filler_sample(self.config, with_image=with_image, family=family)]
+        elif with_image and not any(_has_pixels(sample) for sample in samples):
+            samples = [*samples, filler_sample(self.config, with_image=True, family=family)]
+        pack = read_processed(samples, self.config, family)
         lengths = [len(sample.input_ids) for sample in pack]
         return {
             "input_ids": torch.cat([sample.input_ids for sample in pack])[None],
@@ -73,20 +86,30 @@ class PackedCollator:
         if not family.mrope:
             return text_positions(lengths)
         positions = rope_index(self.config)
-        return mrope_rows(lengths, [positions(s.input_ids, s.token_types, s.grids) for s in pack])
+        rows = mrope_rows(lengths, [positions(s.input_ids, s.token_types, s.grids) for s in pack])
+        return rows if family.text_row else rows[1:]
 
     def _apart(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> dict[str, Any]:
-        if self.attention == "flash_attention_2":
+        """What keeps samples apart beside the positions: lengths, numbers, masks, token types."""
+        apart: dict[str, Any] = {}
+        if self.attention == "flash_attention_2" or family.stateful:
             offsets, longest = cumulative_lengths(lengths), max(lengths)
             names = {"cu_seq_lens": offsets, "max_length": longest}
-            return {f"{name}_{side}": value for name, value in names.items() for side in ("q", "k")}
-        if not (self.explicit_masks or family.image_attention):
-            return {}
-        images = image_numbers([s.token_types for s in pack]) if family.image_attention else None
-        masks = text_masks(self.config.get_text_config(), lengths, images=images)
-        if self.attention == "eager":
-            masks = {k: additive(m) for k, m in masks.items()} if isinstance(masks, dict) else additive(masks)
-        return {"attention_mask": masks}
+            apart = {f"{name}_{side}": value for name, value in names.items() for side in ("q", "k")}
+        if family.stateful:
+            apart["seq_idx"] = sample_numbers(lengths)
+        types = [sample.token_types for sample in pack]
+        if family.types_key is not None:
+            apart[family.types_key] = torch.cat(types)[None]
+        if self.attention != "flash_attention_2" and (self.explicit_masks or _needs_masks(family)):
+            blocks = None
+            if family.sees is not None:
+                blocks = image_numbers(types) if family.sees == "images" else prefix_numbers(types)
+            masks = text_masks(self.config.get_text_config(), lengths, images=blocks)
+            if self.attention == "eager":
+                masks = {k: additive(m) for k, m in masks.items()} if isinstance(masks, dict) else additive(masks)
+            apart["attention_mask"] = masks
+        return apart
 
 
 def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[str, Tensor]:
@@ -111,13 +134,21 @@ def _images(family: PackFormat, pack: Sequence[ProcessedSample]) -> dict[str, Te
     joined = {}
     for key in family.joined:
         parts = [sample.images[key] for sample in pack if key in sample.images]
-        if not parts or key == "second_per_grid_ts":  # the positions have used it
-            continue
-        if key == "pixel_values" and family.tiles_padded:
-            most = max(part.shape[1] for part in parts)
-            parts = [torch.nn.functional.pad(p, (0, 0, 0, 0, 0, 0, 0, most - p.shape[1])) for p in parts]
-        joined[key] = torch.cat(parts)
+        if parts and key != "second_per_grid_ts":  # the positions have used it
+            joined[key] = torch.cat(_padded(parts))
     return joined
+
+
+def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros behind each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
+    most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return [torch.nn.functional.pad(part, _behind(part.shape[1:], most)) for part in parts]
+
+
+def _behind(sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+    """As `pad` takes it: 0 before and the rest behind, last dimension first."""
+    missing = [size - own for own, size in zip(sizes, most, strict=True)]
+    return [x for num in reversed(missing) for x in (0, num)]
 
 
 def _has_pixels(sample: Mapping[str, Any]) -> bool:
@@ -127,7 +158,8 @@ def _has_pixels(sample: Mapping[str, Any]) -> bool:
 
 def _problems_of(collator: PackedCollator) -> list[str]:
     """What the settings ask for and no pack of this model can give."""
-    family, text = pack_format(collator.config), collator.config.get_text_config()
+    family, text = collator.family, collator.config.get_text_config()
+    assert family is not None, "filled in when made"
     for name, choices in (("attention", Attention), ("loss_weighting", LossWeighting)):
         if getattr(collator, name) not in get_args(choices):
             asked, allowed = getattr(collator, name), ", ".join(get_args(choices))
@@ -142,22 +174,41 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             f"packs for {collator.attention} attention were asked for, but the model was loaded with {loaded}: "
             f"load it with attn_implementation={collator.attention!r}, or give the attention it has"
         )
-    if collator.attention == "flash_attention_2" and family.image_attention:
+    if collator.attention == "flash_attention_2" and family.sees is not None:
         problems.append(
             f"packs for flash attention were asked for, but {collator.config.model_type} lets image tokens see their "
             "whole image, which a causal flash kernel cannot: load it with attn_implementation='sdpa'"
         )
     if collator.attention == "flash_attention_2" and collator.explicit_masks:
         problems.append("explicit masks were asked for, but flash attention takes none: leave explicit_masks off")
-    unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unlike:
-        problems.append(
-            f"packs were asked for a text model with {', '.join(sorted(unlike))} layers, which carry state from one "
-            "sample into the next or count chunks through the row: train it without packing"
-        )
-    if getattr(text, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all") and family.sees is None:
         problems.append(
             "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
             "train it without packing"
+        )
+    kind = collator.config.model_type
+    if collator.vision_in_every_pack and family.joined and family.smallest is None:
+        problems.append(
+            f"packs without images were to get a filler image, but the smallest one of {kind!r} is not declared: give "
+            "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
+        )
+    if collator.explicit_masks or _needs_masks(family):
+        problems += _mask_problems(text)
+    return problems
+
+
+def _needs_masks(family: PackFormat) -> bool:
+    """Whether Transformers cannot make the masks of a pack from its positions."""
+    return family.sees is not None or not family.text_row
+
+
+def _mask_problems(text: Any) -> list[str]:
+    """The masks made here are causal, whole or with a window; those of Transformers know more kinds of layers."""
+    problems = []
+    unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unlike:
+        problems.append(
+            f"explicit masks were asked for, but there are none for {', '.join(sorted(unlike))} layers: leave "
+            "explicit_masks off, and Transformers makes its own from the positions"
         )
     return problems

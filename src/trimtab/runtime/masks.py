@@ -14,6 +14,16 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
+def sample_numbers(lengths: Sequence[int]) -> Tensor:
+    """(1, tokens) int32 number of the sample each token belongs to, as convolution and scan kernels take it."""
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+
+
+def prefix_numbers(token_types: Sequence[Tensor]) -> Tensor:
+    """(tokens,) the number of its sample for each token of type 0 (PaliGemma's image and question), -1 elsewhere."""
+    return torch.cat([torch.where(types == 0, sample, -1) for sample, types in enumerate(token_types)])
+
+
 def image_numbers(token_types: Sequence[Tensor]) -> Tensor:
     """(tokens,) the run of image tokens each token belongs to, -1 for text; runs end where their sample does.
 

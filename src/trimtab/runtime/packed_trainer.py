@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers import Trainer
 
 from trimtab.errors import UnsupportedPlanError
+from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.loss import label_weights, packed_loss, step_denominator
+from trimtab.runtime.packing import prepare_packing
+from trimtab.runtime.packing_runs import sharded
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # Transformers is untyped
@@ -21,6 +24,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # Transformers is untyped
     then of those, so that a token weighs more the fewer labels its pack has. It knows no weights per sample.
     """
 
+    verify_packing = True  # before training; a subclass, or the instance, may say False
     loss_is_scaled_for_ga = True  # Trainer must not divide by the number of micro-batches again
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,6 +39,17 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # Transformers is untyped
                 "output_router_logits asks for an experts' balancing loss, which is a mean over a micro-batch and "
                 "would be left out: set it to False"
             )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's `train`, once `prepare_packing` has found that the model keeps samples of a pack apart.
+
+        Every rank checks its own copy. A model that is loaded in pieces (FSDP, ZeRO-3) is not checked: call
+        `verify_packing` on a copy of it, whole or with fewer layers.
+        """
+        if self.verify_packing and not sharded(self.model):
+            given = self.data_collator
+            prepare_packing(self.model, collator=given if isinstance(given, PackedCollator) else None)
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

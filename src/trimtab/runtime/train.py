@@ -37,6 +37,7 @@ from trimtab.runtime.collate import Attention, PackedCollator
 from trimtab.runtime.conversations import open_conversations
 from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.missing import UnreadableSampleError
+from trimtab.runtime.packing import prepare_packing_on_ranks
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
 from trimtab.runtime.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.run_recorder import RunRecorder
@@ -64,6 +65,8 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         layout = fit_layout(asked, dp=mesh["dp"].size())
         torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
         model = load_model(settings, plan, device)
+        if settings.verify_packing:
+            prepare_packing_on_ranks(model, device)
         tied = tied_names(model)
         pipeline = build_pipeline(
             model,

@@ -45,6 +45,7 @@ class TrainSettings:
     keep: int | None = 2  # checkpoints
     resume: bool = False  # from the newest checkpoint in `out`, if there is one
     export: Path | None = None  # new folder for the trained model, as Transformers loads it
+    verify_packing: bool = True  # before the first step: are samples of a pack computed as if they were alone?
     vision_dp: Literal["plan", "dispatch", "off"] = "plan"  # whether dp ranks share images: as planned, yes, no
     on_bad_sample: Literal["raise", "filler"] = "raise"
     workers: int = 0  # processes that make samples, of each rank

@@ -1,0 +1,322 @@
+"""`verify_packing`: which models compute packs exactly, and which layer leaks elsewhere. Needs Transformers."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs small models")
+transformers = pytest.importorskip("transformers", reason="holds the models that are checked")
+
+from shrunk_models import draw_image_samples, draw_weights, make_shrunk, shrink  # noqa: E402
+from tiny_packs import one_thread  # noqa: E402, F401
+
+from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
+from trimtab.runtime.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.formats import PackFormat, ask_format, pack_format  # noqa: E402
+from trimtab.runtime.packing import prepare_packing, verify_packing  # noqa: E402
+from trimtab.runtime.state_layers import hold_samples_apart  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+DECODERS = {
+    "llava": "full attention",
+    "cohere2_vision": "sliding windows",
+    "llama4": "chunks and experts",
+    "kimi_k25": "latent attention and experts",
+    "gemma4": "per-layer embeddings",
+    "paligemma": "prefixes that see themselves whole",
+    "glm4v_moe": "M-RoPE",
+    "qwen3_5": "gated delta",
+    "lfm2_vl": "convolutions with a kernel",
+    "lfm3_vl": "convolutions without one",
+    "nemotron_h_omni": "Mamba",
+}
+STATEFUL = ("qwen3_5", "lfm2_vl", "lfm3_vl", "nemotron_h_omni")
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_packs_of_text_are_exact(family):
+    proof = prepare_packing(make_shrunk(family))
+    assert proof.leak <= 1e-6
+    assert proof.logits_error <= 1e-5
+    assert proof.gradient_error <= 1e-4
+    assert bool(proof.held) == (family in STATEFUL)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "internvl", "idefics3", "lfm2_vl", "hunyuan_vl"])
+def test_packs_with_images_are_exact(family):
+    model = make_shrunk(family)
+    hold_samples_apart(model)
+    samples = draw_image_samples(model)
+    assert samples is not None
+    proof = verify_packing(model, samples, max_tokens=64)
+    assert proof.num_samples == 4
+    assert max(proof.leak, proof.logits_error, proof.gradient_error / 10) <= 1e-5
+
+
+def test_a_family_registered_here_needs_no_line():
+    class OwnConfig(transformers.LlavaConfig):
+        model_type = "trimtab_test_vl"
+
+    class OwnModel(transformers.LlavaForConditionalGeneration):
+        config_class = OwnConfig
+
+    transformers.AutoConfig.register("trimtab_test_vl", OwnConfig)
+    transformers.AutoModelForImageTextToText.register(OwnConfig, OwnModel)
+    config = OwnConfig(**{k: v for k, v in shrink("internvl", {}).to_dict().items() if k == "text_config"})
+    config.image_token_id, config.vision_config = 140, shrink("llava", {}).vision_config
+    model = draw_weights(OwnModel(config))
+    assert pack_format(config).joined == ("pixel_values", "image_sizes")
+    assert verify_packing(model).logits_error <= 1e-5
+    samples = draw_image_samples(model)
+    assert samples is not None
+    assert verify_packing(model, samples, max_tokens=64).logits_error <= 1e-5
+    own = PackedCollator(config, family=PackFormat(joined=("pixel_values",)), vision_in_every_pack=False)
+    assert verify_packing(model, samples, collator=own, max_tokens=64).logits_error <= 1e-5
+    with pytest.raises(SampleError, match="it holds image_sizes, which packs of trimtab_test_vl have no place for"):
+        verify_packing(model, [{**samples[0], "image_sizes": torch.tensor([[56, 56]])}, samples[1]], collator=own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_bound_is_that_of_the_type(dtype):
+    model = make_shrunk("llava").to(dtype)
+    proof = verify_packing(model)
+    assert proof.logits_error <= proof.bound == {torch.bfloat16: 0.1, torch.float64: 1e-9}[dtype]
+    ignore_masks(model.model.language_model.layers[0].self_attn)
+    with pytest.raises(UnsupportedPlanError, match=r"in model.language_model.layers.0.self_attn \(LlamaAttention\)"):
+        verify_packing(model)
+
+
+# -- planted leaks ----------------------------------------------------------------------------------------------------
+
+
+def ignore_masks(attention: Any) -> None:
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_ignores_its_mask_is_named(layer):
+    model = make_shrunk("cohere2_vision")
+    ignore_masks(model.model.language_model.layers[layer].self_attn)
+    with pytest.raises(
+        UnsupportedPlanError, match=rf"language_model.layers.{layer}.self_attn .*one sample sees another"
+    ):
+        prepare_packing(model)
+
+
+def test_a_convolution_that_crosses_samples_is_named():
+    with pytest.raises(UnsupportedPlanError, match=r"layers.\d.conv \(Lfm3ShortConv\) .*call hold_samples_apart"):
+        verify_packing(make_shrunk("lfm3_vl"))
+
+
+def test_a_layer_that_refuses_packs_is_named():
+    with pytest.raises(UnsupportedPlanError, match=r"layers.0.linear_attn does not take a pack .*fused kernels"):
+        verify_packing(make_shrunk("qwen3_5"))
+
+
+def test_a_layer_that_counts_through_the_row_is_named():
+    """Positions that do not restart, where they are not relative."""
+    model = make_shrunk("llava")
+    layer = model.model.language_model.layers[1].mlp
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) + 0.1 * torch.arange(x.shape[1])[None, :, None].to(x)
+    with pytest.raises(UnsupportedPlanError, match=r"layers.1.mlp .*computed otherwise than alone"):
+        prepare_packing(model)
+
+
+class _Counting(PackedCollator):
+    def __call__(self, samples: Any) -> Any:
+        batch = PackedCollator.__call__(self, samples)
+        axes = torch.arange(batch["input_ids"].shape[1]).expand(3, 1, -1)
+        return {**batch, "position_ids": torch.cat([batch["position_ids"][:1], axes])}
+
+
+def test_wrong_axes_of_mrope_are_found():
+    model = make_shrunk("qwen2_5_vl")
+    collator = _Counting(model.config, vision_in_every_pack=False)
+    with pytest.raises(UnsupportedPlanError, match=r"rotary_emb .*its positions may not restart"):
+        verify_packing(model, draw_image_samples(model), collator=collator, max_tokens=64)
+
+
+def test_images_that_meet_in_a_bidirectional_mask_are_found():
+    """Gemma 3 asked instead of declared: Transformers' own masks take two images that meet for one."""
+    model = make_shrunk("gemma3")
+    samples = draw_image_samples(model)
+    asked = PackedCollator(model.config, family=ask_format(model.config), vision_in_every_pack=False)
+    assert asked.family.types_key == "token_type_ids"
+    with pytest.raises(UnsupportedPlanError, match=r"layers.\d.self_attn .*one sample sees another"):
+        verify_packing(model, samples, collator=asked, max_tokens=64)
+    assert verify_packing(model, samples, max_tokens=64).logits_error <= 1e-5
+
+
+def test_a_tower_that_mixes_images_is_found():
+    model = make_shrunk("internvl")
+    tower = model.model.vision_tower
+    forward = tower.forward
+    tower.forward = lambda pixel_values, **kwargs: forward(pixel_values + pixel_values.mean(0, keepdim=True), **kwargs)
+    with pytest.raises(UnsupportedPlanError, match="outside of every layer that turns rows into rows"):
+        verify_packing(model, draw_image_samples(model), max_tokens=64)
+
+
+def test_sparse_layers_need_more_tokens_than_they_choose_among(caplog):
+    """MiniMax-M3 counts its blocks through the row; a pack within one choice does not show it."""
+    model = make_shrunk("minimax_m3_vl", changes={"text_config.index_block_size": 64})
+    assert prepare_packing(model).unreached == 128
+    assert "sparse layers choose among 128" in caplog.text
+    ids = torch.randint(3, 100, (4, 80), generator=torch.Generator().manual_seed(0)).tolist()
+    with pytest.raises(UnsupportedPlanError, match=r"layers.1.self_attn .*one sample sees another"):
+        verify_packing(model, [{"input_ids": x, "labels": x} for x in ids], max_tokens=80)
+
+
+# -- what stays as it was ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_run_changes():
+    model = make_shrunk("qwen3_vl").train()
+    model.model.visual.eval()
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    verify_packing(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [p.grad is not None for p in model.parameters()].count(True) == 1
+    assert bool((parameter.grad == 1).all())
+
+
+def test_frozen_weights_and_dropout_do_not_matter():
+    model = make_shrunk("llava", changes={"text_config.attention_dropout": 0.5}).train()
+    model.requires_grad_(False)
+    assert verify_packing(model).gradient_error <= 1e-4
+
+
+def test_layers_held_apart_compute_single_samples_as_before():
+    model = make_shrunk("nemotron_h_omni")
+    ids = torch.arange(3, 12)[None]
+    before = model(input_ids=ids, use_cache=False).logits
+    assert hold_samples_apart(model) == ["language_model.model.layers.0.mixer"]
+    assert hold_samples_apart(model) == []  # once is enough
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
+
+
+def test_ddp_is_looked_through():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(make_shrunk("llava"))
+        assert verify_packing(wrapped).logits_error <= 1e-5
+    finally:
+        dist.destroy_process_group()
+
+
+def test_flash_attention_is_stood_in_for_on_a_cpu():
+    model = make_shrunk("llava")
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    for part in parts:
+        part._attn_implementation = "flash_attention_2"
+    assert verify_packing(model).logits_error <= 1e-5
+    assert {part._attn_implementation for part in parts} == {"flash_attention_2"}
+
+
+# -- the collator's part ----------------------------------------------------------------------------------------------
+
+
+def test_layers_with_a_state_are_told_where_samples_start():
+    config = shrink("qwen3_5", {})
+    collator = PackedCollator(config, vision_in_every_pack=False)
+    batch = collator([{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [8], [9, 10])])
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
+    assert batch["seq_idx"].dtype == batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["position_ids"].tolist() == [[[0, 1, 2, 0, 0, 1]]] * 4
+
+
+def test_images_of_unlike_numbers_and_sizes_are_padded():
+    config = shrink("idefics3", {})
+    collator = PackedCollator(config, vision_in_every_pack=False)
+    token = config.image_token_id
+    samples = [
+        {"input_ids": [token, 5], "labels": [-100, 5], "pixel_values": torch.ones(1, num, 3, 28, 28)} for num in (1, 2)
+    ]
+    pixels = collator(samples)["pixel_values"]
+    assert pixels.shape == (2, 2, 3, 28, 28)
+    assert pixels.flatten(2).amax(-1).tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4v"])
+def test_packs_without_images_get_the_smallest_of_an_asked_family(family):
+    model = make_shrunk(family)
+    hold_samples_apart(model)
+    ids = torch.arange(5, 12)
+    batch = PackedCollator(model.config)([{"input_ids": ids, "labels": ids}])
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    alone = model(input_ids=ids[None], use_cache=False).logits
+    assert float((logits[0, :7] - alone[0]).detach().norm() / alone.detach().norm()) <= 1e-5
+    assert (batch["labels"][0, 7:] == -100).all()
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def sharded_model() -> Any:
+    return make_shrunk("llava").to("meta")
+
+
+def flex_model() -> Any:
+    model = make_shrunk("llava")
+    model.config.text_config._attn_implementation = "flex_attention"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (partial(torch.nn.Linear, 2, 2), UnsupportedPlanError, "Linear, which is no model of Transformers"),
+        (sharded_model, TrimtabError, "sharded or not loaded: call verify_packing before"),
+        (flex_model, UnsupportedPlanError, "with flex_attention attention, but they are made for sdpa"),
+        (partial(make_shrunk, "florence2"), UnsupportedPlanError, "its encoder reads a whole row at once"),
+        (
+            partial(make_shrunk, "blip-2"),
+            UnsupportedPlanError,
+            "missing 1 required positional argument: 'pixel_values'",
+        ),
+    ],
+)
+def test_models_that_cannot_be_verified_are_refused(make, error, message):
+    with pytest.raises(error, match=message) as raised:
+        verify_packing(make())
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_samples_and_settings_are_refused():
+    model = make_shrunk("llava")
+    with pytest.raises(UnsupportedPlanError, match="on 1 samples, but only two or more can mix"):
+        verify_packing(model, [{"input_ids": [5, 6], "labels": [5, 6]}])
+    with pytest.raises(SampleError, match="sample 0 of the pack: it was to be packed, but has no tokens"):
+        verify_packing(model, [{"input_ids": [], "labels": []}] * 2)
+    with pytest.raises(UnsupportedPlanError, match="smallest one of 'idefics3' is not declared: give vision_in"):
+        PackedCollator(shrink("idefics3", {}))
+    with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
+        ask_format(transformers.SiglipVisionConfig())
+
+
+@pytest.mark.parametrize("module", ["packing", "formats", "state_layers"])
+def test_examples_in_docstrings_run(module):
+    found = doctest.testmod(importlib.import_module(f"trimtab.runtime.{module}"), optionflags=doctest.ELLIPSIS)
+    assert found.attempted >= 1
+    assert found.failed == 0
