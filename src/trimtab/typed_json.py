@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.errors import TrimtabError
 
@@ -60,7 +60,7 @@ def read_typed(
             problems.append(f"{where}: {error}")
             return None
     place = where.rstrip(".")
-    if get_origin(kind) is UnionType:  # X | None
+    if get_origin(kind) in (UnionType, Union):  # X | None
         return None if value is None else read_typed(get_args(kind)[0], value, where, problems, **again)
     if get_origin(kind) is tuple:
         return _read_tuple(kind, value, where, problems, again)
