@@ -100,8 +100,10 @@ def cost_layer(
     forward = scale.terms(
         rows=seconds.products + seconds.traffic + seconds.collectives,
         pairs=seconds.attention + seconds.pair_traffic,
-        once=0.0 if layer.tower == "audio" else seconds.once + seconds.gather,
+        once=seconds.once + seconds.gather,
     )
+    if layer.tower == "audio":
+        forward = scale.terms()
     again = scale.terms(
         rows=seconds.products + seconds.traffic + seconds.collectives,
         pairs=seconds.attention + seconds.pair_traffic,

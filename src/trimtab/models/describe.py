@@ -167,7 +167,8 @@ _OURS = ("preprocess", "projector", "source", "_completed")
 def _completed(config: Config) -> Config:
     """The configuration with the class defaults of Transformers in its gaps; fields it does not know stay."""
     answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "complete")
-    return {**config, **answer}
+    assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
+    return {**config, **{key: value for key, value in answer.items() if key not in assumed}}
 
 
 def _asked(config: Config, settings: Config | None) -> ModelSpec:

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from trimtab.models.asking.units import Unit
 
-_ATTENTION = ("_scaled_dot_product",)
-_PRODUCTS = {"mm": 2, "addmm": 3, "bmm": 2, "baddbmm": 3, "_grouped_mm": 2}
+
+@dataclass(frozen=True, slots=True)
+class SeenAttention:
+    """Heads of fused attention as it was called; keys that were copied to every query head count as so many."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
 
 
 @dataclass(slots=True)
@@ -37,7 +45,7 @@ class Ran:
     other_flops: float = 0.0  # of products of rows with rows outside of it
     kept_bytes: float = 0.0  # between forward and backward, parameters aside
     num_together: int = 1  # images that one call of attention holds beside each other
-    head_widths: tuple[int, int, int] | None = None  # heads, their width in queries and keys, and in values
+    attention: SeenAttention | None = None
 
 
 @dataclass(slots=True)
@@ -82,6 +90,7 @@ class Watch:
         self.units = units
         self.now = Pass()
         self.stack: list[str] = []
+        self.in_attention = False
         self._owner = {id(x): unit.path for unit in units if unit.module is not None for x in unit.module.parameters()}
         self._first: dict[tuple[object, ...], tuple[str, Any]] = {}
         for unit in units:
@@ -91,7 +100,8 @@ class Watch:
     def run(self, call: Callable[[], Any]) -> Pass:
         """One pass; the exception of a call that fails is the caller's."""
         self.now, self.stack, self._first = Pass(), [], {}
-        with _Meter(self):
+        self.in_attention = False
+        with _Meter(self), _AttentionMeter(self):
             result = call()
         self._find_unread(result)
         return self.now
@@ -155,12 +165,39 @@ class Watch:
                 ran.rows_in, ran.width_in = ran.rows_in + _rows(entering), int(entering.shape[-1])
             leaving = _first_rows(result)
             if leaving is not None:
-                ran.rows_out, ran.width_out = ran.rows_out + _rows(leaving), int(leaving.shape[-1])
+                width = _width_out(unit.module, leaving)
+                ran.rows_out, ran.width_out = ran.rows_out + leaving.numel() // width, width
             if key is not None:
                 self._first[key] = (unit.path, result)
             return result
 
         return watched
+
+
+class _AttentionMeter(TorchFunctionMode):
+    """Books fused attention by its shapes; which products a CPU makes of it does not matter."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention or not self.watch.stack:
+            return func(*args, **(kwargs or {}))
+        named: dict[str, Any] = kwargs or {}
+        given = [*args, *(named[x] for x in ("query", "key", "value")[len(args) :])]
+        query, key, value = given[:3]
+        ran = self.watch.now.ran[self.watch.stack[-1]]
+        batch = query.shape[0] if query.dim() == 4 else 1
+        heads, rows, width = query.shape[-3:]
+        ran.pair_flops += 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
+        ran.num_together = max(ran.num_together, batch)
+        ran.attention = SeenAttention(heads, key.shape[-3], width, value.shape[-1])
+        self.watch.in_attention = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.watch.in_attention = False
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,18 +209,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.watch.stack:
+        if not self.watch.stack or self.watch.in_attention:
             return result
         name = func._overloadpacket.__name__
         ran = self.watch.now.ran[self.watch.stack[-1]]
-        if name.startswith(_ATTENTION):
-            query, key, value = args[:3]
-            batch, heads, rows, width = query.shape
-            pairs = 2.0 * batch * heads * rows * key.shape[-2]
-            ran.pair_flops += pairs * (width + value.shape[-1])
-            ran.num_together = max(ran.num_together, batch)
-            ran.head_widths = (heads, width, value.shape[-1])
-        elif name == "_grouped_mm":
+        if name == "_grouped_mm":
             ran.weight_flops += 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         elif func._overloadpacket in flop_registry and not name.endswith("backward"):
             flops = float(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result))
@@ -223,6 +253,14 @@ def _largest(tree: Any) -> Tensor | None:
 def _first_rows(tree: Any) -> Tensor | None:
     leaves = tree_leaves(getattr(tree, "to_tuple", lambda: tree)())
     return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
+
+
+def _width_out(module: Any, leaving: Tensor) -> int:
+    """Of rows the last dimension; of a picture that a convolution made its channels."""
+    channels = [x.out_channels for x in module.modules() if isinstance(x, nn.Conv2d)]
+    if leaving.dim() == 4 and channels and leaving.shape[1] == channels[-1]:
+        return int(leaving.shape[1])
+    return int(leaving.shape[-1])
 
 
 def _rows(tensor: Tensor) -> int:

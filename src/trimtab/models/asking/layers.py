@@ -118,13 +118,13 @@ def _block(unit: Unit, seen: _Seen | None, width: int, window: int | None) -> La
     hidden = (ran and ran.width_in) or width
     rows = ran.rows_in / seen.base if ran and seen and ran.rows_in else 1.0
     attention = shape.attention
-    if attention is None and measured is not None and ran is not None and ran.head_widths is not None:
-        heads, width, value_width = ran.head_widths  # latent attention: keys and values of every head are cached
+    if attention is None and measured is not None and ran is not None and ran.attention is not None:
+        seen_heads = ran.attention  # latent attention: keys and values of every head are cached
         attention = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=width,
-            value_head_dim=value_width,
+            num_heads=seen_heads.num_heads,
+            num_kv_heads=seen_heads.num_kv_heads,
+            head_dim=seen_heads.head_dim,
+            value_head_dim=seen_heads.value_head_dim,
             causal=causal,
             window=window,
         )
@@ -259,8 +259,9 @@ def _measure(unit: Unit, shape: BlockShape, seen: _Seen | None) -> MeasuredWork:
     ran, T = seen.ran, float(seen.base)
     squares = f"{_term(unit)}_{'windowed' if a is not None and a.window is not None else 'sq'}"
     if seen.shorter is None:
-        heads, width, value_width = ran.head_widths or (0, 0, 0)
-        row_flops, pair_flops = ran.weight_flops / T, 2.0 * heads * (width + value_width) + ran.other_flops / T**2
+        heads = ran.attention
+        per_pair = 0.0 if heads is None else 2.0 * heads.num_heads * (heads.head_dim + heads.value_head_dim)
+        row_flops, pair_flops = ran.weight_flops / T, per_pair + ran.other_flops / T**2
         row_bytes, pair_bytes = ran.kept_bytes / T, 0.0
     else:
         short, S = seen.shorter, T / 2  # `read_model` reads texts of T and T / 2 words

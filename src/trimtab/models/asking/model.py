@@ -57,7 +57,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
     check_size(model)
     family = str(getattr(model.config, "model_type", type(model).__name__))
     with _quietly():
-        units = split_units(model)
+        units = split_units(model.to(torch.bfloat16).eval())  # what is kept between the passes is counted in 16 bits
         passes, notes = _run(model, units)
         layers = describe_units(model, units, passes)
     order, entered = _sort(units, passes)
