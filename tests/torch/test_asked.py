@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="is asked")
 
 from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
 from torch import nn  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
@@ -151,6 +156,63 @@ def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     assert [layer(spec, "language_model.layers.1").attention.num_kv_heads, spec.layers[-1].hidden_size] == [2, 512]
 
 
+@pytest.mark.parametrize("case", ["llava mistral, window, three taps, siglip with head", "llava_next"])
+def test_asking_finds_the_cuts_that_were_written_by_hand(case):
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    written = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), ask=False)
+    asked = describe_fields(as_saved(config))
+    assert asked.forbidden_cuts == written.forbidden_cuts
+    assert asked.forbidden_cut_reason
+
+
+def test_every_cut_in_front_of_cross_attention_is_forbidden():
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["mllama"])
+    spec = describe_fields({"model_type": model_type, "vision_config": vision, "text_config": text, **outer})
+    last = max(i for i, x in enumerate(spec.layers) if x.attention is not None and x.attention.cross)
+    start = spec.indices("language")[0]
+    assert set(range(start, last + 1)) <= spec.forbidden_cuts
+    assert last + 1 not in spec.forbidden_cuts
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench():
+    path = Path(__file__).parents[2] / "bench" / "model_support.py"
+    spec = importlib.util.spec_from_file_location("model_support", path)
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["model_support"] = found  # its dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_table_of_models_holds_what_is_so_and_the_reason_of_what_is_not(bench, monkeypatch):
+    rows = [bench.check(x) for x in ("smolvlm", "aya_vision")]
+    assert [x.described for x in rows] == [True, False]
+    assert "embed_dim must be divisible by num_heads" in bench.page(rows)
+    assert "default configurations 1 are described" in bench.page(rows)
+    honest = bench.describe_fields
+
+    def dishonest(fields):
+        spec = honest(fields)
+        first, *others = spec.layers
+        return replace(spec, layers=(replace(first, num_params=first.num_params + 1), *others))
+
+    monkeypatch.setattr(bench, "describe_fields", dishonest)
+    row = bench.check("smolvlm")
+    assert (row.described, row.reason) == (False, "parameters of model.vision_model.embeddings differ")
+
+
+def test_the_written_table_is_of_this_library_and_keeps_its_promise():
+    page = (Path(__file__).parents[2] / "docs" / "model-support.md").read_text()
+    if f"Transformers {transformers.__version__} maps" not in page:
+        pytest.skip("another Transformers than the table's")
+    assert page.count("| yes |") >= 80
+    assert len(re.findall(r"^\| `", page, re.M)) == len(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 # -- kinds of layers --------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +258,10 @@ def test_latent_attention_has_its_cache_and_a_measured_price():
     spec = describe_fields({"model_type": "kimi_k25", "text_config": text})
     block = layer(spec, "language_model.layers.1")
     assert block.measured is not None
-    assert block.attention.head_dim > block.attention.value_head_dim
+    a = block.attention
+    assert (a.head_dim, a.value_head_dim, a.num_kv_heads) == (192, 128, a.num_heads)
+    pairs = block.measured.forward_flops[WORK_TERMS.index("tokens_sq")]
+    assert pairs == a.num_heads * (a.head_dim + a.value_head_dim)  # half of 2 per pair: masked ones left out
     with pytest.raises(PartitionError, match=r"tp 2 cannot share .*layers\.0: its work was measured whole"):
         profile_model(spec, DEVICES["H200"], dims=profile_dims(tp=2))
 
@@ -352,6 +417,8 @@ def test_a_model_type_registered_here_is_described_without_a_line_in_trimtab(tmp
         "language_model.norm",
         "lm_head",
     ]
+    assert [x.name for x in spec.layers].index("scale") in spec.forbidden_cuts
+    assert "scale is a bare parameter" in spec.forbidden_cut_reason
     block, projector = layer(spec, "language_model.layers.0"), layer(spec, "projector")
     assert (block.attention.num_heads, block.attention.causal, block.mlp.intermediate_size) == (4, True, 96)
     assert block.measured is None

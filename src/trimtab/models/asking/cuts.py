@@ -31,7 +31,10 @@ def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> tuple[frozenset[int], 
     vision = [i for i, x in enumerate(layers) if x.tower == "vision" and x.kind == "block"]
     states = _read_states(model.config, len(vision))
     if len(states) > 1 and vision:
-        after = next((i for i, x in enumerate(layers) if i > vision[-1] and x.tower != "vision"), len(layers) - 1)
+        after = next(
+            (i for i, x in enumerate(layers) if i > vision[-1] and x.tower != "vision" and not x.unread),
+            len(layers) - 1,
+        )
         cuts.update(range(vision[max(min(states) - 1, 0)] + 1, after + 1))
         reasons.append("the projector joins several hidden states of the vision tower")
     crossing = [
