@@ -147,6 +147,14 @@ def test_a_known_family_with_a_part_of_another_kind_is_asked_for(in_process):
         describe(config, ask=False)
 
 
+def test_a_class_s_own_token_count_does_not_contradict_another_image_size(in_process):
+    vision = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "num_hidden_layers": 2}
+    spec = describe({"model_type": "llava", "vision_config": vision, "text_config": {"num_hidden_layers": 2}})
+    assert spec.image_rule.count(100, 100).tokens == 16
+    with pytest.raises(ConfigError, match="image_seq_length"):
+        describe({"model_type": "llava", "vision_config": vision, "text_config": {}, "image_seq_length": 576})
+
+
 def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     text = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     flat = {"model_type": "qwen2_5_vl", **text, "vision_config": {"depth": 2}}
