@@ -8,6 +8,7 @@ import pytest
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models import ask
 from trimtab.models.describe import describe
+from trimtab.models.images import image_rule_by_processor
 
 CONFIG = {"model_type": "widget"}
 
@@ -124,3 +125,16 @@ def test_the_child_gets_no_network_and_an_empty_home(monkeypatch):
     assert seen["env"]["HF_HOME"] == seen["cwd"]
     assert "-P" in seen["command"]  # modules of the folder one stands in are not imported
     assert seen["timeout"] == ask.MAX_WALL_S
+
+
+def test_images_of_an_asked_family_are_counted_where_a_known_processor_cuts_them():
+    config = {"model_type": "qwen3_5", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
+    limits = {"shortest_edge": 65536, "longest_edge": 16777216}
+    settings = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2, "size": limits}
+    rule = image_rule_by_processor(config, settings)
+    assert rule.count(640, 480).tokens == 300
+    assert image_rule_by_processor(config, {**settings, "image_processor_type": "CLIPImageProcessor"}) is None
+    assert image_rule_by_processor(config, None) is None
+    lacking = image_rule_by_processor({**config, "model_type": "glm4v"}, None)
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+        lacking.count(640, 480)

@@ -36,23 +36,6 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
     return build(Settings(config, preprocessor))
 
 
-def image_rule_by_processor(
-    config: Mapping[str, object], preprocessor: Mapping[str, object] | None
-) -> ImageRule | None:
-    """The rule of a model of another family whose images a known processor cuts; None where it is not known."""
-    settings = Settings(config, preprocessor)
-    name = settings.value("file", "image_processor_type")
-    build = FAMILIES.get(str(config.get("model_type"))) or PROCESSORS.get(str(name).removesuffix("Fast"))
-    if build is None or (preprocessor is None and build not in (_qwen, _glm)):
-        return None
-    try:
-        return build(settings)
-    except LackingFileError as error:
-        return UnsettledRule(reason=str(error))
-    except ConfigError:
-        return None
-
-
 def image_rule_or_reason(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
     """`image_rule`, or an `UnsettledRule` where nothing is wrong but that preprocessor_config.json was not given."""
     try:
@@ -360,8 +343,3 @@ FAMILIES: Mapping[str, Callable[[Settings], ImageRule]] = MappingProxyType(
     }
 )
 """Family of a `model_type`; a new one is a line here and a function above."""
-
-PROCESSORS: Mapping[str, Callable[[Settings], ImageRule]] = MappingProxyType(
-    {"Qwen2VLImageProcessor": _qwen, "Glm4vImageProcessor": _glm, "Glm46VImageProcessor": _glm}
-)
-"""By `image_processor_type` of preprocessor_config.json, for families that have no line above."""
