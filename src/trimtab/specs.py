@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-Tower = Literal["vision", "projector", "language"]
+Tower = Literal["vision", "projector", "language", "audio"]
 LayerKind = Literal["embed", "block", "norm", "projector", "head"]
 
 WORK_TERMS = (
@@ -65,6 +65,17 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredWork:
+    """Work of a layer that no formula knows, as one weightless forward pass in 16 bits counted it; one device whole.
+
+    Coefficients of WORK_TERMS; both empty where it could not be run: such a layer has no price, and asking is an error.
+    """
+
+    forward_flops: tuple[float, ...] = ()  # 2 per multiply-add of matrix products; masked pairs left out
+    kept_bytes: tuple[float, ...] = ()  # between forward and backward, nothing recomputed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One module that a pipeline stage holds whole."""
 
@@ -85,6 +96,8 @@ class LayerSpec:
     num_norms: int = 2  # over the rows of a block, q and k norms aside; 4 with post-norms (Gemma 3)
     layer_scale: bool = False  # a learned vector scales what each half of a block adds (InternViT)
     unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
+    # in place of the formulas; left out of the repr, and so of plans' fingerprints
+    measured: MeasuredWork | None = field(default=None, repr=False)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -103,6 +116,7 @@ class LayerSpec:
             self.num_norms,
             self.layer_scale,
             self.unread,
+            self.measured,
         )
 
 
@@ -161,6 +175,7 @@ class ModelSpec:
     forbidden_cut_reason: str | None = None
     config_blake2b: str = ""
     notes: tuple[str, ...] = ()  # assumptions made while describing, in sentences
+    asked_of: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # (package, version) that answered
     origin: ModelOrigin | None = field(default=None, compare=False)  # None: described from a mapping, not from a file
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ def test_cross_attention_layers_stand_where_the_configuration_says():
 )
 def test_a_configuration_that_cannot_be_true_is_refused(config, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        describe(config)
+        describe(config, ask=False)
 
 
 def test_every_image_costs_the_same_and_is_one_token():

@@ -11,7 +11,7 @@ import typer
 from trimtab.cli.output import JsonOption, console, print_json
 
 ConfigArgument = Annotated[
-    str, typer.Argument(help="config.json, a folder holding it, or a shipped description (Qwen2.5-VL-7B).")
+    str, typer.Argument(help="config.json, a folder holding it, a description file, or a shipped one (Qwen2.5-VL-7B).")
 ]
 PreprocessorOption = Annotated[
     Path | None, typer.Option(help="preprocessor_config.json, where it does not lie beside CONFIG.")
@@ -24,12 +24,27 @@ MaxTilesOption = Annotated[
 ]
 
 
-def describe(config: ConfigArgument, preprocessor: PreprocessorOption = None, as_json: JsonOption = False) -> None:
+OutOption = Annotated[
+    Path | None, typer.Option(help="Write a description file here: every verb takes it as CONFIG, without torch.")
+]
+
+
+def describe(
+    config: ConfigArgument,
+    preprocessor: PreprocessorOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Print layers in forward order, parameters per tower, tied weights and forbidden cuts."""
     from trimtab.models.describe import describe as describe_model
+    from trimtab.models.description import save_description
 
     model = describe_model(config, preprocessor=preprocessor)
-    towers = {tower: model.num_tower_params(tower) for tower in ("vision", "projector", "language")}
+    if out is not None:
+        save_description(model, out)
+    towers = {tower: model.num_tower_params(tower) for tower in ("audio", "vision", "projector", "language")}
+    if not towers["audio"]:
+        del towers["audio"]
     if as_json:
         layers = [asdict(layer) for layer in model.layers]
         print_json(

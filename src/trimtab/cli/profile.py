@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trimtab.costs.fit import Calibration
     from trimtab.costs.measured import TimedProfile
     from trimtab.costs.traced_fit import TracedProfile
-    from trimtab.specs import ModelSpec
+    from trimtab.specs import ModelSpec, Tower
 
 _ROWS = 1024  # of the table, where nothing was timed
 
@@ -157,7 +157,7 @@ def _time(
     attention: Literal["flash", "sdpa", "eager"] | None,
     sizes: tuple[int, ...] | None,
     repeats: int,
-    frozen: tuple[Literal["vision", "projector", "language"], ...],
+    frozen: tuple[Tower, ...],
 ) -> TimedProfile:
     from trimtab.cli.output import progress
     from trimtab.costs.timed import TimingOptions, open_device, profile_timed
@@ -174,7 +174,7 @@ def _trace(
     device: str,
     dtype: str,
     given: dict[str, Any],
-    frozen: tuple[Literal["vision", "projector", "language"], ...],
+    frozen: tuple[Tower, ...],
 ) -> TracedProfile:
     from trimtab.costs.devices import find_device
     from trimtab.costs.traced import profile_traced

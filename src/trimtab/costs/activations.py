@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab.costs.flops import Matmul, layer_matmuls, local_heads
+from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
@@ -52,6 +52,10 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     follows a partial rotary embedding (GLM, Phi-3) the copy of its result, w H d; the fp32 input of GLM's router.
     """
     w = settings.item_bytes
+    if layer.measured is not None:  # counted in 16 bits
+        terms = measured_terms(layer)
+        wide = w / 2
+        return (Kept(name="measured", row_bytes=wide * terms.row_bytes, pair_bytes=wide * terms.pair_bytes),)
     if layer.kind == "block":
         return tuple(_kept_by_block(layer, settings))
     if layer.kind == "projector":
@@ -105,6 +109,11 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
     and writes its result. Not counted: dropout, layout copies of attention's inputs.
     """
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
+    if layer.measured is not None:  # what is kept was written once and read once, by ten kernels or so: an estimate
+        terms = measured_terms(layer)
+        return (
+            Traffic(name="measured", row_bytes=w * terms.row_bytes, pair_bytes=w * terms.pair_bytes, num_kernels=10),
+        )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
         # cast to fp32, then log-softmax reads and writes it

@@ -13,7 +13,7 @@ from trimtab.costs.activations import (
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls, local_heads
+from trimtab.costs.flops import layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import bytes_per_param, local_params, step_seconds, tied_copy_params
 from trimtab.specs import (
@@ -79,6 +79,8 @@ def cost_layer(
         + kernels x KERNEL_S + tensor-parallel collectives, one after the other (none overlaps another).
     backward = products x (1 for inputs + 1 for weights) + attention x 2.5 (fused: scores computed again; unfused 2)
         + twice the traffic + collectives; its part for the weights alone is their products.
+    A layer of measured work has no tiers between "none" and "full". An audio tower takes its state alone: no sample
+    holds sound.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
     Gradient exchange and optimizer come once a step: `step_seconds`. Not counted: host time.
@@ -86,7 +88,7 @@ def cost_layer(
     assert layer.attention is None or not layer.attention.cross, (
         "cross-attention has no price; profile_model refuses it"
     )
-    runs_backward = gradients.any and not layer.unread
+    runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.measure(layer, device, settings)
     scale = _Scale(columns)
@@ -100,6 +102,8 @@ def cost_layer(
         pairs=seconds.attention + seconds.pair_traffic,
         once=seconds.once + seconds.gather,
     )
+    if layer.tower == "audio":
+        forward = scale.terms()
     again = scale.terms(
         rows=seconds.products + seconds.traffic + seconds.collectives,
         pairs=seconds.attention + seconds.pair_traffic,
@@ -121,6 +125,9 @@ def cost_layer(
     tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=none_bytes)]
     if not runs_backward:
         tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=scale.terms())]
+    elif layer.kind == "block" and layer.measured is not None:
+        row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
+        tiers.append(RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row)))
     elif layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, scale, again)
     transients = _transients(layer, settings, scale, none_bytes) if runs_backward else (scale.terms(),)
@@ -161,7 +168,7 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
         rows=WORK_TERMS.index(tower),
         pairs=WORK_TERMS.index(f"{tower}_windowed" if windowed else f"{tower}_sq"),
         rows_per_unit=layer.rows_per_input,
-        pair_share=0.5 if a is not None and a.causal and not dense else 1.0,
+        pair_share=0.5 if a is not None and a.causal and not dense and layer.measured is None else 1.0,
     )
 
 
@@ -257,7 +264,7 @@ class _LayerSeconds:
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
-            attention=attention_flops_per_pair(layer.attention, tp) / (peak * e.attention) if layer.attention else 0.0,
+            attention=pair_flops(layer, tp) / (peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             once=weights * w / bandwidth
             + count_kernels(matmuls, traffic, layer) * KERNEL_S

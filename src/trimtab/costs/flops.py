@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from trimtab.specs import AttentionSpec, LayerSpec
+from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     """Why `tp` devices cannot share this layer, in sentences; heads that do not divide are padded, no problem."""
     problems = []
     a, m = layer.attention, layer.mlp
+    if layer.measured is not None and tp > 1:
+        return [f"tp {tp} cannot share {layer.name}: its work was measured whole, no formula divides it: use tp 1"]
     if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
         problems.append(
             f"tp {tp} cannot share the {a.num_kv_heads} key/value heads of {layer.name}: "
@@ -68,7 +70,10 @@ def layer_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
     whole on each device. Weights of `num_matmul_params` that this does not explain come as one evenly shared product.
     Projector: one or two products, column- then row-parallel, whole on each device where tp does not divide the width
     between. Patch embedding: whole on each device. Head: the vocabulary, padded to a multiple of tp, divided.
+    A layer whose work was measured: one product of as many FLOPs a row; `find_tp_problems` refuses to divide it.
     """
+    if layer.measured is not None:
+        return _measured_matmul(layer)
     if layer.num_matmul_params == 0:
         return ()
     if layer.kind == "block":
@@ -93,6 +98,45 @@ def attention_flops_per_pair(attention: AttentionSpec, tp: int) -> float:
     Not counted: softmax, rotary, masks (< 1 % for d >= 64).
     """
     return 2.0 * local_heads(attention, tp).query * (attention.head_dim + attention.value_head_dim)
+
+
+def _measured_matmul(layer: LayerSpec) -> tuple[Matmul, ...]:
+    row_flops = measured_terms(layer).row_flops
+    h = layer.hidden_size
+    return (Matmul(name="measured", in_width=h, out_width=row_flops / 2 / h),) if row_flops else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTerms:
+    """Measured work of a layer for each of its rows, and for each row squared (or pair in a window)."""
+
+    row_flops: float
+    pair_flops: float
+    row_bytes: float
+    pair_bytes: float
+
+
+def measured_terms(layer: LayerSpec) -> MeasuredTerms:
+    """`LayerSpec.measured` in the two columns that the layer's tower has."""
+    assert layer.measured is not None, "only a layer that was measured has these"
+    tower = "tokens" if layer.tower == "language" else "patches"
+    pairs = [WORK_TERMS.index(f"{tower}_{x}") for x in ("sq", "windowed")]
+    flops, kept = layer.measured.forward_flops, layer.measured.kept_bytes
+    assert flops, f"{layer.name} has no price; profile_model refuses it"
+    rows, r = WORK_TERMS.index(tower), layer.rows_per_input or 1.0
+    return MeasuredTerms(
+        row_flops=flops[rows] / r,
+        pair_flops=sum(flops[i] for i in pairs),
+        row_bytes=kept[rows] / r,
+        pair_bytes=sum(kept[i] for i in pairs),
+    )
+
+
+def pair_flops(layer: LayerSpec, tp: int) -> float:
+    """Forward FLOPs for each computed pair of `layer`; 0 without attention. Measured ones left masked pairs out."""
+    if layer.measured is not None:
+        return measured_terms(layer).pair_flops
+    return attention_flops_per_pair(layer.attention, tp) if layer.attention else 0.0
 
 
 def _block_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:

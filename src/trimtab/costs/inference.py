@@ -81,7 +81,7 @@ def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
     kept = rows.context if window is None else min(rows.context, window)
     language = layer.tower == "language"
     runs = rows.new_tokens if language else (1 if rows.patches else 0)
-    if crosses and not rows.patches:  # skipped where there is nothing to read
+    if (crosses and not rows.patches) or layer.tower == "audio":  # skipped where there is nothing to read
         runs = 0
     num_out = rows.tokens + rows.sequences * (rows.new_tokens - 1) if language else rows.patches
     out = num_out * layer.rows_out_per_input * layer.output_size * w

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.costs.flops import layer_matmuls
+from trimtab.costs.flops import layer_matmuls, measured_terms
 from trimtab.costs.workload import Batch, Workload
 from trimtab.errors import PartitionError
 from trimtab.specs import AttentionSpec, FloatArray, LayerSpec, MlpSpec, ModelSpec
@@ -94,7 +94,7 @@ def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
             made = max(12 + (w if w < 4 else 0), 9 + 2 * w)
             return serving.crossed_rows * (w * serving.crossed_width + rows.prompt_tokens * made)
         return R * w * layer.output_size  # a copy that image features are put into, beside the rows looked up
-    if not rows.patches:
+    if not rows.patches or layer.tower == "audio":
         return 0.0
     R = rows.patches * layer.rows_per_input
     joined = 4.0 * serving.pixel_values if serving.copies_pixels else 0.0
@@ -149,6 +149,8 @@ def _block_peak(layer: LayerSpec, serving: Serving, R: float) -> float:
     phases = [R * (stream + _norm_peak(layer, w))] if layer.norm is not None else []
     if layer.attention is not None:
         phases.append(R * 2 * w * h + _attention_peak(layer, layer.attention, serving, R))  # input and its normed copy
+    if layer.measured is not None and layer.measured.forward_flops:  # what training would keep: an upper bound
+        phases.append(R * (stream + w / 2 * measured_terms(layer).row_bytes))
     if layer.mlp is not None:
         phases.append(R * (stream + w * h) + _mlp_peak(layer, layer.mlp, w, R))
     return max(phases, default=0.0) + R * _table_bytes(layer, w)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
@@ -17,6 +16,7 @@ from trimtab.costs.settings import Attention, CostSettings, Efficiency
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
+from trimtab.typed_json import read_typed
 
 FORMAT = "trimtab-profile 1.2"
 
@@ -66,7 +66,7 @@ def profile_model(
         dp_bytes_per_s=dp_bytes_per_s,
         efficiency=efficiency or Efficiency(),
     )
-    problems = _cross_attention_problems(model) + _unlike_problems(model, settings.dims.tp)
+    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
     if problems:
         raise PartitionError(join_problems(problems))
     layers: list[LayerCost] = []
@@ -124,7 +124,9 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
             f"{origin} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
         )
     problems: list[str] = []
-    profile = _read(Profile, data, "", problems)
+    profile = read_typed(
+        Profile, data, "", problems, read_number=_read_number, optional=lambda field: field.default is None
+    )
     if not problems:
         assert isinstance(profile, Profile)
         problems = [
@@ -169,6 +171,18 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
     ]
 
 
+def _unpriced_problems(model: ModelSpec) -> list[str]:
+    """Layers that no formula knows and no pass could measure."""
+    unpriced = [x.name for x in model.layers if x.measured is not None and not x.measured.forward_flops]
+    if not unpriced:
+        return []
+    return [
+        f"the time of {model.name} was asked for, and that of {len(unpriced)} layers, {unpriced[0]} the first, is not "
+        "known: no formula fits them, and describing could not run them alone: `trimtab map` places the model by its "
+        "weights"
+    ]
+
+
 def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
     """What a reader of the plan must know, in sentences."""
     e, tp = settings.efficiency, settings.dims.tp
@@ -191,6 +205,12 @@ def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
             f"With {settings.attention} attention a pack computes the pairs between its samples too; "
             "these are not counted: use flash attention for packed samples."
         )
+    measured = [x.name for x in model.layers if x.measured is not None and x.tower != "audio"]
+    if measured:
+        said.append(
+            f"Work of {len(measured)} layers, {measured[0]} the first, is what Transformers' own code was seen to do "
+            "(matrix products and kept bytes); kernels made for such layers do and keep less."
+        )
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
     if settings.frozen_towers:
@@ -198,46 +218,6 @@ def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
     if settings.dims.pp > 1 and any(x.kind == "head" and x.num_params == 0 for x in model.layers):
         said.append("The tied head holds its own copy of the embedding, as on a stage of its own.")
     return said
-
-
-def _read(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """`value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place."""
-    if hasattr(kind, "__dataclass_fields__"):
-        if not isinstance(value, dict):
-            problems.append(f"{where or 'file'}: expected an object")
-            return None
-        hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
-        optional = {f.name for f in fields(kind) if f.default is None}  # came after the first profiles
-        for name in sorted((names ^ set(value)) - optional):
-            problems.append(f"{where}{name}: {'missing' if name in names else 'unknown'}")
-        before = len(problems)
-        parts = {n: _read(hints[n], value[n], f"{where}{n}.", problems) for n in sorted(names & set(value))}
-        if len(problems) > before or names - optional - set(value):
-            return None
-        try:
-            return kind(**parts)
-        except TrimtabError as error:
-            problems.append(f"{where}: {error}")
-            return None
-    place = where.rstrip(".")
-    if get_origin(kind) is UnionType:  # X | None
-        return None if value is None else _read(get_args(kind)[0], value, where, problems)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            problems.append(f"{place}: expected a list")
-            return ()
-        (item, _) = get_args(kind)
-        return tuple(_read(item, x, f"{where}{i}.", problems) for i, x in enumerate(value))
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            problems.append(f"{place}: {value!r} is none of {', '.join(map(str, get_args(kind)))}")
-        return value
-    plain = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}[kind]
-    if not isinstance(value, plain) or isinstance(value, bool) != (kind is bool):
-        problems.append(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
-    elif kind in (float, int):
-        value = _read_number(place, kind, value, problems)
-    return value
 
 
 _ABOVE_ZERO = (

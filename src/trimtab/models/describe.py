@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from trimtab.errors import ConfigError, UnknownModelError, join_problems
+from trimtab.models.ask import INSTALL, is_installed
+from trimtab.models.ask import ask as ask_transformers
+from trimtab.models.description import read_description
 from trimtab.models.families.architecture import Architecture
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.gemma3 import describe_gemma3
@@ -21,7 +25,7 @@ from trimtab.models.families.mllama import describe_mllama
 from trimtab.models.families.qwen2_5_vl import describe_qwen2_5_vl
 from trimtab.models.families.qwen2_vl import describe_qwen2_vl
 from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
-from trimtab.models.images import UnsettledRule, image_rule_or_reason, with_limits
+from trimtab.models.images import UnsettledRule, image_rule_by_processor, image_rule_or_reason, with_limits
 from trimtab.models.quote import quote
 from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
 
@@ -55,8 +59,13 @@ def describe(
     name: str | None = None,
     max_pixels: int | None = None,
     max_tiles: int | None = None,
+    ask: bool = True,
 ) -> ModelSpec:
-    """The model that `source` describes: a config.json, a folder that holds one, its content, or a shipped name.
+    """The model that `source` describes: a config.json, a folder or a description file, its content, or a shipped name.
+
+    Families with arithmetic of their own are described without torch. Another `model_type`, and a configuration that
+    leaves out what equals a class default, are put to Transformers where it is installed (`models.ask`), unless `ask`
+    is false.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
     itself. It is needed where the configuration alone does not settle how images are cut, and for nothing else:
@@ -64,24 +73,73 @@ def describe(
     `max_pixels` and `max_tiles` are the user's own limits on an image (`images.with_limits`).
     Exact: the parameters of every layer are those of the Transformers model built from the same configuration; for
     families that have only remote code, those that reading it gives. Raises `ConfigError` with every missing and
-    ill-typed field at once, and with every contradiction once all can be read; no size is taken from a class default.
+    ill-typed field at once, and with every contradiction once all can be read.
     """
     path, config = _read_source(source)
-    settings = _read_preprocessor(preprocessor, beside=path)
+    origin = _origin(source, preprocessor, max_pixels, max_tiles)
+    if "description_version" in config:
+        model = _read_described(config, preprocessor, whence=str(path or "the description"))
+    else:
+        settings = _read_preprocessor(preprocessor, beside=path)
+        model = _describe_config(config, settings, may_ask=ask)
+        model = replace(
+            model,
+            name=_default_name(path, config, model.family),
+            config_blake2b=_digest(config, settings),
+        )
+    rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
+    return replace(model, name=name or model.name, image_rule=rule, origin=origin)
+
+
+def _read_described(config: Config, preprocessor: object, *, whence: str) -> ModelSpec:
+    if preprocessor is not None:
+        raise ConfigError(
+            f"{whence} is a description, and its image rule was settled when it was written: give --preprocessor "
+            "to `trimtab describe MODEL --out` instead"
+        )
+    return read_description(config, whence=whence)
+
+
+def _describe_config(config: Config, settings: Config | None, *, may_ask: bool) -> ModelSpec:
+    """By hand-written arithmetic where a family knows every part, else by asking Transformers."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    may_ask = may_ask and isinstance(model_type, str) and is_installed()
     if family is None or not isinstance(model_type, str):
+        if may_ask:
+            return _asked(config, settings)
         raise UnknownModelError(
             f"model_type {quote(model_type)} cannot be described: known are {', '.join(FAMILIES)}; correct "
-            "`model_type` in config.json, or add a family to trimtab.models.describe.FAMILIES"
+            f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
         )
     fields = Fields(config)
     architecture = family(fields)
+    found = fields.problems
+    if may_ask and not found.wrong and (found.foreign or found.missing):
+        try:
+            if found.foreign:
+                return _asked(config, settings)
+            return _describe_completed(_completed(config), settings)
+        except UnknownModelError:  # a family that has remote code alone: what it lacks is said below
+            pass
+    return _assembled(model_type, architecture, fields, config, settings)
+
+
+def _describe_completed(config: Config, settings: Config | None) -> ModelSpec:
+    """Of a configuration whose gaps Transformers filled."""
+    model = _describe_config({**config, "_completed": True}, settings, may_ask="_completed" not in config)
+    return replace(model, notes=(*model.notes, "Fields that the configuration leaves out were filled by Transformers."))
+
+
+def _assembled(
+    model_type: str, architecture: Architecture, fields: Fields, config: Config, settings: Config | None
+) -> ModelSpec:
     problems = fields.problems.messages()
     rule: ImageRule | None = None
-    if not fields.problems.wrong:  # the image rule reads some of the same fields: lacking ones it can name, ill ones no
+    ill = fields.problems.wrong or fields.problems.foreign
+    if not ill:  # the image rule reads some of the same fields: lacking ones it can name, ill ones no
         try:
-            rule = with_limits(image_rule_or_reason(config, settings), max_pixels=max_pixels, max_tiles=max_tiles)
+            rule = image_rule_or_reason(config, settings)
         except ConfigError as error:
             problems.append(str(error))
     if problems or rule is None:
@@ -90,7 +148,7 @@ def describe(
     if isinstance(rule, UnsettledRule):
         notes += ("Images cannot be counted: preprocessor_config.json was not given.",)
     return ModelSpec(
-        name=name or _default_name(path, config, model_type),
+        name=model_type,
         family=model_type,
         layers=architecture.layers,
         image_rule=rule,
@@ -98,10 +156,28 @@ def describe(
         tied=architecture.tied,
         forbidden_cuts=architecture.forbidden_cuts,
         forbidden_cut_reason=architecture.forbidden_cut_reason,
-        config_blake2b=_digest(config, settings),
         notes=notes,
-        origin=_origin(source, preprocessor, max_pixels, max_tiles),
     )
+
+
+_OURS = ("preprocess", "projector", "source", "_completed")
+"""Fields of shipped descriptions that no library knows."""
+
+
+def _completed(config: Config) -> Config:
+    """The configuration with the class defaults of Transformers in its gaps; fields it does not know stay."""
+    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "complete")
+    assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
+    return {**config, **{key: value for key, value in answer.items() if key not in assumed}}
+
+
+def _asked(config: Config, settings: Config | None) -> ModelSpec:
+    """The description that Transformers gives, with an image rule where a known processor makes its pixels."""
+    whence = f"the answer on model_type {quote(config.get('model_type'))}"
+    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "describe")
+    model = read_description(answer, whence=whence)
+    rule = image_rule_by_processor(config, settings)
+    return model if rule is None else replace(model, image_rule=rule)
 
 
 def _origin(
@@ -121,7 +197,12 @@ def shipped_models() -> tuple[str, ...]:
 
 def read_config(source: str | Path | Config) -> Config:
     """The configuration that `describe` reads from `source`."""
-    return _read_source(source)[1]
+    config = _read_source(source)[1]
+    if "description_version" in config:
+        raise ConfigError(
+            f"{str(source)[:200]!r} is a description, and the model itself has to be built: give its config.json"
+        )
+    return config
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

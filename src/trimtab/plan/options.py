@@ -122,8 +122,8 @@ class PlanOptions:
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
         if unknown:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
-        if set(self.frozen_towers) == set(get_args(Tower)):
-            problems.append("all three towers were to be frozen, which leaves nothing to train: train one of them")
+        if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
+            problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         if problems:

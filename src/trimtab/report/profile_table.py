@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trimtab.costs.analytic import find_columns
 from trimtab.costs.fit import Calibration
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.flops import layer_matmuls, pair_flops
 from trimtab.costs.measured import KindFit
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import KindCounts
@@ -57,10 +57,7 @@ def kind_rows(
         forward, backward = float(np.dot(cost.forward_s, work)), float(np.dot(cost.backward_s, work))
         columns = find_columns(layer, settings)
         flops = work[columns.rows] * layer.rows_per_input * sum(p.flops for p in layer_matmuls(layer, settings.dims.tp))
-        if layer.attention is not None:
-            flops += (
-                work[columns.pairs] * columns.pair_share * attention_flops_per_pair(layer.attention, settings.dims.tp)
-            )
+        flops += work[columns.pairs] * columns.pair_share * pair_flops(layer, settings.dims.tp)
         rate = float(flops) / forward if forward > 0 else 0.0
         found.append((members, float(work[columns.rows]), forward, backward, float(flops), rate, fit))
     total = sum(len(members) * (forward + backward) for members, _, forward, backward, *_ in found)

@@ -38,7 +38,9 @@ def print_model(model: ModelSpec, console: Console) -> None:
         )
     console.print(table)
     towers = ", ".join(
-        f"{tower} {format_count(model.num_tower_params(tower))}" for tower in ("vision", "projector", "language")
+        f"{tower} {format_count(model.num_tower_params(tower))}"
+        for tower in ("audio", "vision", "projector", "language")
+        if model.num_tower_params(tower)
     )
     console.print(Text(f"Parameters: {towers}. Image rule: {model.image_rule.name}."))
     for owner, borrower in model.tied:

@@ -23,17 +23,19 @@ class Problems:
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)  # parts of a kind that no family describes, by `model_type`
 
     def messages(self) -> list[str]:
         found = []
         if self.missing:
             names = ", ".join(dict.fromkeys(self.missing))
             found.append(
-                f"the configuration lacks {names}: class defaults are never assumed, so save it in full with "
+                f"the configuration lacks {names}: class defaults are never assumed, only Transformers fills them in "
+                "for its own models (pip install 'trimtab[torch]'); or save it in full with "
                 "json.dump(AutoConfig.from_pretrained(MODEL).to_dict(), file) and describe that file"
             )
         # a contradiction between fields that could not be read is noise
-        return found + (self.wrong or ([] if found else self.contradictions))
+        return found + ([*self.foreign, *self.wrong] or ([] if found else self.contradictions))
 
 
 class Fields:
@@ -151,7 +153,9 @@ class Fields:
             self.problems.missing.append(self.name(name))
             return choices[0]
         if value not in choices or not isinstance(value, str):
-            self._reject(name, value, f"{_one_of(choices)} is described")
+            known = f"{self.name(name)} is {quote(value)}: {_one_of(choices)} is described"
+            is_kind = isinstance(value, str) and name.rpartition(".")[2] == "model_type"
+            (self.problems.foreign if is_kind else self.problems.wrong).append(known)
             return choices[0]
         return value
 

@@ -6,6 +6,7 @@ operation, because one ulp decides ties; where a rule has remote code only, its 
 
 from trimtab.models.images.apply import CountColumns, count_many, rule_in_sample, with_limits
 from trimtab.models.images.build import UnsettledRule, image_rule, image_rule_or_reason
+from trimtab.models.images.by_processor import image_rule_by_processor
 from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
 from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan, Slices
 
@@ -23,6 +24,7 @@ __all__ = [
     "UnsettledRule",
     "count_many",
     "image_rule",
+    "image_rule_by_processor",
     "image_rule_or_reason",
     "rule_in_sample",
     "with_limits",

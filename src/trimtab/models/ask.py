@@ -1,0 +1,138 @@
+"""Questions to Transformers, put to a child process: what it says of a configuration, remembered by digest and version.
+
+The child has no network, no weights, no code of a model's folder, 8 GiB and one minute; this module has no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.files import write_atomically
+from trimtab.models.quote import quote
+
+Question = Literal["complete", "describe"]
+MAX_CPU_S = 60  # largest published models take under 10
+MAX_WALL_S = 300  # disks of clusters are slow to import from
+MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
+MAX_ANSWER_BYTES = 2**22
+CHILD = "trimtab.models.asking.child"
+ANSWERS = 1  # raise it when answers to the same question change: remembered ones are then asked anew
+
+INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which are asked for it without weights"
+
+
+def is_installed() -> bool:
+    """Whether Transformers and torch are there to be asked; nothing is imported."""
+    return _versions() is not None
+
+
+def ask(config: Mapping[str, object], question: Question) -> Mapping[str, Any]:
+    """The child's answer: the completed configuration, or a description as `description.read_description` takes it.
+
+    Use `describe`, which asks by itself where it must. Answers lie in `cache_dir`; deleting it costs seconds.
+    Raises `ConfigError` in one sentence where Transformers is missing, refuses, or does not end in time.
+    """
+    versions = _versions()
+    if versions is None:
+        raise UnknownModelError(f"model_type {quote(config.get('model_type'))} is not known without help: {INSTALL}")
+    text = json.dumps([ANSWERS, question, versions, config], sort_keys=True, default=dict)
+    path = cache_dir() / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
+    known = _remembered(path)
+    if known is not None:
+        return known
+    answer = _answer_of(_run_child(json.dumps([question, config], default=dict)), config)
+    with contextlib.suppress(OSError):  # a home that cannot be written to: the answer holds all the same
+        write_atomically(path, json.dumps(answer, sort_keys=True), sync=False)
+    return answer
+
+
+def cache_dir() -> Path:
+    """Where answers are remembered: $TRIMTAB_CACHE, or `trimtab` in the user's cache folder. Safe to delete."""
+    given = os.environ.get("TRIMTAB_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "trimtab" / "asked"
+
+
+def _versions() -> list[str] | None:
+    try:
+        return [metadata.version(name) for name in ("trimtab", "torch", "transformers")]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _remembered(path: Path) -> Mapping[str, Any] | None:
+    """What was answered before; None where nothing, or nothing readable, lies there."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_ANSWER_BYTES + 1)
+        answer = json.loads(content) if len(content) <= MAX_ANSWER_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _run_child(request: str) -> bytes:
+    """What the child printed; its folder is empty, and what it imports comes from the installation alone."""
+    with tempfile.TemporaryDirectory(prefix="trimtab-asked-") as folder:
+        environment = {
+            **os.environ,
+            **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"), "1"),
+            "HF_HOME": folder,
+            "HF_MODULES_CACHE": folder,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        try:
+            child = subprocess.run(  # noqa: S603 - our own module, by our own interpreter
+                [sys.executable, "-P", "-m", CHILD, str(MAX_CPU_S), str(MAX_MEMORY_BYTES)],
+                input=request.encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env=environment,
+                timeout=MAX_WALL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise _overrun() from None
+    if child.returncode:
+        raise _overrun()
+    return child.stdout
+
+
+def _overrun() -> ConfigError:
+    return ConfigError(
+        f"Transformers was asked to build this configuration, and did not end within {MAX_CPU_S} s of CPU time and "
+        f"{MAX_MEMORY_BYTES // 2**30} GiB: correct its sizes, or describe a model that you built yourself "
+        "(docs/models.md)"
+    )
+
+
+def _answer_of(printed: bytes, config: Mapping[str, object]) -> Mapping[str, Any]:
+    try:
+        reply = json.loads(printed[: MAX_ANSWER_BYTES + 1])
+    except (ValueError, RecursionError):
+        reply = None
+    if isinstance(reply, dict) and isinstance(reply.get("refused"), str):
+        raise (UnknownModelError if reply.get("unknown") else ConfigError)(reply["refused"])
+    answer = reply.get("answer") if isinstance(reply, dict) else None
+    if not isinstance(answer, dict):
+        raise ConfigError(
+            f"Transformers gave no answer on model_type {quote(config.get('model_type'))}: check that `import torch, "
+            "transformers` works in this environment"
+        )
+    return answer

@@ -1,0 +1,98 @@
+"""Fields of a config.json -> Transformers' own configuration and model, without weights, network or a folder's code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.families.fields import MAX_LAYERS
+from trimtab.models.quote import quote
+
+UNASKED = re.compile(
+    r"auto_map|trust_remote_code|_attn_implementation\w*|attn_implementation|_experts_implementation\w*"
+    r"|experts_implementation|quantization_config|dtype|torch_dtype|_name_or_path|name_or_path|use_kernels"
+    r"|kernel_config|transformers_version|_commit_hash|device_map|use_pretrained_backbone"
+)
+"""Fields, at any depth, that name code, files or number formats: they change no layer, and are left out."""
+
+_DEPTH = re.compile(r"layers$|depth|^n_layer")
+MAX_PARAMS = 10**14  # the largest published models have 10**12
+
+
+def complete(fields: Mapping[str, object]) -> Any:
+    """The configuration that Transformers makes of `fields`, with its class defaults where they are silent."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        cure = (
+            "its own code is never run: build it in Python and give it to trimtab.models.asking.model.describe_model"
+            if "auto_map" in fields
+            else "correct `model_type`, or update Transformers"
+        )
+        raise UnknownModelError(
+            f"model_type {quote(model_type)} cannot be described: Transformers {transformers.__version__} has no such "
+            f"model: {cure}"
+        )
+    _check_depth(fields, "")
+    known = {key: value for key, value in _without_code(fields).items() if key != "model_type"}
+    try:
+        return transformers.AutoConfig.for_model(model_type, **known)
+    except Exception as error:  # the library checks types and values with exceptions of every class
+        raise ConfigError(
+            f"Transformers {transformers.__version__} makes no configuration of this config.json of {model_type} "
+            f"({_one_line(error)}): correct that field"
+        ) from None
+
+
+def build(config: Any) -> Any:
+    """The image-text model of a configuration on the meta device, in evaluation mode."""
+    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            break
+    else:
+        raise UnknownModelError(
+            f"model_type {quote(config.model_type)} cannot be described: Transformers {transformers.__version__} has "
+            "no model of it that reads images and writes text: give the configuration of one"
+        )
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    except Exception as error:  # the model's own code fails as it likes on sizes that it cannot build
+        raise ConfigError(
+            f"Transformers {transformers.__version__} builds no model of this config.json of {config.model_type} "
+            f"({_one_line(error)}): correct or add what it asks for"
+        ) from None
+
+
+def check_size(module: Any) -> None:
+    """Refuses what no machine holds: sizes in a hostile or mistyped file."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if total > MAX_PARAMS:
+        raise ConfigError(
+            f"the configuration makes a model of {total:.1e} parameters, and none has more than {MAX_PARAMS:.0e}: "
+            "correct its sizes"
+        )
+
+
+def _check_depth(section: Mapping[str, Any], path: str) -> None:
+    """Lists of blocks are made one by one, so that a mistyped depth would take hours."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            _check_depth(value, f"{path}{key}.")
+        elif _DEPTH.search(str(key)) and isinstance(value, int) and value > MAX_LAYERS:
+            raise ConfigError(f"{path}{key} is {value}: a tower has at most {MAX_LAYERS} layers: correct it")
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_code(x) for key, x in value.items() if not UNASKED.fullmatch(str(key))}
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,58 @@
+"""The process that is asked: one question on standard input, one answer on standard output, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from trimtab.errors import ConfigError, UnknownModelError
+
+_REFUSED = (
+    *("socket.connect", "socket.getaddrinfo", "socket.bind", "subprocess.Popen", "os.system", "os.exec"),
+    *("os.posix_spawn", "os.fork", "os.forkpty", "pickle.find_class"),
+)
+
+
+def main() -> None:
+    """Limits first, then the libraries, then the watch over what they do, then the question."""
+    reply_to = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    _limit(cpu_s=int(sys.argv[1]), memory_bytes=int(sys.argv[2]))
+    question, config = json.load(sys.stdin)
+    from trimtab.models.asking import model
+
+    sys.addaudithook(_watch)
+    with os.fdopen(reply_to, "w", encoding="utf-8") as out:
+        json.dump(_reply(model, question, config), out)
+
+
+def _reply(model: Any, question: str, config: dict[str, object]) -> dict[str, object]:
+    try:
+        if question == "complete":
+            return {"answer": json.loads(json.dumps(model.completed_fields(config), default=str))}
+        return {"answer": json.loads(model.described_bytes(config))}
+    except ConfigError as error:
+        return {"refused": str(error), "unknown": isinstance(error, UnknownModelError)}
+    except MemoryError:
+        return {"refused": "the configuration asks for more memory than any model needs: correct its sizes"}
+
+
+def _limit(*, cpu_s: int, memory_bytes: int) -> None:
+    if sys.platform == "win32":
+        return  # the parent's clock is the only limit there
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:  # noqa: ARG001 - the hook's arguments
+    if event in _REFUSED:
+        raise PermissionError(f"describing a model needs no {event}")
+
+
+if __name__ == "__main__":
+    main()

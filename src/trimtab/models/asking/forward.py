@@ -1,0 +1,267 @@
+"""A forward pass of a model without weights: which units run in which order, on what rows, with which products.
+
+Only parameters are fake tensors; ids, pixels and buffers are real, so code that reads them runs as ever. Units of one
+list that are built alike run once: the others hand on what the first one made. Tested with Transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from trimtab.models.asking.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class SeenAttention:
+    """Heads of fused attention as it was called; keys that were copied to every query head count as so many."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+
+@dataclass(slots=True)
+class Ran:
+    """What one unit did in one pass."""
+
+    rows_in: int = 0
+    width_in: int = 0
+    rows_out: int = 0
+    width_out: int = 0
+    weight_flops: float = 0.0  # of products with parameters
+    pair_flops: float = 0.0  # of fused attention, nothing masked
+    other_flops: float = 0.0  # of products of rows with rows outside of it
+    kept_bytes: float = 0.0  # between forward and backward, parameters aside
+    num_together: int = 1  # images that one call of attention holds beside each other
+    attention: SeenAttention | None = None
+
+
+@dataclass(slots=True)
+class Pass:
+    """All units of one pass, in the order they were entered."""
+
+    ran: dict[str, Ran] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)  # entered, but no gradient of the result reaches them
+
+
+def make_weightless(module: Any) -> None:
+    """Gives `module` (on the meta device) fake parameters on the CPU, and buffers that Transformers fills."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, nn.Parameter] = {}
+
+    def fake_of(parameter: nn.Parameter) -> nn.Parameter:
+        with fake:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        result = nn.Parameter(values, requires_grad=parameter.is_floating_point())
+        result._is_hf_initialized = True  # type: ignore[attr-defined]
+        return result
+
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = fake_of(parameter)
+                part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                part._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "grouped_mm"
+    module.initialize_weights()
+
+
+class Watch:
+    """Wraps the forward of every unit's module; `run` makes one pass and says what ran."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.now = Pass()
+        self.stack: list[str] = []
+        self.in_attention = False
+        self._owner = {id(x): unit.path for unit in units if unit.module is not None for x in unit.module.parameters()}
+        self._first: dict[tuple[object, ...], tuple[str, Any]] = {}
+        for unit in units:
+            if unit.module is not None:
+                unit.module.forward = self._wrapped(unit, unit.module.forward)
+
+    def run(self, call: Callable[[], Any]) -> Pass:
+        """One pass; the exception of a call that fails is the caller's."""
+        self.now, self.stack, self._first = Pass(), [], {}
+        self.in_attention = False
+        with _Meter(self), _AttentionMeter(self):
+            result = call()
+        self._find_unread(result)
+        return self.now
+
+    def _find_unread(self, result: Any) -> None:
+        """Units that no gradient of the features would reach; of a list all in front of one that is reached are."""
+        named = [getattr(result, x, None) for x in ("pooler_output", "deepstack_features")]
+        given = tree_leaves([x for x in named if x is not None] or getattr(result, "to_tuple", lambda: result)())
+        todo: list[Any] = [x.grad_fn for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
+        reached: set[str] = set()
+        visited: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            variable = getattr(node, "variable", None)
+            reached.update(filter(None, (self._owner.get(id(variable)), node.metadata.get("unit"))))
+            todo += [x for x, _ in node.next_functions]
+        if not reached:
+            return
+        last = {}
+        for place, unit in enumerate(self.units):
+            if unit.path in reached and unit.list_path is not None:
+                last[unit.list_path] = place
+        self.now.unread = {
+            unit.path
+            for place, unit in enumerate(self.units)
+            if unit.path in self.now.ran and unit.path not in reached and place > last.get(unit.list_path or "", -1)
+        }
+
+    def _wrapped(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        kind = None if unit.list_path is None else (unit.list_path, *_shape_of(unit.module))
+
+        @functools.wraps(forward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            entering = _largest([args, kwargs])
+            sizes = tuple(tuple(x.shape) for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor))
+            key = None if kind is None or entering is None else (*kind, sizes)
+            if key in self._first:
+                name, result = self._first[key]
+                self.now.ran.setdefault(unit.path, self.now.ran[name])
+                return tree_map(functools.partial(_as_made_by, unit.path), result)
+            ran = self.now.ran.setdefault(unit.path, Ran())
+            kept: dict[object, int] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+                    storage = tensor.untyped_storage()
+                    kept[storage._cdata] = storage.nbytes()
+                return tensor
+
+            self.stack.append(unit.path)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                    result = forward(*args, **kwargs)
+            finally:
+                self.stack.pop()
+            ran.kept_bytes += float(sum(kept.values()))
+            if entering is not None:
+                ran.rows_in, ran.width_in = ran.rows_in + _rows(entering), int(entering.shape[-1])
+            leaving = _first_rows(result)
+            if leaving is not None:
+                width = _width_out(unit.module, leaving)
+                ran.rows_out, ran.width_out = ran.rows_out + leaving.numel() // width, width
+            if key is not None:
+                self._first[key] = (unit.path, result)
+            return result
+
+        return watched
+
+
+class _AttentionMeter(TorchFunctionMode):
+    """Books fused attention by its shapes; which products a CPU makes of it does not matter."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention or not self.watch.stack:
+            return func(*args, **(kwargs or {}))
+        named: dict[str, Any] = kwargs or {}
+        given = [*args, *(named[x] for x in ("query", "key", "value")[len(args) :])]
+        query, key, value = given[:3]
+        ran = self.watch.now.ran[self.watch.stack[-1]]
+        batch = query.shape[0] if query.dim() == 4 else 1
+        heads, rows, width = query.shape[-3:]
+        ran.pair_flops += 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
+        ran.num_together = max(ran.num_together, batch)
+        ran.attention = SeenAttention(heads, key.shape[-3], width, value.shape[-1])
+        self.watch.in_attention = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.watch.in_attention = False
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Books the FLOPs of every product to the unit that runs it."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.watch.stack or self.watch.in_attention:
+            return result
+        name = func._overloadpacket.__name__
+        ran = self.watch.now.ran[self.watch.stack[-1]]
+        if name == "_grouped_mm":
+            ran.weight_flops += 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+        elif func._overloadpacket in flop_registry and not name.endswith("backward"):
+            flops = float(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result))
+            if any(_is_weight(x) for x in args if isinstance(x, Tensor)):
+                ran.weight_flops += flops
+            else:
+                ran.other_flops += flops
+        return result
+
+
+def _as_made_by(path: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.clone()
+    if copied.grad_fn is not None:
+        notes: Any = copied.grad_fn.metadata  # a dict, typed as a method
+        notes["unit"] = path
+    return copied
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """In a dispatch mode a parameter is seen as it is, and its views by their base."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def _shape_of(module: Any) -> tuple[object, ...]:
+    parts = tuple((name, type(x).__name__) for name, x in module.named_modules())
+    return (type(module), parts, tuple(tuple(x.shape) for x in module.parameters()))
+
+
+def _largest(tree: Any) -> Tensor | None:
+    """The rows that enter: the first tensor of numbers, or else of ids."""
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim() > 0]
+    return next((x for x in tensors if x.is_floating_point() and x.dim() > 1), tensors[0] if tensors else None)
+
+
+def _first_rows(tree: Any) -> Tensor | None:
+    leaves = tree_leaves(getattr(tree, "to_tuple", lambda: tree)())
+    return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
+
+
+def _width_out(module: Any, leaving: Tensor) -> int:
+    """Of rows the last dimension; of a picture that a convolution made its channels."""
+    channels = [x.out_channels for x in module.modules() if isinstance(x, nn.Conv2d)]
+    if leaving.dim() == 4 and channels and leaving.shape[1] == channels[-1]:
+        return int(leaving.shape[1])
+    return int(leaving.shape[-1])
+
+
+def _rows(tensor: Tensor) -> int:
+    return int(tensor.shape[:-1].numel()) if tensor.is_floating_point() else int(tensor.numel())

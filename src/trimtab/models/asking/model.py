@@ -1,0 +1,240 @@
+"""A model of Transformers' conventions, built on the meta device -> its description."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from trimtab.errors import ConfigError
+from trimtab.models.asking.build import build, check_size, complete
+from trimtab.models.asking.cuts import find_cuts
+from trimtab.models.asking.forward import Pass, Watch, make_weightless
+from trimtab.models.asking.inputs import image_calls, text_calls
+from trimtab.models.asking.layers import Passes, describe_units, main_lists
+from trimtab.models.asking.units import Unit, find_head, split_units
+from trimtab.models.description import description_bytes
+from trimtab.models.images.build import UnsettledRule
+from trimtab.specs import LayerSpec, ModelSpec, Tower
+
+NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half
+_RANK: dict[Tower, int] = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
+_BEHIND = re.compile(r"newline|separator")
+UNSETTLED = (
+    "images of this model cannot be counted yet: its layers were asked of Transformers, and no image rule of trimtab "
+    "is known for it; give sizes of text alone, or a model whose `model_type` docs/models.md lists"
+)
+
+
+def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
+    """For a model of your own: describes what you built, so that every verb can plan it.
+
+    `model` follows Transformers' conventions (blocks in `ModuleList`s, `get_input_embeddings`, ...) and was built under
+    `torch.device("meta")`; it has no weights, and cannot run afterwards. Write the result with
+    `trimtab.models.description.save_description`.
+
+    >>> import torch, transformers
+    >>> from trimtab.models.asking.model import describe_model
+    >>> config = transformers.AutoConfig.for_model("smolvlm")
+    >>> with torch.device("meta"):
+    ...     built = transformers.AutoModelForImageTextToText.from_config(config)
+    >>> describe_model(built).num_params == sum(p.numel() for p in built.parameters())
+    True
+    """
+    if any(parameter.device.type != "meta" for parameter in model.parameters()):
+        raise ConfigError(
+            'a model with weights was given, and describing uses it up: build it under `torch.device("meta")`'
+        )
+    check_size(model)
+    family = str(getattr(model.config, "model_type", type(model).__name__))
+    with _quietly():
+        units = split_units(model.to(torch.bfloat16).eval())  # what is kept between the passes is counted in 16 bits
+        passes, notes = _run(model, units)
+        layers = describe_units(model, units, passes)
+    order, entered = _sort(units, passes)
+    layers = [layers[i] for i in order]
+    sorted_units = [units[i] for i in order]
+    cuts, reason = find_cuts(model, layers)
+    if not entered:
+        notes.append("The order of the layers is that of their modules: no forward pass could be made.")
+    return ModelSpec(
+        name=name or family,
+        family=family,
+        layers=tuple(layers),
+        image_rule=UnsettledRule(reason=UNSETTLED),
+        vocab_size=_vocab_size(model),
+        tied=_tied(sorted_units),
+        forbidden_cuts=cuts,
+        forbidden_cut_reason=reason,
+        asked_of=(("torch", torch.__version__), ("transformers", transformers.__version__)),
+        notes=(
+            f"Layers were asked of Transformers {transformers.__version__} with torch {torch.__version__}.",
+            *notes,
+            *_work_notes(layers),
+        ),
+    )
+
+
+def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
+    """What Transformers builds of a config.json's fields; `complete` and `build` say what it refuses."""
+    with _quietly():
+        model = build(complete(fields))
+    return describe_model(model)
+
+
+def described_bytes(fields: Mapping[str, object]) -> bytes:
+    """`describe_fields` as a description file."""
+    return description_bytes(describe_fields(fields))
+
+
+def completed_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields with the class defaults of Transformers where they were silent."""
+    with _quietly():
+        written: dict[str, object] = complete(fields).to_dict()
+    return written
+
+
+# -- running --------------------------------------------------------------------------------------------------------
+
+
+def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
+    """Passes of two texts and one image, and sentences on those that cannot be made."""
+    notes: list[str] = []
+    make_weightless(model)
+    watch = Watch(units)
+    long, short, image = None, None, None
+    for target in (model, model.get_decoder()):
+        long = _first(watch, target, text_calls(model, NUM_TOKENS))
+        short = _first(watch, target, text_calls(model, NUM_TOKENS // 2))
+        if long is not None and short is not None:
+            break
+    else:
+        long = short = None
+        notes.append("Its decoder cannot be run without an image: work of its blocks is taken from their matrices.")
+    encode = find_encoder(model)
+    if encode is not None:
+        image = _first(watch, encode, image_calls(model, units, encode))
+    block = next((x for x in units if x.list_path is not None and x.list_path == main_lists(units)["vision"]), None)
+    seen = None if image is None or block is None else image.ran.get(block.path)
+    num_patches = 0 if seen is None else seen.rows_in
+    if not num_patches and any(x.tower in ("vision", "projector") for x in units):
+        notes.append(
+            "No image could be passed through its tower: each of its layers is described as seeing every patch."
+        )
+    return (
+        Passes(
+            short=short,
+            long=long,
+            num_short=NUM_TOKENS // 2,
+            num_long=NUM_TOKENS,
+            image=image if num_patches else None,
+            num_patches=num_patches,
+        ),
+        notes,
+    )
+
+
+def find_encoder(model: Any) -> Callable[..., Any] | None:
+    """The function that makes language rows of one image, or else the vision tower's own forward."""
+    found = [getattr(x, "get_image_features", None) for x in (model, getattr(model, "model", None))]
+    named = [x for x in found if x is not None]
+    if named:
+        spelled = [x for x in named if "args" not in inspect.signature(x).parameters]
+        chosen: Callable[..., Any] = (spelled or named)[0]
+        return chosen
+    tower = model.get_encoder(modality="image")
+    if tower is model or tower is None:
+        tower = getattr(model, "encoder", None)
+    forward: Callable[..., Any] | None = getattr(tower, "forward", None)
+    return forward
+
+
+def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass | None:
+    """The pass of the first call that the model takes: families refuse what is not their convention.
+
+    None at once where the code reads values that are not there, as loops over chosen experts do.
+    """
+    for given in calls:
+        try:
+            return watch.run(functools.partial(target, **given))
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return None
+        except Exception:  # noqa: S112 - of any class that the model's own code likes
+            continue
+    return None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings of calls that are only tried."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# -- putting together -----------------------------------------------------------------------------------------------
+
+
+def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
+    """Positions in forward order: audio, vision with its projectors, language; in a tower as they were entered.
+
+    A unit that was not entered (its weights are read by another) follows its neighbour in module order.
+    """
+    times: dict[str, int] = {}
+    for one in (passes.image, passes.long):
+        if one is not None:
+            for path in one.ran:
+                times.setdefault(path, len(times))
+    keys, last = [], dict.fromkeys(_RANK.values(), -1.0)
+    for i, unit in enumerate(units):
+        rank = _RANK[unit.tower]
+        time = float(times.get(unit.path, last[rank]))
+        if unit.tower == "language" and hasattr(unit.module, "num_embeddings"):
+            time = -1.0  # text is embedded beside the images
+        elif unit.module is None and unit.tower == "projector" and _BEHIND.search(unit.path):
+            time = float("inf")  # put between features that are there
+        else:
+            last[rank] = time
+        keys.append((rank, time, i))
+    return sorted(range(len(units)), key=lambda i: keys[i]), bool(times)
+
+
+def _tied(units: list[Unit]) -> tuple[tuple[str, str], ...]:
+    return tuple((x.borrows, x.path) for x in units if x.borrows is not None and x.num_params == 0)
+
+
+def _vocab_size(model: Any) -> int:
+    head = find_head(model)
+    if head is not None and getattr(head, "weight", None) is not None:
+        return int(head.weight.shape[0])
+    return int(getattr(model.config.get_text_config(), "vocab_size", 1))
+
+
+def _work_notes(layers: list[LayerSpec]) -> list[str]:
+    notes = []
+    counted = [x for x in layers if x.measured is not None and x.measured.forward_flops and x.tower != "audio"]
+    if counted:
+        notes.append(
+            f"Work of {len(counted)} layers, {counted[0].name} the first, was counted on Transformers' own code: its "
+            "matrix products, not its elementwise scans."
+        )
+    unknown = [x for x in layers if x.measured is not None and not x.measured.forward_flops]
+    if unknown:
+        notes.append(f"Work of {len(unknown)} layers, {unknown[0].name} the first, is not known: they have no price.")
+    if any(x.tower == "audio" for x in layers):
+        notes.append("Its audio tower is counted with its weights alone: samples hold images and text.")
+    return notes

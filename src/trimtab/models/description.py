@@ -1,0 +1,265 @@
+"""A description as a file: what `describe` found, as JSON that every machine reads without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trimtab.errors import ConfigError, join_problems
+from trimtab.files import write_atomically
+from trimtab.models.images import (
+    AnyRes,
+    DynamicTiling,
+    FixedImage,
+    GlmSmartResize,
+    MoonVit,
+    PaddedTiles,
+    PanAndScan,
+    Slices,
+    SmartResize,
+    UnsettledRule,
+)
+from trimtab.models.images.size import MAX_TILES
+from trimtab.models.layer_checks import find_layer_problems
+from trimtab.models.quote import quote
+from trimtab.specs import ImageRule, LayerSpec, ModelSpec
+from trimtab.typed_json import read_typed
+
+VERSION = "trimtab-description 1.0"
+MAX_BYTES = 2**20  # as of a config.json
+MAX_LAYERS = 3 * 4096  # what hand-written families can make
+RULES: Mapping[str, type] = MappingProxyType(
+    {
+        rule.__name__: rule
+        for rule in (
+            *(AnyRes, DynamicTiling, FixedImage, GlmSmartResize, MoonVit, PaddedTiles, PanAndScan),
+            *(Slices, SmartResize, UnsettledRule),
+        )
+    }
+)
+"""Image rules that a file may name: a class and its settings, nothing that runs."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What a description file holds, layers and image rule aside."""
+
+    name: str
+    family: str
+    vocab_size: int
+    tied: tuple[tuple[str, str], ...] = ()
+    forbidden_cuts: tuple[tuple[int, int], ...] = ()  # first and last of each run
+    forbidden_cut_reason: str | None = None
+    config_blake2b: str = ""
+    notes: tuple[str, ...] = ()
+    asked_of: tuple[tuple[str, str], ...] = ()
+
+
+def description_bytes(model: ModelSpec) -> bytes:
+    """`model` as a description file: same model, same bytes.
+
+    Layers in a row that differ in one number of their name alone are written once, with `num_alike`.
+    """
+    rule = type(model.image_rule).__name__
+    if RULES.get(rule) is not type(model.image_rule):
+        raise ConfigError(
+            f"the image rule of {model.name} is {quote(rule)}, which no description file holds: "
+            f"describe it with one of {', '.join(RULES)}"
+        )
+    written = {
+        "description_version": VERSION,
+        "name": model.name,
+        "family": model.family,
+        "vocab_size": model.vocab_size,
+        "tied": model.tied,
+        "forbidden_cuts": list(_runs(sorted(model.forbidden_cuts))),
+        "forbidden_cut_reason": model.forbidden_cut_reason,
+        "config_blake2b": model.config_blake2b,
+        "notes": model.notes,
+        "asked_of": model.asked_of,
+        "image_rule": {"kind": rule, "settings": _settings(model.image_rule)},
+        "layers": _write_layers(model.layers),
+    }
+    content = (json.dumps(written, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"the description of {model.name} takes {len(content)} bytes, {MAX_BYTES} are read: use its config.json"
+        )
+    return content
+
+
+def save_description(model: ModelSpec, path: str | Path) -> None:
+    """For machines without torch, and for models of your own: writes a file that every verb takes as a model.
+
+    >>> import tempfile, pathlib
+    >>> from trimtab.models.describe import describe
+    >>> from trimtab.models.description import save_description
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.json"
+    >>> save_description(describe("Qwen2.5-VL-7B"), path)
+    >>> describe(path) == describe("Qwen2.5-VL-7B")
+    True
+    """
+    write_atomically(Path(path), description_bytes(model))
+
+
+def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
+    """The model of a parsed description file; every missing, unknown or ill field is named in one `ConfigError`."""
+    if data.get("description_version") != VERSION:
+        raise ConfigError(
+            f"{whence} has description_version {quote(data.get('description_version'))}, and this version of trimtab "
+            f"reads {VERSION!r}: write it again with `trimtab describe MODEL --out`"
+        )
+    problems: list[str] = []
+    plain = {k: v for k, v in data.items() if k not in ("description_version", "image_rule", "layers")}
+    head = read_typed(_File, plain, "", problems, read_number=_read_number)
+    rule = _read_rule(data.get("image_rule"), problems)
+    layers = _read_layers(data.get("layers"), problems)
+    if not problems:
+        problems += [x for layer in layers for x in find_layer_problems(layer)]
+        problems += _find_misfits(head, layers)
+    if problems:
+        raise ConfigError(
+            f"{whence} is no description, write it again with `trimtab describe MODEL --out`:\n"
+            + join_problems(problems)
+        )
+    kept = {f.name: getattr(head, f.name) for f in fields(_File) if f.name != "forbidden_cuts"}
+    cuts = frozenset(cut for first, last in head.forbidden_cuts for cut in range(first, last + 1))
+    return ModelSpec(**kept, layers=tuple(layers), image_rule=rule, forbidden_cuts=cuts)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = previous = None
+    for n in numbers:
+        if previous is None or n != previous + 1:
+            if start is not None and previous is not None:
+                yield start, previous
+            start = n
+        previous = n
+    if start is not None and previous is not None:
+        yield start, previous
+
+
+def _settings(rule: ImageRule) -> dict[str, Any]:
+    return {f.name: getattr(rule, f.name) for f in fields(rule) if f.init}  # type: ignore[arg-type]
+
+
+def _write_layers(layers: Sequence[LayerSpec]) -> list[dict[str, Any]]:
+    written: list[dict[str, Any]] = []
+    first, count = None, 0
+    for layer in layers:
+        if (
+            first is not None
+            and replace(layer, name=first.name) == first
+            and layer.name == _name_after(first.name, count)
+        ):
+            count += 1
+            written[-1]["num_alike"] = count
+            continue
+        first, count = layer, 1
+        written.append(_without_defaults(asdict(layer), layer))
+    return written
+
+
+def _without_defaults(values: dict[str, Any], made: Any) -> dict[str, Any]:
+    kept = {}
+    for f in fields(made):
+        value, part = values[f.name], getattr(made, f.name)
+        if f.default is MISSING or part != f.default:
+            kept[f.name] = _without_defaults(value, part) if isinstance(value, dict) else value
+    return kept
+
+
+def _name_after(name: str, steps: int) -> str | None:
+    """The name with its last number, which is a part between dots, larger by `steps`; None without one."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, -1, -1):
+        if _NUMBER.fullmatch(parts[i]):
+            return ".".join([*parts[:i], str(int(parts[i]) + steps), *parts[i + 1 :]])
+    return None
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read_layers(value: Any, problems: list[str]) -> list[LayerSpec]:
+    if not isinstance(value, list) or not value:
+        problems.append("layers: expected a list of layers")
+        return []
+    layers: list[LayerSpec] = []
+    for i, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            problems.append(f"layers.{i}: expected an object")
+            continue
+        count = entry.get("num_alike", 1)
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_LAYERS - len(layers):
+            problems.append(f"layers.{i}.num_alike: expected a whole number from 1, and {MAX_LAYERS} layers in all")
+            return []
+        plain = {k: v for k, v in entry.items() if k != "num_alike"}
+        first = read_typed(LayerSpec, plain, f"layers.{i}.", problems, read_number=_read_number)
+        if first is None:
+            continue
+        names = [first.name, *(_name_after(first.name, n) for n in range(1, count))]
+        if None in names:
+            problems.append(f"layers.{i}.name: {quote(first.name)} has no number that {count} layers could count on")
+            continue
+        layers += [replace(first, name=name) for name in names]
+    return layers
+
+
+def _read_rule(value: Any, problems: list[str]) -> ImageRule:
+    stand_in = UnsettledRule(reason="")
+    if not isinstance(value, dict) or set(value) != {"kind", "settings"}:
+        problems.append("image_rule: expected an object with `kind` and `settings`")
+        return stand_in
+    kind = RULES.get(value["kind"]) if isinstance(value["kind"], str) else None
+    if kind is None:
+        problems.append(f"image_rule.kind: {quote(value['kind'])} is none of {', '.join(RULES)}")
+        return stand_in
+    try:
+        rule: ImageRule | None = read_typed(
+            kind, value["settings"], "image_rule.settings.", problems, read_number=_read_number
+        )
+    except ArithmeticError as error:
+        problems.append(f"image_rule.settings: {error}")
+        return stand_in
+    return stand_in if rule is None else rule
+
+
+_MAY_BE_ZERO = frozenset(
+    ("num_params", "num_matmul_params", "num_norms", "shared_intermediate_size", "rows_per_input", "rows_out_per_input")
+)
+_FEW = re.compile(r"tiles|slices|crops|patch_size|merge_size|temporal|grid_size")
+
+
+def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
+    """Sizes are whole numbers above 0, coefficients finite and not negative."""
+    name = place.rpartition(".")[2]
+    least = 0 if kind is float or name in _MAY_BE_ZERO else 1
+    most = 2.0**100 if kind is float else (MAX_TILES if _FEW.search(name) else 2**62)
+    if not least <= value <= most or (kind is float and not math.isfinite(value)):
+        problems.append(f"{place}: expected a number from {least} to {most:g}, found {str(value)[:40]}")
+        return value
+    return float(value) if kind is float else value
+
+
+def _find_misfits(head: _File, layers: Sequence[LayerSpec]) -> list[str]:
+    """Names and cuts that do not belong to the layers."""
+    names = {x.name for x in layers}
+    problems = [] if len(names) == len(layers) else ["layers: names repeat"]
+    for first, last in head.forbidden_cuts:
+        if not first <= last < len(layers):
+            problems.append(f"forbidden_cuts: {first} to {last} lies outside the {len(layers)} layers")
+    for pair in head.tied:
+        problems += [f"tied: {quote(x)} is no layer" for x in pair if x not in names]
+    return problems

@@ -1,0 +1,92 @@
+"""Parsed JSON -> frozen dataclasses: every missing, unknown or wrongly typed field is noted with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from trimtab.errors import TrimtabError
+
+ReadNumber = Callable[[str, Any, Any, list[str]], Any]
+
+
+def has_default(field: Field[Any]) -> bool:
+    """Whether a file may leave the field out, where all that have a default may be."""
+    return field.default is not MISSING
+
+
+def read_typed(
+    kind: Any,
+    value: Any,
+    where: str,
+    problems: list[str],
+    *,
+    read_number: ReadNumber,
+    optional: Callable[[Field[Any]], bool] = has_default,
+) -> Any:
+    """`value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place.
+
+    Use it for files that came from outside: nothing is converted but whole numbers to floats, which `read_number`
+    (place, kind, value, problems) judges and returns. `optional` says which fields of a dataclass may be absent.
+
+    >>> from trimtab.typed_json import read_typed
+    >>> problems = []
+    >>> read_typed(tuple[int, ...], [1, "2"], "sizes", problems, read_number=lambda place, kind, value, problems: value)
+    (1, '2')
+    >>> problems
+    ['sizes1: expected int, found str']
+    """
+    again: dict[str, Any] = {"read_number": read_number, "optional": optional}
+    if hasattr(kind, "__dataclass_fields__"):
+        if not isinstance(value, dict):
+            problems.append(f"{where or 'file'}: expected an object")
+            return None
+        hints, known = get_type_hints(kind), {f.name: f for f in fields(kind) if f.init}
+        may_lack = {name for name, f in known.items() if optional(f)}
+        for name in sorted((set(known) ^ set(value)) - may_lack):
+            problems.append(f"{where}{str(name)[:60]}: {'missing' if name in known else 'unknown'}")
+        before = len(problems)
+        parts = {
+            n: read_typed(hints[n], value[n], f"{where}{n}.", problems, **again)
+            for n in sorted(set(known) & set(value))
+        }
+        if len(problems) > before or set(known) - may_lack - set(value):
+            return None
+        try:
+            return kind(**parts)
+        except TrimtabError as error:
+            problems.append(f"{where}: {error}")
+            return None
+    place = where.rstrip(".")
+    if get_origin(kind) in (UnionType, Union):  # X | None
+        return None if value is None else read_typed(get_args(kind)[0], value, where, problems, **again)
+    if get_origin(kind) is tuple:
+        return _read_tuple(kind, value, where, problems, again)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            problems.append(f"{place}: {repr(value)[:60]} is none of {', '.join(map(str, get_args(kind)))}")
+        return value
+    plain = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}[kind]
+    if not isinstance(value, plain) or isinstance(value, bool) != (kind is bool):
+        problems.append(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
+    elif kind in (float, int):
+        value = read_number(place, kind, value, problems)
+    return value
+
+
+def _read_tuple(kind: Any, value: Any, where: str, problems: list[str], again: dict[str, Any]) -> Any:
+    """Of any length, or of the one that its type spells out."""
+    if not isinstance(value, list):
+        problems.append(f"{where.rstrip('.')}: expected a list")
+        return ()
+    items = get_args(kind)
+    if items[-1] is not Ellipsis and len(items) != len(value):
+        problems.append(f"{where.rstrip('.')}: expected {len(items)} entries, found {len(value)}")
+        return ()
+    kinds = [items[0]] * len(value) if items[-1] is Ellipsis else items
+    return tuple(
+        read_typed(item, x, f"{where}{i}.", problems, **again)
+        for i, (item, x) in enumerate(zip(kinds, value, strict=True))
+    )

@@ -1,0 +1,529 @@
+"""Needs torch and Transformers: what the library says of its own models becomes a description, to the parameter."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
+transformers = pytest.importorskip("transformers", reason="is asked")
+
+from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
+
+from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.profile import profile_model  # noqa: E402
+from trimtab.errors import ConfigError, PartitionError  # noqa: E402
+from trimtab.models import ask  # noqa: E402
+from trimtab.models.asking import child, model  # noqa: E402
+from trimtab.models.asking.build import complete  # noqa: E402
+from trimtab.models.asking.model import completed_fields, describe_fields, describe_model, described_bytes  # noqa: E402
+from trimtab.models.describe import describe  # noqa: E402
+from trimtab.models.description import description_bytes  # noqa: E402
+from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec  # noqa: E402
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Questions are answered here instead of in a child process, which takes seconds to start."""
+
+    def answer(config, question):
+        fields = json.loads(json.dumps(config))
+        return completed_fields(fields) if question == "complete" else json.loads(described_bytes(fields))
+
+    monkeypatch.setattr("trimtab.models.describe.ask_transformers", answer)
+
+
+def build(config) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(config)
+
+
+def assert_same_parameters(spec: ModelSpec, real: nn.Module) -> None:
+    counted = {layer.name: 0 for layer in spec.layers}
+    for name, parameter in real.named_parameters():  # a tied weight comes once, under its owner's name
+        parts = name.split(".")
+        owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in counted]
+        assert len(owners) == 1, f"{name} belongs to {owners}"
+        counted[owners[0]] += parameter.numel()
+    assert counted == {layer.name: layer.num_params for layer in spec.layers}
+    assert spec.num_params == sum(p.numel() for p in real.parameters())
+
+
+def layer(spec: ModelSpec, name: str) -> LayerSpec:
+    return next(x for x in spec.layers if x.name.endswith(name))
+
+
+# -- folders as save_pretrained writes them ---------------------------------------------------------------------------
+
+ASKED = ("qwen3_5", "gemma4", "idefics3", "mistral3", "aria", "smolvlm", "llama4")
+
+
+@pytest.mark.parametrize("model_type", ASKED)
+def test_families_without_a_line_here_are_described_by_their_folder(model_type, tmp_path, in_process):
+    config = transformers.AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)
+    spec = describe(tmp_path)
+    real = build(config)
+    assert_same_parameters(spec, real)
+    head, embedding = real.get_output_embeddings(), real.get_input_embeddings()
+    assert spec.vocab_size == head.weight.shape[0]
+    assert bool(spec.tied) == (head.weight is embedding.weight)
+    blocks = [x for x in spec.layers if x.tower == "language" and x.kind == "block" and x.name[-1].isdigit()]
+    assert len(blocks) == config.get_text_config().num_hidden_layers
+    assert all(x.attention is not None or x.measured is not None for x in blocks)
+    assert spec.layers[-1].kind == "head"
+    profile_model(spec, DEVICES["H200"])  # every layer has a price
+
+
+HAND_WRITTEN = (
+    *("llava llama", "llava mistral, window, three taps, siglip with head", "llava phi3", "llava qwen3"),
+    *("llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense", "qwen2_vl", "qwen2_5_vl"),
+    *("qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v_moe", "mllama"),
+)
+
+
+@pytest.mark.parametrize("case", HAND_WRITTEN)
+def test_gaps_of_hand_written_families_are_filled_with_what_stood_there(case, tmp_path, in_process):
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    config.save_pretrained(tmp_path)
+    settings = preprocessor_of(model_type, vision)
+    whole = describe(as_saved(config), preprocessor=settings, ask=False)
+    gaps = json.loads((tmp_path / "config.json").read_text())
+    gaps.pop("image_seq_length", None)  # as `as_saved`: the class's, for an image of its own size
+    (tmp_path / "config.json").write_text(json.dumps(gaps))
+    by_folder = describe(tmp_path, preprocessor=settings)
+    assert by_folder.layers == whole.layers
+    assert (by_folder.tied, by_folder.vocab_size, by_folder.forbidden_cuts) == (
+        whole.tied,
+        whole.vocab_size,
+        whole.forbidden_cuts,
+    )
+    if any("filled by Transformers" in note for note in by_folder.notes):
+        with pytest.raises(ConfigError, match="the configuration lacks"):
+            describe(gaps, preprocessor=settings, ask=False)
+    else:  # what it leaves out has one meaning in its family
+        assert describe(gaps, preprocessor=settings, ask=False).layers == whole.layers
+
+
+def test_the_folders_above_are_twenty_and_most_have_gaps():
+    assert len(ASKED) + len(HAND_WRITTEN) >= 20
+
+
+@pytest.mark.parametrize(
+    "case", ["llava llama", "internvl qwen3, rms, qk norm, mask token, pooled by class token, tied", "qwen3_vl_moe"]
+)
+def test_asking_finds_what_was_written_by_hand(case):
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    written = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), ask=False)
+    asked = describe_fields(as_saved(config))
+    assert [x.name for x in asked.layers] == [x.name for x in written.layers]
+    for one, other in zip(asked.layers, written.layers, strict=True):
+        if one.unread:  # a class token alone leaves the last norm of CLIP; by hand all rows do
+            assert (one.num_params, one.kind, other.unread) == (other.num_params, other.kind, True)
+        else:
+            assert one == other
+    assert (asked.tied, asked.forbidden_cuts) == (written.tied, written.forbidden_cuts)
+
+
+def test_a_known_family_with_a_part_of_another_kind_is_asked_for(in_process):
+    vision = {"model_type": "pixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
+    spec = describe(config)
+    assert layer(spec, "transformer.layers.1").tower == "vision"
+    with pytest.raises(ConfigError, match=r"vision_config\.model_type is 'pixtral': one of"):
+        describe(config, ask=False)
+
+
+def test_a_class_s_own_token_count_does_not_contradict_another_image_size(in_process):
+    vision = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "num_hidden_layers": 2}
+    spec = describe({"model_type": "llava", "vision_config": vision, "text_config": {"num_hidden_layers": 2}})
+    assert spec.image_rule.count(100, 100).tokens == 16
+    with pytest.raises(ConfigError, match="image_seq_length"):
+        describe({"model_type": "llava", "vision_config": vision, "text_config": {}, "image_seq_length": 576})
+
+
+def test_old_files_with_text_fields_at_the_top_are_described(in_process):
+    text = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    flat = {"model_type": "qwen2_5_vl", **text, "vision_config": {"depth": 2}}
+    flat["vision_config"] |= {"out_hidden_size": 512, "fullatt_block_indexes": [1]}
+    spec = describe(flat)
+    assert spec.layers == describe(completed_fields(flat), ask=False).layers
+    assert [layer(spec, "language_model.layers.1").attention.num_kv_heads, spec.layers[-1].hidden_size] == [2, 512]
+
+
+@pytest.mark.parametrize("case", ["llava mistral, window, three taps, siglip with head", "llava_next"])
+def test_asking_finds_the_cuts_that_were_written_by_hand(case):
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
+    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    written = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), ask=False)
+    asked = describe_fields(as_saved(config))
+    assert asked.forbidden_cuts == written.forbidden_cuts
+    assert asked.forbidden_cut_reason
+
+
+def test_every_cut_in_front_of_cross_attention_is_forbidden():
+    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["mllama"])
+    spec = describe_fields({"model_type": model_type, "vision_config": vision, "text_config": text, **outer})
+    last = max(i for i, x in enumerate(spec.layers) if x.attention is not None and x.attention.cross)
+    start = spec.indices("language")[0]
+    assert set(range(start, last + 1)) <= spec.forbidden_cuts
+    assert last + 1 not in spec.forbidden_cuts
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench():
+    path = Path(__file__).parents[2] / "bench" / "model_support.py"
+    spec = importlib.util.spec_from_file_location("model_support", path)
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["model_support"] = found  # its dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_table_of_models_holds_what_is_so_and_the_reason_of_what_is_not(bench, monkeypatch):
+    rows = [bench.check(x) for x in ("smolvlm", "aya_vision")]
+    assert [x.described for x in rows] == [True, False]
+    assert "embed_dim must be divisible by num_heads" in bench.page(rows)
+    assert "default configurations 1 are described" in bench.page(rows)
+    honest = bench.describe_fields
+
+    def dishonest(fields):
+        spec = honest(fields)
+        first, *others = spec.layers
+        return replace(spec, layers=(replace(first, num_params=first.num_params + 1), *others))
+
+    monkeypatch.setattr(bench, "describe_fields", dishonest)
+    row = bench.check("smolvlm")
+    assert (row.described, row.reason) == (False, "parameters of model.vision_model.embeddings differ")
+
+
+def test_the_written_table_is_of_this_library_and_keeps_its_promise():
+    page = (Path(__file__).parents[2] / "docs" / "model-support.md").read_text()
+    if f"Transformers {transformers.__version__} maps" not in page:
+        pytest.skip("another Transformers than the table's")
+    assert page.count("| yes |") >= 80
+    assert len(re.findall(r"^\| `", page, re.M)) == len(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+# -- kinds of layers --------------------------------------------------------------------------------------------------
+
+
+def test_gated_delta_attention_is_priced_by_what_runs(monkeypatch):
+    text = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 1000}
+    fields = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1, "out_hidden_size": 256}}
+    spec = describe_fields(fields)
+    block, plain = layer(spec, "layers.0"), layer(spec, "layers.3")
+    assert (block.attention, plain.measured) == (None, None)
+    assert plain.attention.num_kv_heads < plain.attention.num_heads
+    tokens, squares = (block.measured.forward_flops[WORK_TERMS.index(x)] for x in ("tokens", "tokens_sq"))
+    assert squares == 0  # linear attention
+    assert 2.0 * block.num_matmul_params < tokens < 4.0 * block.num_matmul_params
+    assert block.measured.kept_bytes[WORK_TERMS.index("tokens")] > 2 * 10 * 256
+    monkeypatch.setattr(model, "NUM_TOKENS", 1024)  # the coefficients are those of any length
+    again = layer(describe_fields(fields), "layers.0").measured
+    assert again.forward_flops == pytest.approx(block.measured.forward_flops, rel=1e-4)  # edges of a convolution
+
+
+def test_experts_count_as_those_that_run():
+    block = layer(
+        describe_fields({"model_type": "aria", "text_config": {"num_hidden_layers": 1}}), "language_model.layers.0"
+    )
+    m, h = block.mlp, block.hidden_size
+    assert block.measured is None
+    assert (m.num_experts, m.gated) == (8, True)
+    attention = h * h * 4 if block.attention.num_kv_heads == block.attention.num_heads else None
+    experts = 3 * h * (m.experts_per_token * m.intermediate_size + m.shared_intermediate_size) + h * m.num_experts
+    assert block.num_matmul_params == attention + experts
+    assert block.num_params > 3 * h * m.num_experts * m.intermediate_size
+
+
+def test_per_layer_embeddings_are_layers_and_their_share_is_counted():
+    spec = describe_fields({"model_type": "gemma4", "text_config": {"num_hidden_layers": 6}})
+    table = layer(spec, "embed_tokens_per_layer")
+    assert (table.tower, table.kind) == ("language", "embed")
+    assert table.num_params > sum(x.num_params for x in spec.layers if x.name.endswith(("layers.0", "layers.1")))
+    assert {x.attention.window for x in spec.layers if x.attention is not None} == {512, None}
+
+
+def test_latent_attention_has_its_cache_and_a_measured_price():
+    text = {"num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 1000}
+    spec = describe_fields({"model_type": "kimi_k25", "text_config": text})
+    block = layer(spec, "language_model.layers.1")
+    assert block.measured is not None
+    a = block.attention
+    assert (a.head_dim, a.value_head_dim, a.num_kv_heads) == (192, 128, a.num_heads)
+    pairs = block.measured.forward_flops[WORK_TERMS.index("tokens_sq")]
+    assert pairs == a.num_heads * (a.head_dim + a.value_head_dim)  # half of 2 per pair: masked ones left out
+    with pytest.raises(PartitionError, match=r"tp 2 cannot share .*layers\.0: its work was measured whole"):
+        profile_model(spec, DEVICES["H200"], dims=profile_dims(tp=2))
+
+
+def profile_dims(**degrees):
+    from trimtab.specs import ParallelDims
+
+    return ParallelDims(**degrees)
+
+
+def test_audio_towers_take_their_weights_and_no_time():
+    text = {"num_hidden_layers": 1, "vocab_size": 1000}
+    spec = describe_fields(
+        {"model_type": "qwen2_5_omni_thinker", "text_config": text, "audio_config": {"encoder_layers": 1}}
+    )
+    costs = [x for x in profile_model(spec, DEVICES["H200"]).layers if x.tower == "audio"]
+    assert len(costs) >= 4
+    assert sum(x.num_params for x in costs) == spec.num_tower_params("audio") > 0
+    assert all(x.state_bytes > 0 and not any(x.forward_s) and not any(x.backward_s) for x in costs)
+
+
+def test_layers_that_cannot_be_run_or_explained_have_no_price():
+    spec = describe_fields({"model_type": "blip-2", "qformer_config": {"num_hidden_layers": 2}})
+    assert any("they have no price" in note for note in spec.notes)
+    with pytest.raises(PartitionError, match=r"1 layers, qformer\.encoder\.layer\.0 the first, is not known"):
+        profile_model(spec, DEVICES["H200"])
+
+
+def test_deepstack_features_forbid_cuts_up_to_the_block_that_takes_them():
+    spec = describe_fields({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 4, "hidden_size": 4096}})
+    names = [x.name for x in spec.layers]
+    first = names.index("model.visual.deepstack_merger_list.0")
+    last = names.index("model.language_model.layers.2")
+    assert spec.forbidden_cuts == set(range(first + 1, last + 1))
+
+
+# -- a model of one's own ---------------------------------------------------------------------------------------------
+
+
+class WidgetConfig(transformers.PreTrainedConfig):
+    model_type = "trimtab_widget"
+    hidden_size = 32
+    num_hidden_layers = 3
+    num_attention_heads = 4
+    vocab_size = 50
+    image_size = 16
+    patch_size = 4
+
+
+class WidgetAttention(nn.Module):
+    def __init__(self, config, *, is_causal):
+        super().__init__()
+        self.config, self.is_causal = config, is_causal
+        self.num_heads, self.head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(config.hidden_size, config.hidden_size, bias=False))
+
+    def forward(self, rows):
+        shape = (*rows.shape[:2], self.num_heads, self.head_dim)
+        q, k, v = (f(rows).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class WidgetBlock(nn.Module):
+    def __init__(self, config, *, is_causal=True):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.attn = WidgetAttention(config, is_causal=is_causal)
+        self.up_proj, self.down_proj = nn.Linear(config.hidden_size, 96), nn.Linear(96, config.hidden_size)
+
+    def forward(self, rows):
+        rows = rows + self.attn(self.norm(rows))
+        return rows + self.down_proj(nn.functional.gelu(self.up_proj(rows)))
+
+
+class WidgetVision(transformers.PreTrainedModel):
+    config_class = WidgetConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.patch = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
+        self.blocks = nn.ModuleList(WidgetBlock(config, is_causal=False) for _ in range(2))
+        self.post_init()
+
+    def forward(self, pixel_values):
+        rows = self.patch(pixel_values).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+class WidgetText(transformers.PreTrainedModel):
+    config_class = WidgetConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.hidden_size)  # made first, used last
+        self.layers = nn.ModuleList(WidgetBlock(config) for _ in range(config.num_hidden_layers))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids):
+        rows = self.embed_tokens(input_ids)
+        for block in self.layers:
+            rows = block(rows)
+        return self.norm(rows)
+
+
+class Widget(transformers.PreTrainedModel):
+    config_class = WidgetConfig
+    _tied_weights_keys = {"lm_head.weight": "language_model.embed_tokens.weight"}  # noqa: RUF012 - the library's name
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.language_model, self.vision_tower = WidgetText(config), WidgetVision(config)
+        self.projector = nn.Linear(config.hidden_size, config.hidden_size)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.post_init()
+
+    def get_image_features(self, pixel_values):
+        return self.projector(self.vision_tower(pixel_values)[:, ::4])
+
+    def get_input_embeddings(self):
+        return self.language_model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids):
+        return self.lm_head(self.language_model(input_ids))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def widget():
+    transformers.AutoConfig.register("trimtab_widget", WidgetConfig)
+    transformers.AutoModelForImageTextToText.register(WidgetConfig, Widget)
+
+
+def test_a_model_type_registered_here_is_described_without_a_line_in_trimtab(tmp_path, in_process):
+    WidgetConfig(num_hidden_layers=5).save_pretrained(tmp_path)
+    spec = describe(tmp_path)
+    assert_same_parameters(spec, build(WidgetConfig(num_hidden_layers=5)))
+    assert [x.name for x in spec.layers] == [
+        "vision_tower.patch",
+        *(f"vision_tower.blocks.{i}" for i in range(2)),
+        "projector",
+        "scale",
+        "language_model.embed_tokens",
+        *(f"language_model.layers.{i}" for i in range(5)),
+        "language_model.norm",
+        "lm_head",
+    ]
+    assert [x.name for x in spec.layers].index("scale") in spec.forbidden_cuts
+    assert "scale is a bare parameter" in spec.forbidden_cut_reason
+    block, projector = layer(spec, "language_model.layers.0"), layer(spec, "projector")
+    assert (block.attention.num_heads, block.attention.causal, block.mlp.intermediate_size) == (4, True, 96)
+    assert block.measured is None
+    assert not layer(spec, "blocks.0").attention.causal
+    assert (projector.tower, projector.rows_per_input) == ("projector", 0.25)
+    assert description_bytes(describe_model(build(WidgetConfig(num_hidden_layers=5)))) == description_bytes(
+        describe_fields(json.loads((tmp_path / "config.json").read_text()))
+    )
+
+
+def test_a_model_with_weights_is_not_used_up():
+    with pytest.raises(ConfigError, match=r"a model with weights was given.*build it under `torch\.device"):
+        describe_model(Widget(WidgetConfig()))
+
+
+def test_layers_come_in_module_order_and_say_so_where_nothing_can_be_run(monkeypatch):
+    monkeypatch.setattr(model, "text_calls", lambda module, size: iter(()))
+    monkeypatch.setattr(model, "image_calls", lambda module, units, encode: iter(()))
+    spec = describe_model(build(WidgetConfig()))
+    assert any("no forward pass could be made" in note for note in spec.notes)
+    assert any("No image could be passed" in note for note in spec.notes)
+    names = [x.name for x in spec.layers]
+    assert names.index("language_model.norm") < names.index("language_model.layers.0")
+    assert layer(spec, "layers.0").measured is None  # every weight is explained
+
+
+# -- the child process ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+HOSTILE = {
+    "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"},
+    "dtype": "os.system",
+    "_attn_implementation": "evil/kernel",
+    "trust_remote_code": True,
+    "quantization_config": {"quant_method": "evil"},
+}
+
+
+def test_a_child_answers_once_and_code_of_the_folder_is_never_run(tmp_path, cache, monkeypatch):
+    """A small model, by a real child process; its folder holds a module that would leave a trace."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "torch_dtype": "os.system"}
+    fields = {"model_type": "smolvlm", "text_config": {"model_type": "llama", **text}, "vision_config": HOSTILE}
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **HOSTILE}))
+    monkeypatch.chdir(tmp_path)
+    first = describe(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert first.layers == describe_fields({**fields, "vision_config": {}}).layers
+    assert dict(first.asked_of) == {"torch": torch.__version__, "transformers": transformers.__version__}
+    monkeypatch.setattr(ask, "_run_child", lambda request: pytest.fail("the answer was remembered"))
+    assert describe(tmp_path) == first
+    (remembered,) = cache.iterdir()
+    assert "layers" in json.loads(remembered.read_bytes())
+
+
+def test_sizes_of_no_model_end_in_one_sentence(cache):
+    huge = {"model_type": "smolvlm", "text_config": {"model_type": "llama", "hidden_size": 10**9}}
+    with pytest.raises(ConfigError, match=r"makes a model of 1\.3e\+20 parameters, and none has more than 1e\+14"):
+        describe_fields(huge)
+    huge["text_config"] = {"model_type": "llama", "num_hidden_layers": 10**8}
+    with pytest.raises(ConfigError, match=r"text_config\.num_hidden_layers is 100000000: a tower has at most 4096"):
+        complete(huge)
+
+
+def test_a_child_that_does_not_end_is_ended(cache, monkeypatch):
+    monkeypatch.setattr(ask, "MAX_CPU_S", 1)
+    with pytest.raises(ConfigError, match=r"did not end within 1 s of CPU time and 8 GiB: correct its sizes"):
+        describe({"model_type": "smolvlm"})
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("event", ["socket.connect", "subprocess.Popen", "os.system", "pickle.find_class"])
+def test_the_child_refuses_what_describing_does_not_need(event):
+    with pytest.raises(PermissionError, match=f"needs no {event}"):
+        child._watch(event, ())
+    child._watch("open", ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "nonsense"}, "has no such model: correct `model_type`, or update Transformers"),
+        ({"model_type": "nonsense", "auto_map": {}}, "its own code is never run: build it in Python"),
+        ({"model_type": "gpt2"}, "has no model of it that reads images and writes text"),
+        ({"model_type": "smolvlm", "text_config": 3}, "makes no configuration of this config.json of smolvlm"),
+        ({"model_type": "aya_vision"}, "builds no model of this config.json of aya_vision .*divisible by num_heads"),
+    ],
+)
+def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        describe_fields(fields)
+    assert len(str(error.value)) < 600
+    assert "\n" not in str(error.value)
+    assert child._reply(model, "describe", fields)["refused"] == str(error.value)

@@ -1,0 +1,248 @@
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.inference import Workload, inference_table
+from trimtab.costs.profile import profile_model
+from trimtab.errors import ConfigError, PartitionError
+from trimtab.models.describe import describe, read_config, shipped_models
+from trimtab.models.description import RULES, VERSION, description_bytes, read_description, save_description
+from trimtab.models.images import UnsettledRule
+from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec, ParallelDims
+
+
+def measured(name: str = "model.language_model.layers.0", **changes: object) -> LayerSpec:
+    """A block of another make: 1000 FLOPs a token, 10 a pair, and 100 bytes a token."""
+    work = MeasuredWork(forward_flops=(0, 0, 0, 0, 1000.0, 10.0, 0), kept_bytes=(0, 0, 0, 0, 100.0, 0, 0))
+    fields = {"tower": "language", "kind": "block", "hidden_size": 8, "output_size": 8}
+    return LayerSpec(name=name, **(fields | {"num_params": 90, "num_matmul_params": 80, "measured": work} | changes))
+
+
+def model(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec(
+        name="m", family="widget", layers=layers, image_rule=UnsettledRule(reason="no rule: give text"), vocab_size=10
+    )
+
+
+def written(spec: ModelSpec) -> dict:
+    return json.loads(description_bytes(spec))
+
+
+# -- writing and reading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_a_description_reads_back_as_it_was_written(name, tmp_path):
+    spec = describe(name)
+    save_description(spec, tmp_path / "model.json")
+    again = describe(tmp_path / "model.json")
+    assert again == spec
+    assert again.image_rule.count(1000, 700) == spec.image_rule.count(1000, 700)
+    assert again.origin.config == str(tmp_path / "model.json")
+    assert description_bytes(again) == description_bytes(spec) == (tmp_path / "model.json").read_bytes()
+
+
+def test_layers_alike_are_written_once():
+    layers = written(describe("Qwen2.5-VL-7B"))["layers"]
+    assert len(layers) < 20
+    assert max(x.get("num_alike", 1) for x in layers) == 28
+    spec = model(measured("a.0.x"), measured("a.1.x"), measured("a.3.x"), measured("b"))
+    assert [x.get("num_alike") for x in written(spec)["layers"]] == [2, None, None]
+    assert read_description(written(spec), whence="it") == spec
+
+
+def test_measured_work_and_versions_are_kept():
+    spec = replace(model(measured()), asked_of=(("torch", "2.13"),), forbidden_cuts=frozenset())
+    again = read_description(written(spec), whence="it")
+    assert (again.layers, again.asked_of) == (spec.layers, spec.asked_of)
+    with pytest.raises(ConfigError, match="no rule: give text"):
+        again.image_rule.count(10, 10)
+
+
+def test_runs_of_cuts_read_back():
+    layers = tuple(measured(f"layers.{i}") for i in range(8))
+    spec = replace(model(*layers), forbidden_cuts=frozenset({1, 2, 3, 6}))
+    assert written(spec)["forbidden_cuts"] == [[1, 3], [6, 6]]
+    assert read_description(written(spec), whence="it").forbidden_cuts == {1, 2, 3, 6}
+
+
+def test_limits_and_names_of_the_user_apply_to_a_description(tmp_path):
+    save_description(describe("Qwen2.5-VL-7B"), tmp_path / "model.json")
+    spec = describe(tmp_path / "model.json", max_pixels=1003520, name="mine")
+    assert spec.name == "mine"
+    assert spec.image_rule == describe("Qwen2.5-VL-7B", max_pixels=1003520).image_rule
+    with pytest.raises(ConfigError, match="its image rule was settled when it was written"):
+        describe(tmp_path / "model.json", preprocessor={"min_pixels": 1})
+    with pytest.raises(ConfigError, match="is a description, and the model itself has to be built: give its config"):
+        read_config(tmp_path / "model.json")
+
+
+def test_a_described_file_is_planned_without_torch(tmp_path):
+    save_description(model(measured(), measured("model.language_model.layers.1")), tmp_path / "model.json")
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from trimtab.models.describe import describe; from trimtab.costs.profile import profile_model\n"
+        "from trimtab.costs.devices import DEVICES\n"
+        f"print(len(profile_model(describe({str(tmp_path / 'model.json')!r}), DEVICES['H200']).layers))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "2"
+
+
+def test_a_rule_without_a_line_is_not_written():
+    class Other:
+        name = "other"
+
+    with pytest.raises(ConfigError, match="image rule of m is 'Other', which no description file holds"):
+        description_bytes(replace(model(measured()), image_rule=Other()))
+    assert set(RULES) >= {"SmartResize", "DynamicTiling", "UnsettledRule"}
+
+
+# -- outside data -----------------------------------------------------------------------------------------------------
+
+
+def edit(data: dict, path: str, value: object) -> dict:
+    result = copy.deepcopy(data)
+    *parents, key = path.split(".")
+    target = result
+    for part in parents:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    if isinstance(target, list):
+        target[int(key)] = value
+    elif value is ...:
+        del target[key]
+    else:
+        target[key] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("description_version", "trimtab-description 9", "has description_version 'trimtab-description 9', and this"),
+        ("vocab_size", "10", "vocab_size: expected int, found str"),
+        ("vocab_size", ..., "vocab_size: missing"),
+        ("code", "import os", "code: unknown"),
+        ("layers", [], "layers: expected a list of layers"),
+        ("layers.0", 3, "layers.0: expected an object"),
+        ("layers.0.hook", 1, "layers.0.hook: unknown"),
+        ("layers.0.hidden_size", 0, "layers.0.hidden_size: expected a number from 1"),
+        ("layers.0.hidden_size", 2**63, "layers.0.hidden_size: expected a number from 1"),
+        ("layers.0.num_params", True, "layers.0.num_params: expected int, found bool"),
+        ("layers.0.tower", "tail", "layers.0.tower: 'tail' is none of vision, projector, language, audio"),
+        ("layers.0.rows_per_input", -1.0, "rows_per_input: expected a number from 0"),
+        ("layers.0.num_alike", 10**6, "num_alike: expected a whole number from 1, and 12288 layers in all"),
+        ("layers.3.name", "lm_head", "'lm_head' has no number that"),
+        ("layers.0.name", "lm_head", "layers: names repeat"),
+        ("layers.1.num_matmul_params", 5, "its attention and mlp need"),
+        ("layers.0.measured", {"forward_flops": [1.0]}, "measured work has 7 coefficients, or none"),
+        ("forbidden_cuts", [[1, 10**9]], "1 to 1000000000 lies outside the"),
+        ("tied", [["lm_head", "nowhere"]], "tied: 'nowhere' is no layer"),
+        ("image_rule.kind", "os.system", "image_rule.kind: 'os.system' is none of"),
+        ("image_rule", 3, "image_rule: expected an object with `kind` and `settings`"),
+        ("image_rule.settings.patch_size", 0, "patch_size: expected a number from 1 to 4096, found 0"),
+        ("image_rule.settings.max_pixels", 1, "image_rule.settings.: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(path, value, words, tmp_path):
+    data = edit(written(describe("Qwen2.5-VL-7B")), path, value)
+    (tmp_path / "model.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as error:
+        describe(tmp_path / "model.json")
+    assert words in str(error.value)
+    assert "trimtab describe MODEL --out" in str(error.value)
+
+
+def places(value: object, prefix: str = "") -> list[str]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [x for k, v in items for x in (f"{prefix}{k}", *places(v, f"{prefix}{k}."))]
+
+
+VALUES = st.sampled_from([None, True, 0, -1, 3, 2**31, 10**400, 1.5, float("nan"), "", "x", [], [1], [[1, 1]], {}, ...])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damage_gives_a_model_that_can_be_priced_or_a_sentence(data):
+    content = written(describe(data.draw(st.sampled_from(shipped_models()))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from(places(content)))
+        if not (place.rpartition(".")[2].isdigit()):
+            content = edit(content, place, data.draw(VALUES))
+    if not isinstance(content, dict) or content.get("description_version") != VERSION:
+        return
+    message = ""
+    try:
+        profile_model(describe(content), DEVICES["H200"])
+    except (ConfigError, PartitionError) as error:  # not readable, or readable without a price
+        message = str(error)
+    assert len(message) < 8000
+
+
+# -- prices of measured work ------------------------------------------------------------------------------------------
+
+
+def test_measured_work_is_what_is_priced():
+    spec = model(measured(), measured("model.language_model.layers.1"))
+    cost = profile_model(spec, DEVICES["H200"], packed=False).layers[1]
+    assert cost.tiers[0].saved_bytes == (0, 0, 0, 0, 100.0, 0, 0)
+    assert [tier.name for tier in cost.tiers] == ["none", "full"]
+    assert cost.tiers[1].saved_bytes == (0, 0, 0, 0, 16.0, 0, 0)
+    twice = replace(
+        measured(), measured=MeasuredWork(forward_flops=(0, 0, 0, 0, 1000.0, 20.0, 0), kept_bytes=(0.0,) * 7)
+    )
+    more = profile_model(model(twice), DEVICES["H200"], packed=False).layers[0]
+    pairs = DEVICES["H200"].peak_flops * 0.5
+    assert more.forward_s[5] == pytest.approx(20 / pairs)
+    assert cost.forward_s[5] == pytest.approx(10 / pairs)
+    assert cost.forward_s[4] > 1000 / DEVICES["H200"].peak_flops
+    half = profile_model(spec, DEVICES["H200"], dtype="fp32").layers[1]
+    assert half.tiers[0].saved_bytes[4] == 200.0
+
+
+def test_measured_work_is_not_divided():
+    with pytest.raises(PartitionError, match=r"tp 2 cannot share .*its work was measured whole, no formula divides it"):
+        profile_model(model(measured()), DEVICES["H200"], dims=ParallelDims(tp=2))
+
+
+def test_work_that_is_not_known_is_refused_with_the_first_layer():
+    spec = model(measured(measured=MeasuredWork()))
+    with pytest.raises(PartitionError, match=r"that of 1 layers, .*layers\.0 the first, is not known"):
+        profile_model(spec, DEVICES["H200"])
+    assert inference_table(spec, Workload()).weights.tolist() == [180]  # but it can be placed
+
+
+def test_audio_towers_have_state_alone():
+    audio = measured("audio.0", tower="audio", rows_per_input=0.0, rows_out_per_input=0.0)
+    spec = model(replace(audio, measured=None, num_matmul_params=80), measured())
+    cost = profile_model(spec, DEVICES["H200"]).layers[0]
+    assert cost.state_bytes == 90 * 18
+    assert cost.forward_s == cost.backward_s == cost.tiers[0].saved_bytes == (0.0,) * NUM_WORK_TERMS
+    table = inference_table(spec, Workload())
+    assert (table.weights[0], table.prefill[0], table.runs[0]) == (180, 0, 0)
+
+
+def test_layers_with_other_work_do_not_pass_for_alike():
+    other = replace(measured(), measured=MeasuredWork())
+    assert measured().alike != other.alike
+    assert repr(measured()) == repr(other)  # plans' fingerprints know names, widths and parameters
+
+
+def test_the_command_line_writes_and_reads_descriptions(tmp_path):
+    out = Path(tmp_path / "model.json")
+    run = [sys.executable, "-m", "trimtab", "describe"]
+    subprocess.run([*run, "Qwen2.5-VL-7B", "--out", str(out)], check=True, capture_output=True)
+    assert describe(out) == describe("Qwen2.5-VL-7B")
+    out.write_text(out.read_text().replace('"vocab_size"', '"vocabulary"'))
+    bad = subprocess.run([*run, str(out)], check=False, capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert "vocab_size: missing" in bad.stderr
+    assert "Traceback" not in bad.stderr
