@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "trimtab"
 # before anything imports torch, and for every process a test starts; set them yourself to test with more
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# what Transformers was asked is remembered for this run alone, by all workers: their environment is the first process's
+ANSWERS = None if "TRIMTAB_CACHE" in os.environ else tempfile.TemporaryDirectory(prefix="trimtab-tests-")
+if ANSWERS is not None:
+    os.environ["TRIMTAB_CACHE"] = ANSWERS.name
 
 # torch 2.13: bf16 attention on an AVX-512 processor held to AVX2 by ATEN_CPU_CAPABILITY
 FAULT_OF_TORCH = "pack_vnni2 is only supported when avx512 is supported"
