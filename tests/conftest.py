@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from plain_cases import mark_the_rest
+
 SOURCE = Path(__file__).parents[1] / "src" / "trimtab"
 
 # before anything imports torch, and for every process a test starts; set them yourself to test with more
@@ -76,3 +79,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     programs = [{"balance": PACKS, "partition": SPLITS}[x] for x in missing]
     for process in [subprocess.Popen([sys.executable, "-c", x]) for x in programs]:
         process.wait()  # one that fails fails in the tests too
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)

@@ -82,12 +82,14 @@ def run_blocks(page: Path, folder: Path) -> None:
 
 
 def pages_that_run() -> list[Any]:
-    """Pages with blocks; among the integration tests where a long example is run."""
-    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" and any(y in x.code for y in _LONG)}
+    """Pages with blocks; among the integration tests where one needs torch or runs a long example."""
+    slow = re.compile(r"torch|transformers|trimtab serve|" + "|".join(_LONG))
     return [
-        pytest.param(page, id=page.name, marks=[pytest.mark.integration] if page in slow else [])
+        pytest.param(
+            page, id=page.name, marks=[pytest.mark.integration] if any(slow.search(x.code) for x in ran) else []
+        )
         for page in PAGES
-        if any(x.language in ("sh", "python") for x in blocks(page))
+        if (ran := [x for x in blocks(page) if x.language in ("sh", "python") and not is_install(x.code)])
     ]
 
 

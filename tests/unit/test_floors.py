@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from plain_cases import KEPT
+
 SOURCE = Path(__file__).parents[2] / "src" / "trimtab"
 FLOORS = {
     "errors": 0,
@@ -117,3 +119,10 @@ def test_every_public_name_exists() -> None:
     for name in trimtab.__all__:
         assert getattr(trimtab, name) is not None
     assert set(trimtab.__all__) == set(trimtab._HOMES)
+
+
+def test_every_name_in_the_table_of_long_tests_is_a_test() -> None:
+    tests = Path(__file__).parents[1]
+    for name in KEPT:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (tests / file).read_text(encoding="utf-8"), f"plain_cases.py: no test {name}"

@@ -1,0 +1,68 @@
+"""What the plain test command leaves to the tests marked `integration`: long tests, and most cases of long families.
+
+One table instead of marks in fifty files, so that it can be weighed as a whole. Nothing is lost: `.ci/run` runs the
+rest in its section `processes`. Seconds are of one fast core, 2026-11-22; a test of more than 4 s belongs here, unless
+it is the only guard of a claim of the README.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+# test function -> how many of its cases the plain command keeps, evenly spread; 0: none
+KEPT = {
+    "cli/test_profile_verb.py::test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked": 0,  # 30 s
+    "cli/test_profile_verb.py::test_what_cannot_be_timed_is_one_sentence": 1,  # 8
+    "cli/test_frameworks.py::test_a_plan_that_megatron_cannot_run_is_refused_and_fitted": 1,  # 7
+    "torch/test_asked.py::test_families_without_a_line_here_are_described_by_their_folder": 3,  # 8
+    "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
+    "torch/test_images_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
+    "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 6,  # 12
+    "torch/test_offloaded_layers.py::"
+    "test_what_is_moved_leaves_the_device_which_then_holds_no_more_than_under_full_recompute": 1,  # 14
+    "torch/test_placement_families.py::test_every_map_gives_the_whole_models_answer": 2,  # 95
+    "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
+    "torch/test_placement_memory.py::test_a_devices_bytes_are_those_counted_on_the_real_modules": 6,  # 7
+    "torch/test_placement_memory.py::test_every_kind_of_layer_peaks_where_it_is_said_to": 4,  # 5
+    "torch/test_placement_traffic.py::test_a_shortage_of_vision_tower_and_embedding_costs_a_fiftieth": 0,  # 47
+    "torch/test_probe.py::test_a_budget_that_full_recompute_exceeds_is_refused_with_the_missing_bytes": 0,  # 5
+    "torch/test_random_caps.py::test_no_plan_under_a_random_cap_holds_more_than_the_cap": 0,  # 25
+    "torch/test_recompute.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 9,  # 3
+    "torch/test_recompute.py::test_under_ddp_and_fsdp2_gradients_are_bit_equal": 0,  # 7
+    "torch/test_recompute_memory.py::test_a_recomputed_block_needs_what_it_computes_again_as_well": 3,  # 11
+    "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
+    "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 4,  # 13
+    "torch/test_recompute_shares.py::test_bytes_of_micro_batches_in_flight_are_the_predicted_ones": 1,
+    "torch/test_refine.py::test_a_run_over_its_time_is_stopped_with_its_workers": 0,  # 5
+    "torch/test_refine.py::test_a_run_that_will_not_end_is_killed": 0,  # 3
+    "torch/test_serve.py::test_a_connection_without_a_request_is_closed": 1,  # 10
+    "torch/test_serve_command.py::test_a_second_interrupt_ends_what_is_left": 0,  # 6
+    "torch/test_serve_command.py::test_a_signal_finishes_what_was_accepted_and_leaves_nothing": 1,  # 12
+    "torch/test_simulator_against_torch.py::test_torch_runs_our_blocks_in_our_order": 2,  # 7
+    "torch/test_traced.py::test_a_blocks_transient_is_its_workspace_without_what_it_computes_again": 1,  # 7
+    "torch/test_traced.py::test_flash_keeps_neither_masks_nor_repeated_keys": 0,  # 6
+    "torch/test_traced.py::test_layers_add_up_to_a_whole_model_of_another_size": 0,  # 21
+    "torch/test_traced.py::test_peak_is_the_allocators_but_for_the_kernels_workspaces": 1,  # 16
+    "torch/test_train.py::test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie": 0,  # 8
+    "torch/test_vision_families.py::test_images_apart_are_encoded_as_together": 13,  # 8
+    "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
+    "unit/test_build.py::test_other_choices_give_plans_that_check": 3,  # 7
+    "unit/test_search.py::test_search_finds_the_optimum_of_small_instances": 14,  # 14
+    "unit/test_search.py::test_top_candidates_are_the_best_of_all": 7,  # 8
+    "unit/test_stages.py::test_split_equals_brute_force_where_layers_may_be_offloaded": 3,  # 9
+}
+
+
+def mark_the_rest(items: list[pytest.Item]) -> None:
+    """Marks what the table leaves out as `integration`."""
+    by_function: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_function[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+    for name, kept in KEPT.items():
+        found = by_function.get(name, [])
+        stays = {round(i * (len(found) - 1) / max(kept - 1, 1)) for i in range(min(kept, len(found)))}
+        for number, item in enumerate(found):
+            if number not in stays:
+                item.add_marker("integration")
