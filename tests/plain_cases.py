@@ -15,8 +15,8 @@ import pytest
 KEPT = {
     "cli/test_profile_verb.py::test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked": 0,  # 30 s
     "cli/test_profile_verb.py::test_what_cannot_be_timed_is_one_sentence": 1,  # 8
-    "cli/test_frameworks.py::test_a_plan_that_megatron_cannot_run_is_refused_and_fitted": 1,  # 7
-    "torch/test_asked.py::test_families_without_a_line_here_are_described_by_their_folder": 3,  # 8
+    "cli/test_frameworks.py::test_a_plan_that_megatron_cannot_run_is_refused_and_fitted": 0,  # 7
+    "torch/test_asked.py::test_families_without_a_line_here_are_described_by_their_folder": 1,  # 8
     "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_images_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
     "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 6,  # 12
@@ -31,9 +31,9 @@ KEPT = {
     "torch/test_random_caps.py::test_no_plan_under_a_random_cap_holds_more_than_the_cap": 0,  # 25
     "torch/test_recompute.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 9,  # 3
     "torch/test_recompute.py::test_under_ddp_and_fsdp2_gradients_are_bit_equal": 0,  # 7
-    "torch/test_recompute_memory.py::test_a_recomputed_block_needs_what_it_computes_again_as_well": 3,  # 11
+    "torch/test_recompute_memory.py::test_a_recomputed_block_needs_what_it_computes_again_as_well": 1,  # 11
     "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
-    "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 4,  # 13
+    "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 2,  # 13
     "torch/test_recompute_shares.py::test_bytes_of_micro_batches_in_flight_are_the_predicted_ones": 1,
     "torch/test_refine.py::test_a_run_over_its_time_is_stopped_with_its_workers": 0,  # 5
     "torch/test_refine.py::test_a_run_that_will_not_end_is_killed": 0,  # 3
@@ -45,6 +45,15 @@ KEPT = {
     "torch/test_traced.py::test_flash_keeps_neither_masks_nor_repeated_keys": 0,  # 6
     "torch/test_traced.py::test_layers_add_up_to_a_whole_model_of_another_size": 0,  # 21
     "torch/test_traced.py::test_peak_is_the_allocators_but_for_the_kernels_workspaces": 1,  # 16
+    "torch/test_pipeline_runs.py::test_one_replica_loses_bit_by_bit_what_one_process_loses": 0,
+    "torch/test_pipeline_runs.py::test_twenty_optimizer_steps_lose_what_one_process_loses": 0,  # 10
+    "torch/test_train.py::test_every_schedule_trains_as_one_process_does": 0,  # 40
+    "torch/test_train.py::test_gradients_are_clipped_over_all_stages_together": 0,  # with the same runs
+    "torch/test_train.py::test_recompute_changes_no_bit": 0,
+    "torch/test_train.py::test_frozen_towers_stay_as_they_are": 0,
+    "torch/test_train.py::test_bfloat16_loses_nearly_as_float32": 0,
+    "torch/test_train.py::test_the_log_compares_every_step_with_the_plan": 0,
+    "torch/test_train.py::test_the_report_takes_the_run": 0,
     "torch/test_train.py::test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie": 0,  # 8
     "torch/test_vision_families.py::test_images_apart_are_encoded_as_together": 13,  # 8
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
@@ -52,6 +61,34 @@ KEPT = {
     "unit/test_search.py::test_search_finds_the_optimum_of_small_instances": 14,  # 14
     "unit/test_search.py::test_top_candidates_are_the_best_of_all": 7,  # 8
     "unit/test_stages.py::test_split_equals_brute_force_where_layers_may_be_offloaded": 3,  # 9
+    "cli/test_cli.py::test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed": 0,
+    "cli/test_cli.py::test_every_method_and_order_packs_every_sample": 6,
+    "cli/test_frameworks.py::test_frameworks_without_stages_take_a_plan_without_pipeline": 0,
+    "torch/test_analytic_against_autograd.py::test_kept_bytes_equal_autograd": 12,
+    "torch/test_analytic_against_autograd.py::"
+    "test_unread_layers_are_those_that_no_gradient_reaches_and_keep_nothing": 4,
+    "torch/test_analytic_against_autograd.py::test_frozen_layer_keeps_only_what_input_gradients_need": 4,
+    "torch/test_analytic_against_autograd.py::test_selective_tier_holds_the_results_of_products_and_attention": 4,
+    "torch/test_images_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
+    "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_with_eager_attention": 1,
+    "torch/test_probe.py::test_measured_bytes_are_those_that_autograd_keeps": 0,
+    "torch/test_probe.py::test_the_choice_fits_and_one_layer_fewer_recomputed_does_not": 0,
+    "torch/test_probe.py::test_an_understated_profile_steps_back_until_a_run_passes": 0,
+    "torch/test_serve.py::test_an_answer_that_takes_too_long_is_given_up": 0,
+    "torch/test_serve.py::test_tokens_are_those_of_the_plain_model": 2,
+    "torch/test_serve_command.py::test_a_placed_model_answers_as_the_whole_one": 0,
+    "torch/test_timed.py::test_one_layer_of_each_kind_is_timed": 8,
+    "torch/test_traced.py::test_a_stage_that_begins_inside_a_tower_holds_its_masks": 0,
+    "torch/test_traced.py::test_fused_kernels_save_norm_copies_and_an_activation": 0,
+    "unit/test_build.py::test_gpipe_fits_with_the_micro_batches_it_was_priced_with": 1,
+    "unit/test_build.py::test_other_plans_simulate_to_the_same_figures": 1,
+    "unit/test_build.py::test_what_is_left_open_is_chosen_so_that_it_fits": 0,
+    "unit/test_expressible.py::test_a_framework_without_stages_is_fitted_and_priced": 0,
+    "unit/test_expressible.py::test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes": 2,
+    "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,
+    "unit/test_size.py::test_a_killed_pass_resumes_to_the_same_bytes": 0,
+    "unit/test_stages.py::test_split_equals_brute_force_on_a_thousand_instances": 4,
+    "unit/test_vision_decision.py::test_a_pipeline_keeps_the_tower_whole_on_its_first_stage": 0,
 }
 
 

@@ -58,7 +58,6 @@ def is_install(code: str) -> bool:
     return "pip install" in code or "git clone" in code or ".ci/run" in code
 
 
-_LONG = ("train_on_two_stages.py", "time_layers.py")  # among the integration tests
 _ONE_AFTER_THE_OTHER = """
 import json, sys
 for line, code in json.load(sys.stdin):
@@ -82,14 +81,14 @@ def run_blocks(page: Path, folder: Path) -> None:
 
 
 def pages_that_run() -> list[Any]:
-    """Pages with blocks; among the integration tests where one needs torch or runs a long example."""
-    slow = re.compile(r"torch|transformers|trimtab serve|" + "|".join(_LONG))
+    """Pages with blocks; among the integration tests those but the README that run commands or need torch."""
+    needs = re.compile("torch|transformers")
+    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" or needs.search(x.code)}
+    plain = {*PAGES} - slow | {ROOT / "README.md"}
     return [
-        pytest.param(
-            page, id=page.name, marks=[pytest.mark.integration] if any(slow.search(x.code) for x in ran) else []
-        )
+        pytest.param(page, id=page.name, marks=[pytest.mark.integration] * (page not in plain))
         for page in PAGES
-        if (ran := [x for x in blocks(page) if x.language in ("sh", "python") and not is_install(x.code)])
+        if any(x.language in ("sh", "python") for x in blocks(page))
     ]
 
 

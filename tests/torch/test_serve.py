@@ -586,7 +586,11 @@ def test_first_come_first_served(folder: Path) -> None:
         accepted = []
         for k in range(8):
             accepted.append(pool.submit(running.send, said(f"client {k}", max_tokens=1, stream=k % 2 == 0)))
-            wait_for(lambda k=k: running.metric("trimtab_requests_waiting") == k)
+            wait_for(
+                lambda k=k: (
+                    running.metric("trimtab_requests_running") == 1 and running.metric("trimtab_requests_waiting") == k
+                )
+            )
         gate.set()
         assert [x.result().status for x in accepted] == [200] * 8
         assert served == [f"client {k}" for k in range(8)]
