@@ -6,7 +6,6 @@ The plain test command runs the covering cases, the tests marked `integration` a
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import pytest
@@ -14,15 +13,15 @@ import pytest
 C = TypeVar("C")
 
 
-def covering(cases: Sequence[C], values: Sequence[str] = ()) -> list[C]:
-    """In their order, each case that shows a value of a field (of `values`, if given) that none before it shows.
+def covering(cases: Sequence[C], values: Sequence[str]) -> list[C]:
+    """In their order, each case that shows a value of one of the fields `values` that none before it shows.
 
     Example: (a, 1), (a, 2), (b, 1), (b, 2) -> (a, 1), (a, 2), (b, 1).
     """
     seen: set[tuple[str, Hashable]] = set()
     chosen = []
     for case in cases:
-        shown = {(name, getattr(case, name)) for name in values or [x.name for x in fields(case)]}  # type: ignore[arg-type]
+        shown = {(name, getattr(case, name)) for name in values}
         if shown - seen:
             chosen.append(case)
             seen |= shown

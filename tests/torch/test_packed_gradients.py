@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="trains tiny models for one step")
 transformers = pytest.importorskip("transformers", reason="holds the models that packs are fed to")
 
 from gloo_ranks import on_ranks  # noqa: E402
+from rounding import distance  # noqa: E402
 from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
 from torch.nn.functional import cross_entropy  # noqa: E402
 
@@ -44,13 +45,6 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """|found - expected| / |expected|, over all parameters as one vector."""
-    assert found.keys() == expected.keys()
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
-
-
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("case", ["qwen3_vl_moe", "internvl qwen2", "gemma3"])
 def test_one_pack_has_the_gradient_of_its_samples_alone(case, weighting):
@@ -61,10 +55,10 @@ def test_one_pack_has_the_gradient_of_its_samples_alone(case, weighting):
     batch = collator(packs.samples)
     logits = packs.model(**{k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}).logits
     packed_loss(logits, batch, denominator=step_denominator([batch])).backward()
-    assert relative_error(gradients(packs.model), expected) <= RELATIVE
+    assert distance(gradients(packs.model), expected) <= RELATIVE
 
     other = gradient_alone(packs, packs.samples, "sample" if weighting == "token" else "token")
-    assert relative_error(other, expected) > 0.05
+    assert distance(other, expected) > 0.05
 
 
 def step_of_one_rank(model: Any, batches: list[dict[str, Any]], *, naive: bool) -> None:
@@ -100,7 +94,7 @@ def one_rank(rank: int, folder: str) -> None:
                 packs.model.zero_grad(set_to_none=True)
                 model = torch.nn.parallel.DistributedDataParallel(packs.model)  # every parameter, every time
                 step_of_one_rank(model, batches, naive=naive)
-                found = relative_error(gradients(packs.model), expected)
+                found = distance(gradients(packs.model), expected)
                 errors[f"{case} {weighting} {'naive' if naive else 'packed'}"] = found
     Path(folder, f"errors{rank}.json").write_text(json.dumps(errors))
 

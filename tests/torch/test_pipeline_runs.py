@@ -26,7 +26,6 @@ RELATIVE = BOUNDS[torch.float32]
 PLAIN = covering(
     CASES, ("family", "schedule", "ranks", "dp", "chunks", "frozen", "recompute", "share", "dtype", "shared")
 )
-FAMILIES_TRAINED = others_integration(list(TRAINED), ["internvl"])
 CASES_BY_NAME = others_integration(CASES, PLAIN, lambda case: case.name)
 
 
@@ -87,7 +86,7 @@ def test_the_ranks_hold_the_whole_model_once(case, errors):
         assert dropped > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES_TRAINED)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize(("shape", "replicas"), [("3x1", 1), ("2x2", 2)])
 def test_twenty_optimizer_steps_lose_what_one_process_loses(family, shape, replicas, found):
     alone = found[replicas - 1]["losses"][f"{family} alone, {replicas}"]
@@ -98,7 +97,7 @@ def test_twenty_optimizer_steps_lose_what_one_process_loses(family, shape, repli
         assert losses == pytest.approx(alone, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("family", FAMILIES_TRAINED)
+@pytest.mark.parametrize("family", TRAINED)
 def test_one_replica_loses_bit_by_bit_what_one_process_loses(family, found):
     assert found[0]["losses"][f"{family} 3x1"] == found[0]["losses"][f"{family} alone, 1"]
 

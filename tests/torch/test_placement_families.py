@@ -8,7 +8,6 @@ torch = pytest.importorskip("torch", reason="runs tiny models")
 pytest.importorskip("transformers", reason="holds the models that are spread")
 pytest.importorskip("accelerate", reason="hooks modules")
 
-from covering import others_integration  # noqa: E402
 from rounding import assert_close  # noqa: E402
 from simulated_devices import simulated  # noqa: E402
 from spread_cases import DESCRIBED, GENERATE, OTHERS, coarse_maps, make_case, maps_of  # noqa: E402
@@ -19,10 +18,9 @@ from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
 pytestmark = pytest.mark.torch
 
 NUM_MAPS = 20
-PLAIN = ("gemma3", "qwen3_vl_moe", "mllama")  # windows; experts and DeepStack; cross-attention
 
 
-@pytest.mark.parametrize("name", others_integration([*DESCRIBED, *OTHERS], PLAIN))
+@pytest.mark.parametrize("name", [*DESCRIBED, *OTHERS])
 @torch.no_grad()
 def test_every_map_gives_the_whole_models_answer(name, tmp_path):
     case = make_case(name, tmp_path)

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch", reason="runs small models")
 pytest.importorskip("transformers", reason="holds the models")
 pytest.importorskip("accelerate", reason="is what we compare with")
 
-from covering import others_integration  # noqa: E402
 from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 
@@ -31,7 +30,7 @@ def quiet_accelerate():
     logger.disabled = before
 
 
-@pytest.mark.parametrize("family", others_integration(list(FAMILIES), ["internvl"]))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_shortage_of_vision_tower_and_embedding_costs_a_fiftieth(family, tmp_path):
     shop = open_shop(family, tmp_path, num_new=NUM_NEW)
     for share in (0.3, 1.0):

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.torch
     ("case", "attention", "dtype"),
     [
         ("internvl qwen2", "eager", "fp32"),
-        pytest.param("gemma3", "sdpa", "bf16", marks=pytest.mark.integration),
-        pytest.param("qwen2_5_vl", "sdpa", "bf16", marks=pytest.mark.integration),
+        ("gemma3", "sdpa", "bf16"),
+        ("qwen2_5_vl", "sdpa", "bf16"),
     ],
 )
 def test_no_plan_under_a_random_cap_holds_more_than_the_cap(case, attention, dtype):

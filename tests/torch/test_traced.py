@@ -108,9 +108,7 @@ def test_a_frozen_tower_keeps_nothing():
 CASES = [
     ("qwen3_vl_moe", "flash"),
     ("gemma3", "eager"),
-    pytest.param(
-        "internvl qwen3, rms, qk norm, mask token, pooled by class token, tied", "sdpa", marks=pytest.mark.integration
-    ),
+    ("internvl qwen3, rms, qk norm, mask token, pooled by class token, tied", "sdpa"),
 ]
 
 
