@@ -79,24 +79,6 @@ def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Pa
     assert "keeps the vision encoder whole" in titan.out
 
 
-def test_colossalai_has_a_number_for_every_stage(run: Run, drawn: Path, split: Path, tmp_path: Path) -> None:
-    refused = run("export", "colossalai", split, "--json")
-    assert refused.code == 2
-    assert "num_layers_per_stage counts decoder blocks alone" in refused.json["error"]
-    assert "without such cuts nothing fits" in refused.json["error"], "the tower keeps its activations there"
-    plan = tmp_path / "plan"
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
-    limits = "--max-pixels 1003520 --max-patches 32768 --max-tokens 24576 --num-microbatches 4"
-    words += f"--for colossalai --cluster 8xA100-80GB --pp 2 --tp 4 {limits}".split()
-    made = run(*words)
-    assert made.code == 0, made.err
-    exported = run("export", "colossalai", plan, "--fit", tmp_path / "fit", "--json")
-    assert exported.code == 0, exported.err
-    assert sum(exported.json["plugin"]["num_layers_per_stage"]) == 28
-    assert any("need a custom_policy of your own" in warning for warning in exported.json["warnings"])
-    assert run("check", tmp_path / "fit", "--for", "colossalai").code == 0
-
-
 def test_frameworks_without_stages_take_a_plan_without_pipeline(
     run: Run, drawn: Path, split: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
-from trimtab.adapters.colossalai import colossal_export, colossal_ladders, colossal_unsupported_cuts
 from trimtab.adapters.deepspeed import deepspeed_export, deepspeed_runs
 from trimtab.adapters.huggingface import huggingface_export, plain_settings
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
@@ -140,20 +139,6 @@ def _to_torch_pipelining(found: ReloadedPlan, _price: float | None) -> Exported:
     return Exported(text=export.json(), fields=export.as_dict(), runs=found.stages, warnings=export.warnings)
 
 
-def _to_colossalai(found: ReloadedPlan, price: float | None) -> Exported:
-    export = colossal_export(**_planned_in_chunks(found), price=price)
-    return Exported(
-        text=export.python(),
-        fields={
-            "plugin": dict(export.plugin),
-            "num_ckpt_layers_per_stage": export.num_ckpt_layers_per_stage,
-            "gradient_checkpointing": export.recomputes,
-        },
-        runs=export.runs,
-        warnings=export.warnings,
-    )
-
-
 def _to_xtuner(found: ReloadedPlan, _price: float | None) -> Exported:
     case = found.case
     export = xtuner_export(
@@ -239,14 +224,6 @@ def _titan_can(model: ModelSpec, _pp: int) -> Expressible:
     )
 
 
-def _colossal_can(model: ModelSpec, _pp: int) -> Expressible:
-    return Expressible(
-        forbidden_cuts=colossal_unsupported_cuts(model),
-        tiers=_full_decoder,
-        ladders=partial(colossal_ladders, model),
-    )
-
-
 def _xtuner_can(model: ModelSpec, _pp: int) -> Expressible:
     return Expressible(forbidden_cuts=_every_cut(model), tiers=_full_blocks, ladders=partial(xtuner_ladder, model))
 
@@ -268,7 +245,6 @@ TARGETS: Mapping[str, Target] = {
         ),
         export=_to_deepspeed,
     ),
-    "colossalai": Target(title="ColossalAI", can=_colossal_can, export=_to_colossalai),
     "xtuner-fsdp": Target(title="xtuner", can=_xtuner_can, export=_to_xtuner),
     "huggingface": Target(
         title="Transformers",

@@ -23,7 +23,6 @@ Framework = Literal[
     "torchtitan",
     "deepspeed",
     "torch-pipelining",
-    "colossalai",
     "xtuner-fsdp",
     "huggingface",
 ]

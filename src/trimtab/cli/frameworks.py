@@ -24,7 +24,6 @@ _HELP = {
     "torchtitan": "Print torchtitan's parallelism and recompute settings for PLAN.",
     "deepspeed": "Write a Python module with a PipelineModule that is cut as PLAN says.",
     "torch-pipelining": "Write modules, rank and recompute of each stage as JSON for torch.distributed.pipelining.",
-    "colossalai": "Print ColossalAI's HybridParallelPlugin for PLAN, with recompute of each stage's first blocks.",
     "xtuner-fsdp": "Print recompute_ratio and vision_recompute_ratio of xtuner's FSDPConfig for PLAN.",
     "huggingface": "Print the lines that recompute PLAN's layers in a Transformers model, and its own nearest setting.",
 }
