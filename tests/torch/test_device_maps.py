@@ -15,7 +15,7 @@ from accelerate.utils.modeling import check_device_map  # noqa: E402
 from tiny_models import BARE, ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
-from trimtab.adapters.accelerate import accelerate_device_map, auto_map, build_on_meta, max_memory  # noqa: E402
+from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory  # noqa: E402
 from trimtab.costs.inference import Workload  # noqa: E402
 from trimtab.errors import UnsupportedPlanError  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
@@ -82,18 +82,6 @@ def test_the_loader_of_transformers_reads_the_map_as_it_is_meant(case):
     for name in names:
         key = next(key for key in found if name == key or name.startswith(f"{key}."))
         assert read[name] == found[key], name
-
-
-def test_modules_computed_in_host_memory_are_named_by_a_torch_device():
-    spec, _ = build("qwen2_5_vl")
-    found = placed(spec, 1, share=0.84, cpu_bytes=GIB)
-    assert found.run_on_cpu
-    theirs = accelerate_device_map(found)
-    for name, device in theirs.items():
-        if name in found.run_on_cpu:
-            assert device == torch.device("cpu")
-        else:
-            assert device == found.device_map[name]
 
 
 @pytest.mark.parametrize("library", ["accelerate", "transformers"])

@@ -1,4 +1,4 @@
-"""Device maps of Accelerate and Transformers: ours in their words, theirs from the real libraries.
+"""Device maps that Accelerate and Transformers choose themselves, from the real libraries.
 
 Tested with accelerate 1.15 and Transformers 5.23. Transformers keeps its own copy of Accelerate's rule behind
 `device_map="auto"`; the copy is private (`integrations.accelerate._get_device_map`), and there is no public way to it.
@@ -18,21 +18,10 @@ from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.partition.machine import Machine
-from trimtab.partition.placed import DeviceKey, Placement
+from trimtab.partition.placed import DeviceKey
 
 Library = Literal["accelerate", "transformers"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def accelerate_device_map(placement: Placement) -> dict[str, int | str | torch.device]:
-    """The map as `accelerate.dispatch_model` takes it.
-
-    Modules to compute in host memory become `torch.device("cpu")`: the string "cpu" means to Accelerate that the
-    weights are copied to a GPU at each call. Every layer has a key of its own: the loader of Transformers, which
-    matches keys as prefixes without a dot behind them, then meets `layers.10` before `layers.1`.
-    """
-    on_cpu = set(placement.run_on_cpu)
-    return {name: torch.device("cpu") if name in on_cpu else x for name, x in placement.device_map.items()}
 
 
 def max_memory(machine: Machine) -> dict[int | str, int]:

@@ -65,7 +65,7 @@ def trace_step(
             loss = module(**inputs).loss
         gc.collect(0)
         recorder.end_forward()
-        forward_bytes, forward_flops = mode.live_bytes, mode.flops
+        forward_bytes = mode.live_bytes
         storages, keepers = recorder.list_storages(), recorder.list_keepers()
         if backward:
             recorder.begin_backward()
@@ -92,7 +92,6 @@ def trace_step(
         ),
         storages=storages,
         recomputed=frozenset(recomputed),
-        outside_flops=forward_flops - sum(record.forward_flops for record in records),
         forward_bytes=forward_bytes,
         peak_bytes=mode.step_peak_bytes,
     )

@@ -43,11 +43,6 @@ def splits_backward(schedule: ScheduleName) -> bool:
     return schedule in _SPLIT_BACKWARD
 
 
-def default_num_chunks(schedule: ScheduleName) -> int:
-    """The fewest chunks a device that the schedule is made for."""
-    return 2 if schedule in _MAX_CHUNKS else 1
-
-
 def device_of_stage(schedule: ScheduleName, stage: int, *, num_devices: int, num_chunks: int = 1) -> int:
     """The device that runs stage `stage` of num_devices x num_chunks.
 

@@ -37,11 +37,6 @@ class VisionTower:
     def num_patches(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    @property
-    def patch_share(self) -> float:
-        """Rows that are patches: N / (N + 1) with a class token."""
-        return self.num_patches / (self.num_patches + 1) if self.has_class_token else 1.0
-
 
 def vit_block(
     hidden_size: int,
