@@ -26,7 +26,7 @@ from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec, ParallelDims, Profile, evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / ".." / "shared" / "reference"
+REFERENCE = ROOT / "bench" / "data"
 A100 = DEVICES["A100-80GB"]
 ROWS = 64
 
@@ -175,10 +175,7 @@ def _zoo() -> list[ModelSpec]:
         "Gemma-3-27B",
         "LLaVA-OneVision-72B",
     )
-    path = REFERENCE / "model_zoo.json"
-    if not path.exists():
-        return [describe("InternVL-Chat-V1-5"), describe("Qwen2.5-VL-7B")]
-    models = json.loads(path.read_text())["models"]
+    models = json.loads((REFERENCE / "model_zoo.json").read_text())["models"]
     found = []
     for part in wanted:
         name = next((n for n in models if _squeeze(n).startswith(_squeeze(part))), None)
@@ -198,8 +195,5 @@ def _row(values: list[float]) -> str:
 if __name__ == "__main__":
     print_layers()
     print_models()
-    if REFERENCE.exists():
-        print_omnibal()
-        print_h20()
-    else:
-        print("OmniBal and H20: the published figures (shared/reference) are not here")
+    print_omnibal()
+    print_h20()

@@ -1,4 +1,8 @@
-"""Sample sizes the packing benches run on: real lengths, a mixture at full size, and generated native resolutions."""
+"""Sample sizes the packing benches run on: real lengths, a mixture at full size, and generated native resolutions.
+
+The files of real lengths are not shipped. Where they are missing, lengths are drawn from distributions that were fitted
+to them (`draw_lengths`, bench/data/fitted_lengths.json, made by bench/fit_lengths.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ import numpy as np
 from trimtab.specs import SampleTable
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+FITTED = Path(__file__).parent / "data" / "fitted_lengths.json"
+TOKENS_PER_TILE = 256
+LEVELS = (*(i / 50 for i in range(49)), 0.97, 0.98, 0.985, 0.99, 0.993, 0.996, 0.998, 0.999, 0.9995, 1.0)
+"""Of the quantiles that are kept of a set's text tokens."""
 REAL_FILES = ("ai2d_train_12k_lengths.json", "chartqa_train_18k_lengths.json", "docvqa_train_10k_lengths.json")
 MIXTURE_FILE = "mixture_1m24_lengths.parquet"
 
@@ -37,6 +45,29 @@ def read_mixture(folder: Path) -> SampleTable | None:
     names, source = np.unique(table["source"].to_numpy(zero_copy_only=False).astype(str), return_inverse=True)
     v, t = (table[name].to_numpy().astype(np.int64) for name in ("vit_num", "token_num"))
     return make_table(v, t, source.astype(np.int32), tuple(names.tolist()), "tiles")
+
+
+def draw_lengths(name: str, num_samples: int | None = None, seed: int = 0) -> SampleTable:
+    """The data sets of "real" or of "mixture" by their fitted distributions; None: as many samples as they have.
+
+    Every set keeps its share of the samples, and every number of tiles its share of the set.
+    """
+    sets = json.loads(FITTED.read_text())[name]
+    rows = [
+        (source, int(tiles), own[0], own[1:])
+        for source, by_tiles in enumerate(sets.values())
+        for tiles, own in by_tiles.items()
+    ]
+    r = np.random.default_rng(seed)
+    counts = np.array([num for _, _, num, _ in rows])
+    if num_samples is not None:
+        counts = r.multinomial(num_samples, counts / counts.sum())
+    tiles = np.repeat([tiles for _, tiles, _, _ in rows], counts)
+    source = np.repeat([source for source, *_ in rows], counts).astype(np.int32)
+    text = [np.interp(r.random(count), LEVELS, quantiles) for count, (*_, quantiles) in zip(counts, rows, strict=True)]
+    tokens = np.rint(np.concatenate(text)).astype(np.int64) + TOKENS_PER_TILE * tiles
+    mixed = r.permutation(len(tokens))
+    return make_table(tiles[mixed], tokens[mixed], source[mixed], tuple(sets), "tiles")
 
 
 def generate_native(num_samples: int, seed: int = 0) -> SampleTable:

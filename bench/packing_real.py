@@ -15,7 +15,7 @@ import json
 import time
 from pathlib import Path
 
-from lengths import DEFAULT_DATA, generate_native, read_mixture, read_real
+from lengths import DEFAULT_DATA, draw_lengths, generate_native, read_mixture, read_real
 from trimtab.balance.cost import TILE_COST, CostWeights
 from trimtab.balance.packing import pack_samples, report_packing, warm_up
 
@@ -45,18 +45,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
+    real, mixture = read_real(arguments.data), read_mixture(arguments.data)
+    drawn = "" if real is not None and mixture is not None else f" (drawn: {arguments.data} lacks the files)"
     cases = [
-        ("three real sets", read_real(arguments.data), (18, 6016), TILE_COST),
-        ("mixture", read_mixture(arguments.data), (9, 4096), TILE_COST),
+        (f"three real sets{drawn}", real or draw_lengths("real"), (18, 6016), TILE_COST),
+        (f"mixture{drawn}", mixture or draw_lengths("mixture"), (9, 4096), TILE_COST),
         ("native (generated)", generate_native(200_000), (41_920, 16_384), NATIVE_COST),
         ("native, attention not causal", generate_native(200_000), (41_920, 16_384), NATIVE_FULL_COST),
     ]
     warm_up()
     rows = []
     for name, table, limits, cost in cases:
-        if table is None:
-            print(f"{name}: its files are not in {arguments.data}; name another folder with --data")
-            continue
         print(f"\n{name}: {len(table):,} samples, limits {limits}, dp {arguments.dp}, seed {arguments.seed}\n{HEADER}")
         for method, order in RUNS:
             start = time.process_time()

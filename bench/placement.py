@@ -3,7 +3,7 @@
 Sizes are modelled bytes of published models on no GPU at all: every map is counted by the same formulas. The public
 maps come from the installed libraries over models without weights; InternVL models are built as Transformers' port.
 Needs torch, Transformers and the reference table of published configurations, whose path is the only argument.
-Run: python bench/placement.py ../shared/reference/model_zoo.json
+Run: python bench/placement.py bench/data/model_zoo.json
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 subsets: saved bytes of ten subsets of recomputed layers, for every family of tests/torch/traced_families.py, SDPA and
     eager, fp32 and bf16; the error against what the real model keeps (saved-tensor hooks and storage identity).
 peaks: peak live bytes of a step, nothing / all / every second layer recomputed, beside the CPU allocator's record.
-sizes: CPU seconds, memory and figures of real sizes (one layer of each kind real). Needs ../shared/reference.
+sizes: CPU seconds, memory and figures of real sizes (one layer of each kind real).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
 
-ZOO = ROOT / ".." / "shared" / "reference" / "model_zoo.json"
+ZOO = ROOT / "bench" / "data" / "model_zoo.json"
 SETTINGS = [(d, a) for a in ("sdpa", "eager") for d in (torch.float32, torch.bfloat16)]
 PEAK_FAMILIES = ("llava", "internvl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llama4", "paligemma")
 MODELS = ("Qwen2.5-VL-7B", "Qwen2.5-VL-72B", "Qwen3-VL-8B", "Qwen3-VL-235B-A22B", "Gemma3-27B")

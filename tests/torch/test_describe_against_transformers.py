@@ -17,7 +17,7 @@ from tiny_models import BARE, ODD_CONFIGS, as_saved, make_tiny_model, preprocess
 from trimtab.models.describe import FAMILIES, describe  # noqa: E402
 from trimtab.specs import ModelSpec  # noqa: E402
 
-ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
 
 def build(config) -> torch.nn.Module:
@@ -72,7 +72,6 @@ ZOO_MODELS = [
 ]
 
 
-@pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not in this checkout")
 @pytest.mark.parametrize("name", ZOO_MODELS)
 def test_published_models_have_the_parameters_of_the_real_model(name):
     entry = json.loads(ZOO.read_text())["models"][name]

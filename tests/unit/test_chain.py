@@ -11,12 +11,10 @@ from placement_cases import small_model
 from trimtab.models.describe import describe
 from trimtab.partition.chain import VISION_CUT_FAMILIES, arrangements, device_changes, modules_of, parts_of
 
-ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
 
 def published() -> list:
-    if not ZOO.is_file():
-        return []
     return [describe(entry, name=name) for name, entry in json.loads(ZOO.read_text())["models"].items()]
 
 
@@ -53,7 +51,6 @@ def test_a_model_that_nothing_has_run_cut_keeps_its_tower_whole():
     assert "mllama" not in VISION_CUT_FAMILIES
 
 
-@pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not in this checkout")
 def test_published_models_have_units_that_cover_them():
     for model in published():
         for option in arrangements(parts_of(model)):

@@ -18,21 +18,18 @@ from trimtab.models.families.architecture import Architecture
 from trimtab.models.images import count_many, with_limits
 from trimtab.specs import LayerSpec, ModelSpec
 
-ZOO = Path(__file__).parents[2] / "../shared/reference/model_zoo.json"
+ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 SHIPPED = Path(__file__).parents[2] / "src/trimtab/models/zoo"
 GLM_LIMITS = {"min_pixels": 12544, "max_pixels": 9633792}  # the table has no pixel limits for this family
 
 
 def published() -> dict[str, dict]:
-    return json.loads(ZOO.read_text())["models"] if ZOO.is_file() else {}
+    return json.loads(ZOO.read_text())["models"]
 
 
 def describe(source: object, **options: object) -> ModelSpec:
     """As on a machine without Transformers: tests/torch/test_asked.py has the other half."""
     return describe_or_ask(source, ask=False, **options)
-
-
-needs_zoo = pytest.mark.skipif(not ZOO.is_file(), reason="the reference table of published models is not here")
 
 
 @pytest.fixture
@@ -107,7 +104,6 @@ def llava(**changes: object) -> dict:
 # -- published models -----------------------------------------------------------------------------------------------
 
 
-@needs_zoo
 @pytest.mark.parametrize("name", published())
 def test_published_models_are_described_as_they_stand(name):
     """The table leaves out biases, norms, positions and resamplers: at most 1 %, the resampler of MiniCPM-V."""
@@ -121,7 +117,6 @@ def test_published_models_are_described_as_they_stand(name):
         assert active + embedding == pytest.approx(entry["computed_params_b"]["language_active"] * 1e9, rel=0.015)
 
 
-@needs_zoo
 def test_table_lacks_the_pixel_limits_of_glm():
     spec = describe(published()["GLM-4.5V (106B-A12B)"])
     with pytest.raises(ConfigError, match="min_pixels"):
@@ -260,7 +255,6 @@ def test_hidden_act_says_whether_clip_s_gelu_is_the_quick_one():
         describe(edit(llava(), "vision_config.hidden_act", 3))
 
 
-@needs_zoo
 def test_gemma_has_four_norms_that_multiply_in_fp32_and_qwen2_vl_a_quick_gelu():
     gemma = describe(published()["Gemma3-27B"])
     block = layer(gemma, "language_model.layers.0")

@@ -21,7 +21,7 @@ from trimtab.partition.flops_rule import (
 )
 from trimtab.specs import ImageCounts, LayerSpec, MlpSpec, ModelSpec, Stage
 
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "uneven_pp_cases.json"
+REFERENCE = Path(__file__).parents[2] / "bench" / "data" / "uneven_pp_cases.json"
 NOTEBOOK = UnevenModel(
     image_width=224,
     image_height=224,
@@ -68,8 +68,6 @@ def test_the_memory_estimate_to_the_printed_digit(tp, vision, llm, total):
 
 
 def test_the_reference_file_agrees():
-    if not REFERENCE.exists():
-        pytest.skip(f"{REFERENCE} is not in this checkout")
     reference = json.loads(REFERENCE.read_text())
     for case in reference["cases"]:
         assert flops_split(with_vision(case["vision_hidden"]), pp=2).counts == (case["first"], case["last"])

@@ -1,9 +1,14 @@
-"""What `balanced` reaches on real lengths, where ../shared/data has them; thresholds are the project's own goals."""
+"""What `balanced` reaches on real lengths; thresholds are the project's own goals.
+
+Everywhere on lengths drawn from distributions that were fitted to the real ones (bench/fit_lengths.py), and on the real
+ones themselves where ../shared/data has them.
+"""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,51 +19,59 @@ from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.packing import pack_samples, report_packing
 from trimtab.specs import SampleTable
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-REAL = ("ai2d_train_12k", "chartqa_train_18k", "docvqa_train_10k")
-MIXTURE = DATA / "mixture_1m24_lengths.parquet"
+LENGTHS = Path(__file__).resolve().parents[2] / "bench" / "lengths.py"
 
 
-def make_table(v, t, source, names) -> SampleTable:
-    return SampleTable(
-        num_images=np.ones(len(v), np.int64),
-        num_patches=v,
-        num_tokens=t,
-        patches_sq=v,
-        patches_windowed=v,
-        source=source,
-        source_names=names,
-        patch_unit="tiles",
+@pytest.fixture(scope="module")
+def lengths() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lengths", LENGTHS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def real_or_skip(found: SampleTable | None) -> SampleTable:
+    if found is None:
+        pytest.skip("the length files are not in ../shared/data")
+    return found
+
+
+@pytest.fixture(scope="module", params=["drawn", "real"])
+def real_table(request, lengths) -> SampleTable:
+    """40,941 samples of three public sets."""
+    return (
+        lengths.draw_lengths("real")
+        if request.param == "drawn"
+        else real_or_skip(lengths.read_real(lengths.DEFAULT_DATA))
     )
 
 
-@pytest.fixture(scope="module")
-def real_table() -> SampleTable:
-    files = [DATA / f"{name}_lengths.json" for name in REAL]
-    if not all(file.exists() for file in files):
-        pytest.skip("the three real length files are not in ../shared/data")
-    rows = [json.loads(file.read_text()) for file in files]
-    flat = [(row["vit_num"], row["token_num"], i) for i, part in enumerate(rows) for row in part]
-    columns = np.array(flat, np.int64)
-    return make_table(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int32), REAL)
+@pytest.fixture(scope="module", params=["drawn", "real"])
+def mixture_table(request, lengths) -> SampleTable:
+    """1.24 million samples, or 300,000 by their distributions."""
+    if request.param == "drawn":
+        return lengths.draw_lengths("mixture", 300_000)
+    pytest.importorskip("pyarrow.parquet", reason="reading the mixture needs pyarrow")
+    return real_or_skip(lengths.read_mixture(lengths.DEFAULT_DATA))
 
 
 @pytest.fixture(scope="module")
-def mixture_table() -> SampleTable:
-    if not MIXTURE.exists():
-        pytest.skip(f"{MIXTURE.name} is not in ../shared/data")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="reading the mixture needs pyarrow")
-    table = parquet.read_table(MIXTURE)
-    names, source = np.unique(table["source"].to_numpy(zero_copy_only=False).astype(str), return_inverse=True)
-    v, t = (table[name].to_numpy().astype(np.int64) for name in ("vit_num", "token_num"))
-    return make_table(v, t, source.astype(np.int32), tuple(names.tolist()))
-
-
-@pytest.fixture(scope="module")
-def part_of_mixture(mixture_table) -> SampleTable:
+def part_of_mixture(mixture_table, lengths) -> SampleTable:
     rows = np.random.default_rng(0).permutation(len(mixture_table))[:150_000]
     t = mixture_table
-    return make_table(t.num_patches[rows], t.num_tokens[rows], t.source[rows], t.source_names)
+    return lengths.make_table(t.num_patches[rows], t.num_tokens[rows], t.source[rows], t.source_names, "tiles")
+
+
+def test_drawn_lengths_have_the_published_means(lengths):
+    """tiles and tokens, as the data sets' own README prints them."""
+    table = lengths.draw_lengths("real")
+    assert np.bincount(table.source).tolist() == [12_413, 18_317, 10_211]
+    for source, (tiles, tokens) in enumerate([(2.49, 691), (4.75, 1305), (4.62, 1465)]):
+        own = table.source == source
+        assert table.num_patches[own].mean() == pytest.approx(tiles, abs=0.005)
+        assert table.num_tokens[own].mean() == pytest.approx(tokens, rel=0.002)
 
 
 GOALS = {  # order: dist ratio ViT, LLM, cost; chi-square
@@ -130,4 +143,4 @@ def test_isf_on_the_mixture_has_the_papers_ratios(mixture_table):
     assert report.dist_ratio_vit == pytest.approx(0.0222, rel=0.03)
     assert report.dist_ratio_llm == pytest.approx(0.1366, rel=0.02)
     assert report.dist_ratio_cost == pytest.approx(0.0821, rel=0.02)
-    assert report.num_packs == pytest.approx(267_593, rel=0.001)
+    assert report.num_packs == pytest.approx(267_593 * len(mixture_table) / 1_238_054, rel=0.002)

@@ -1,4 +1,4 @@
-"""Published runs, predicted by bench/published_runs.py: skipped where the published figures are absent."""
+"""Published runs, predicted by bench/published_runs.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ import pytest
 from trimtab.units import MIB
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / ".." / "shared" / "reference"
-NEEDED = ("h20_uneven_pp_runs.json", "omnibal_tables.json", "model_zoo.json")
-
-pytestmark = pytest.mark.skipif(
-    not all((REFERENCE / name).exists() for name in NEEDED),
-    reason="the published figures (../shared/reference) are not here",
-)
 
 
 @pytest.fixture(scope="module")
