@@ -129,6 +129,7 @@ def test_fingerprints_see_types_shapes_and_values():
         ("sharded x N", "sum", "4 times too large: divide each rank's loss by 4, or average gradients"),
         ("replicated", "sum", "4 times too large: divide each rank's loss by 4"),
         ("sharded", "none", "those of one rank's tokens alone: sum gradients over the group"),
+        ("sharded x N", "none", "those of one rank's tokens alone: sum gradients over the group"),
         ("whole", "sum", "'whole' is no way to divide a loss: choose one of sharded, sharded x N, replicated"),
         ("sharded", "max", "'max' is no way to add gradients up: choose one of sum, mean, none"),
     ],
@@ -138,3 +139,13 @@ def test_wrong_conventions_are_refused_by_name(loss, reduction, message):
         check_convention(loss, reduction, 4)
     if "no way" not in message:
         check_convention(loss, reduction, 1)
+
+
+def test_the_conventions_that_give_the_whole_gradient_are_taken():
+    for loss, reduction in (
+        ("sharded", "sum"),
+        ("sharded x N", "mean"),
+        ("replicated", "mean"),
+        ("replicated", "none"),
+    ):
+        check_convention(loss, reduction, 4)

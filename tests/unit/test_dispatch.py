@@ -105,6 +105,17 @@ def test_ranks_and_rows_of_grouped_packs_are_shuffled():
     assert (other != rows).any()
 
 
+def test_ranks_of_alike_packs_are_shuffled_within_steps_of_random_order():
+    """Rows are made of neighbours by size: in that order rank 0 would get the lightest pack of nearly every row."""
+    columns = make_columns(8 * BLOCK_STEPS)
+    schedule = dispatch_packs(columns, dp=8, num_microbatches=4, seed=1)
+    cost = columns[:, 2][rows_of(schedule)]
+    # spread of the mean place, were every pack of a row as likely on any rank: 2.29 / sqrt(512) = 0.10
+    place = cost.argsort(axis=1).argsort(axis=1).mean(axis=0)
+    assert abs(place - 3.5).max() < 0.35
+    assert (rows_of(dispatch_packs(columns, dp=8, num_microbatches=4, seed=2)) != rows_of(schedule)).any()
+
+
 def test_group_alike_finds_rows_of_equal_packs():
     r = np.random.default_rng(3)
     kinds = np.repeat(np.arange(16), 8)

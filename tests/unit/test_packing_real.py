@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from trimtab.balance.cost import TILE_COST
+from trimtab.balance.cost import TILE_COST, CostWeights
 from trimtab.balance.dispatch import redispatch
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.packing import pack_samples, report_packing
@@ -96,6 +96,18 @@ def test_three_real_sets_reach_the_goals(real_table, order, seed):
     assert report.num_over_limit == 0
     assert report.num_empty_slots == 0
     assert (np.bincount(result.packing.indices, minlength=len(real_table)) == 1).all()
+
+
+def test_native_resolution_reaches_the_goals(lengths):
+    """Long samples and attention over all pairs: loose packs, whose room goes to an even cost first."""
+    table = lengths.generate_native(40_000)
+    cost = CostWeights(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
+    result = pack_samples(table, limits=(41_920, 16_384), dp=8, cost=cost, oversize="skip")
+    report = report_packing(table, result, cost=cost)
+    assert report.dist_ratio_vit <= 0.0135
+    assert report.dist_ratio_llm <= 0.026
+    assert report.dist_ratio_cost <= 0.0085
+    assert report.packs_over_bound <= 1.02
 
 
 def test_isf_is_much_less_even_on_the_three_real_sets(real_table):

@@ -12,7 +12,7 @@ from partition_cases import ONE, layer, profile_of, random_profile, split, with_
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import assess_stages
 from trimtab.partition.baselines import even_stages, parameter_stages
-from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
+from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages, split_stages
 from trimtab.specs import RecomputeChoice, Stage
 
 
@@ -302,6 +302,27 @@ def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
         assert max(m.total_bytes for m in capped.memory) <= need * share
         assert not capped.exact
         assert capped.bottleneck_s >= ample.bottleneck_s
+
+
+def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight_hold():
+    problem = SplitProblem(
+        profile=profile_of([layer(i, saved=((0.0, 10.0),), transient=0.0) for i in range(4)]),
+        num_stages=2,
+        num_chunks=2,
+        work_mean=ONE,
+        work_max=ONE,
+        memory_bytes=1010.0,
+        overhead_bytes=10.0,
+        num_microbatches=4,
+        schedule="Interleaved1F1B",
+    )
+    found = problem.assess([Stage(index=i, start=i, stop=i + 1) for i in range(4)])
+    assert found.devices == (0, 1, 0, 1)
+    assert found.in_flight == (4, 3, 2, 1)
+    assert chunk_room(problem).tolist() == [500.0] * 4
+    assert chunk_room(problem, like=found).tolist() == pytest.approx(
+        [1000 * 4 / 6, 1000 * 3 / 4, 1000 * 2 / 6, 1000 * 1 / 4]
+    )
 
 
 def test_recompute_stages_keeps_the_cuts():
