@@ -12,14 +12,10 @@ import pytest
 from trimtab.errors import PartitionError
 from trimtab.partition.flops_rule import (
     UnevenModel,
-    UnevenSplit,
     best_split,
     first_stage_memory,
     flops_split,
-    uneven_model,
-    uneven_stages,
 )
-from trimtab.specs import ImageCounts, LayerSpec, MlpSpec, ModelSpec, Stage
 
 REFERENCE = Path(__file__).parents[2] / "bench" / "data" / "uneven_pp_cases.json"
 NOTEBOOK = UnevenModel(
@@ -100,46 +96,6 @@ def test_more_stages_follow_the_rule():
     assert flops_split(with_vision(8000), pp=3).counts[0] == 0
 
 
-class Rule:
-    name = "one patch"
-
-    def count(self, width, height):
-        return ImageCounts(patches=1, tokens=1, tiles=1, patches_sq=1, patches_windowed=1)
-
-
-def described():
-    def make(name, tower, kind, hidden, ffn=None):
-        mlp = None if ffn is None else MlpSpec(intermediate_size=ffn, gated=False)
-        sizes = {"hidden_size": hidden, "output_size": hidden, "num_params": 1, "num_matmul_params": 1}
-        return LayerSpec(name=name, tower=tower, kind=kind, mlp=mlp, **sizes)
-
-    layers = [
-        make("patch", "vision", "embed", 8),
-        make("v.0", "vision", "block", 8, 32),
-        make("v.1", "vision", "block", 8, 32),
-    ]
-    layers += [make("merge", "projector", "projector", 8), make("tok", "language", "embed", 16)]
-    layers += [make(f"t.{i}", "language", "block", 16, 40) for i in range(4)]
-    layers += [make("norm", "language", "norm", 16), make("head", "language", "head", 16)]
-    return ModelSpec(name="tiny", family="test", layers=tuple(layers), image_rule=Rule(), vocab_size=10)
-
-
-def test_a_described_model_takes_the_rule():
-    model = uneven_model(described(), image_width=28, image_height=14, patch_size=14, decoder_tokens=64)
-    assert (model.vision_tokens, model.vision_layers, model.vision_ffn, model.llm_layers, model.llm_ffn) == (
-        2,
-        2,
-        32,
-        4,
-        40,
-    )
-    assert uneven_stages(described(), UnevenSplit(counts=(1, 3), imbalance=0.0)) == (
-        Stage(index=0, start=0, stop=6),
-        Stage(index=1, start=6, stop=11),
-    )
-    assert [s.start for s in uneven_stages(described(), UnevenSplit(counts=(0, 2, 2), imbalance=0.0))] == [0, 5, 7]
-
-
 def test_messages():
     with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 1 were asked for: choose such a pp"):
         flops_split(NOTEBOOK, pp=1)
@@ -147,6 +103,3 @@ def test_messages():
         PartitionError, match=r"cannot deal 28 language layers to 20 stages: its rounding up leaves -\d+"
     ):
         flops_split(NOTEBOOK, pp=20)
-    text = replace(described(), layers=described().layers[4:])
-    with pytest.raises(PartitionError, match=r"tiny has 0 vision and 4 language blocks: use split_stages"):
-        uneven_model(text, image_width=28, image_height=14, patch_size=14, decoder_tokens=64)

@@ -2,19 +2,17 @@
 
 Pai-Megatron-Patch's "Uneven pp" notebook splits a Qwen2-VL-like model by arithmetic: the vision tower sits whole on the
 first stage, and language layers are counted so that FLOPs come out even. It knows no recompute, no schedule, no head or
-embedding time and no memory cap. Here to compare its figures with `split_stages`; plans do not use it unless asked.
+embedding time and no memory cap. Here to compare its figures with `split_stages`; plans do not use it.
 
 N vision tokens, h width, f feed-forward width, S decoder tokens, L layers; every figure is forward + backward (x 3).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
 from trimtab.errors import PartitionError
-from trimtab.specs import ModelSpec, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,46 +127,6 @@ def first_stage_memory(model: UnevenModel, *, first: int, tp: int = 1, batch: in
         vision_bytes=layers(model.vision_layers, model.vision_tokens, h, model.vision_ffn) + embed,
         llm_bytes=layers(first, model.decoder_tokens, model.llm_hidden, model.llm_ffn),
     )
-
-
-def uneven_model(
-    model: ModelSpec,
-    *,
-    image_width: int,
-    image_height: int,
-    patch_size: int,
-    decoder_tokens: int,
-    image_channels: int = 3,
-) -> UnevenModel:
-    """A described model as the rule sees it: one width per tower, ungated feed-forward."""
-    vision = [layer for layer in model.layers if layer.tower == "vision" and layer.kind == "block"]
-    language = [layer for layer in model.layers if layer.tower == "language" and layer.kind == "block"]
-    if not vision or not language or vision[0].mlp is None or language[0].mlp is None:
-        raise PartitionError(
-            f"the FLOPs rule needs transformer blocks in both towers, {model.name} has {len(vision)} vision and "
-            f"{len(language)} language blocks: use split_stages"
-        )
-    return UnevenModel(
-        image_width=image_width,
-        image_height=image_height,
-        image_channels=image_channels,
-        patch_size=patch_size,
-        vision_layers=len(vision),
-        vision_hidden=vision[0].hidden_size,
-        vision_ffn=vision[0].mlp.intermediate_size,
-        llm_layers=len(language),
-        llm_hidden=language[0].hidden_size,
-        llm_ffn=language[0].mlp.intermediate_size,
-        decoder_tokens=decoder_tokens,
-    )
-
-
-def uneven_stages(model: ModelSpec, split: UnevenSplit) -> tuple[Stage, ...]:
-    """The split as stages of a described model: all before the first language block on stage 0, norm and head last."""
-    blocks = model.indices("language", "block")
-    ends = list(itertools.accumulate(split.counts))
-    cuts = [0, *(blocks[end] if end < len(blocks) else len(model.layers) for end in ends[:-1]), len(model.layers)]
-    return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
 
 
 def _layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
