@@ -51,7 +51,6 @@ class Scratch(NamedTuple):
     lanes: npt.NDArray[np.float32]
 
 
-@njit(cache=True, nogil=True)
 def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
     """Empty packs for samples 0 .. num_samples - 1."""
     return Packs(
@@ -62,7 +61,6 @@ def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
     )
 
 
-@njit(cache=True, nogil=True)
 def make_scratch(num_samples: int) -> Scratch:
     num_rows = 1 << (MAX_FREE - LOW_BITS)
     return Scratch(
@@ -149,18 +147,11 @@ def split_pair(
         if d == 0:
             for h in range(num_rows):
                 for k in range(width):
-                    e = abs(high[h] + low[k])
-                    score[h, k] = w * e * e + penalty * max(np.float32(0.0), e - room)
-        elif penalties[d] > 0.0:
-            for h in range(num_rows):
-                for k in range(width):
-                    e = abs(high[h] + low[k])
-                    score[h, k] += w * e * e + penalty * max(np.float32(0.0), e - room)
-        else:
-            for h in range(num_rows):
-                for k in range(width):
-                    e = high[h] + low[k]
-                    score[h, k] += w * e * e
+                    score[h, k] = np.float32(0.0)
+        for h in range(num_rows):
+            for k in range(width):
+                e = abs(high[h] + low[k])
+                score[h, k] += w * e * e + penalty * max(np.float32(0.0), e - room)
         if slopes[d] > 0.0:
             slope, room = np.float32(slopes[d]), np.float32(means[d] - half)
             for h in range(num_rows):
