@@ -5,8 +5,7 @@ if memory had no end, both on the split that is best without recompute. Beside o
 for all stages, from the first (Megatron-Core's `recompute_num_layers` with the block method), and recompute chosen
 stage by stage (the order of the OmniBal paper), exactly, which flatters both. Bytes and seconds
 are the formulas'; a step is 1F1B at equal micro-batches, without sends.
-Then the same cases with one layer of each stage in a share of the micro-batches; and with offload among the tiers, on
-devices and links as published: MODEL, for no copy was timed.
+Then the same cases with offload among the tiers, on devices and links as published: MODEL, for no copy was timed.
 Run: python bench/memory_choice.py   (a minute, most of it the first run's compilation)
 """
 
@@ -26,7 +25,6 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.microbatch_share import share_microbatches
 from trimtab.partition.stages import SplitProblem, recompute_stages, solve
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
 
@@ -170,22 +168,6 @@ def print_case(case: Case) -> None:
     print(f"   chosen: {tiers} of {len(problem.profile.layers)} layers; solved in {seconds:.2f} s of CPU")
 
 
-def print_shares(case: Case) -> None:
-    """Whole layers, and one layer of each stage in a share of the micro-batches, on the same cuts."""
-    profile = profile_model(
-        model_of(case.model), find_device(case.device), dims=ParallelDims(dp=8, pp=case.pp, tp=case.tp)
-    )
-    cells = []
-    for name, tiers in (("full alone", ("full",)), ("4 tiers", TIERS)):
-        problem = problem_of(case, only(profile, *tiers))
-        whole = solve(problem)
-        shared = share_microbatches(problem, whole.stages)
-        assert fitted(problem, shared)
-        number = sum(choice.share is not None for stage in shared.stages for choice in stage.recompute)
-        cells.append(f"{name} {step_s(problem, shared) / step_s(problem, whole) - 1:+.2%} ({number} stages)")
-    print(f"   {case.model}, pp {case.pp}: step " + ", ".join(cells))
-
-
 def print_offload(case: Case, device: str, link: float, memory_gib: float, host_gib: float) -> None:
     """The step without and with offload among the tiers, with all of the host's share and with an eighth of it."""
     profile = profile_model(model_of(case.model), find_device(device), dims=ParallelDims(dp=8, pp=case.pp, tp=case.tp))
@@ -215,9 +197,6 @@ def main() -> None:
     print("share of the possible gain captured, and speed-up over full recompute")
     for case in CASES:
         print_case(case)
-    print("one layer of each stage in a share of the micro-batches, against whole layers")
-    for case in CASES:
-        print_shares(case)
     print("offload among the tiers, against the four tiers alone: speed-up (MODEL)")
     for case in CASES:
         for device, link, memory_gib in (

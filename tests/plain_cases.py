@@ -34,7 +34,6 @@ KEPT = {
     "torch/test_recompute_memory.py::test_a_recomputed_block_needs_what_it_computes_again_as_well": 1,  # 11
     "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
     "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 2,  # 13
-    "torch/test_recompute_shares.py::test_bytes_of_micro_batches_in_flight_are_the_predicted_ones": 1,
     "torch/test_refine.py::test_a_run_over_its_time_is_stopped_with_its_workers": 0,  # 5
     "torch/test_refine.py::test_a_run_that_will_not_end_is_killed": 0,  # 3
     "torch/test_serve.py::test_a_connection_without_a_request_is_closed": 1,  # 10

@@ -445,38 +445,11 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchShare:
-    """The last `num` of every `of` micro-batches of a step, in the order of their forwards.
-
-    Law: a stage whose forwards and backwards take micro-batches in one order holds micro-batches in a row; of any `of`
-    in a row exactly `num` are among these, whatever the first.
-    """
-
-    num: int
-    of: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.num < self.of:
-            raise TrimtabError(
-                f"a share of {self.num} in {self.of} micro-batches was asked for, and it is some of them: give at "
-                "least 1 and fewer than all, or leave it out for all"
-            )
-
-    def includes(self, microbatch: int) -> bool:
-        return microbatch % self.of >= self.of - self.num
-
-    def least_of(self, count: int) -> int:
-        """How many of the first `count` micro-batches of a step, and the least of any `count` in a row."""
-        return count // self.of * self.num + max(0, count % self.of - (self.of - self.num))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
     """Layers of the model, by number, that hold their activations by `tier`."""
 
     tier: RecomputedTier
     layers: tuple[int, ...]
-    share: MicrobatchShare | None = None  # of the micro-batches; the others are kept. None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,6 @@ CASES = [
     ([*A100, "--offload", "--host-link", "0"], "host_bytes_per_s 0 was asked for, and no machine has that"),
     ([*A100, "--offload", "--recompute", "none"], "leaves no choice between layers"),
     ([*PLAN, "8xH20", "--offload"], "how much host memory servers with H20 have: give --host-memory"),
-    ([*A100, "--per-microbatch", "--schedule", "ZBH1"], "give --schedule 1F1B or GPipe"),
     ([*A100, "--pp", "3"], "multiple of 3"),
     ([*A100, "--dp", "3"], "multiple of 3"),
     (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipeline_runs import MICROBATCHES, MIRRORED, TEXT_ALONE, WITH_VIDEO, Case
 
-from trimtab.specs import MicrobatchShare
-
 TEXT = "model.language_model"
 EMBED, NORM, HEAD = f"{TEXT}.embed_tokens", f"{TEXT}.norm", "lm_head"
 PROJECTOR, MERGER = "model.multi_modal_projector", "model.visual.merger"
@@ -97,7 +95,6 @@ CASES = [
     Case(family="qwen2_5_vl", schedule="GPipe", cuts=(layer(1),), recompute="full"),
     Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), recompute="selective"),
     *both("qwen2_5_vl", block(1), MERGER, layer(2), recompute="full"),
-    Case(family="internvl", schedule="1F1B", cuts=(intern(2),), recompute="full", share=MicrobatchShare(num=1, of=2)),
     Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), recompute="offload"),
     *both("qwen2_5_vl", block(1), MERGER, layer(2), recompute="offload"),
     Case(family="llava", schedule="Interleaved1F1B", cuts=(clip(1), EMBED, layer(2)), chunks=2, recompute="selective"),

@@ -20,7 +20,6 @@ from trimtab.runtime.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
 from trimtab.runtime.pipeline.families import flow_of
 from trimtab.runtime.pipeline.layout import Recompute
-from trimtab.specs import MicrobatchShare
 
 WORLD = 4
 MICROBATCHES = ((0,), (1, 5), (2,), (3, 4))  # samples of `make_tiny_packs`; 1 and 5 have no image
@@ -54,7 +53,6 @@ class Case:
     chunks: int = 1
     frozen: tuple[str, ...] = ()  # prefixes of parameter names
     recompute: str | None = None
-    share: MicrobatchShare | None = None
     dtype: str = "float32"
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each data-parallel rank
     shared: int | None = None  # data-parallel ranks share the images of so many micro-batches at a time
@@ -64,7 +62,6 @@ class Case:
         words = [self.family, self.schedule, f"{self.ranks}x{self.dp}", " | ".join(self.cuts)]
         words += [f"frozen {', '.join(self.frozen)}"] if self.frozen else []
         words += [f"recompute {self.recompute}"] if self.recompute else []
-        words += [f"in {self.share.num} of {self.share.of}"] if self.share else []
         words += [self.dtype] if self.dtype != "float32" else []
         words += [f"images of {self.shared} shared"] if self.shared else []
         words += ["video"] if WITH_VIDEO in self.packs else []
@@ -164,11 +161,7 @@ def build(packs: TinyPacks, case: Case, num_microbatches: int, rank: int, groups
         schedule=case.schedule,
         num_microbatches=num_microbatches,
         num_chunks=case.chunks,
-        recompute=(
-            (Recompute(modules=tuple(blocks[::2]), granularity=case.recompute, share=case.share),)
-            if case.recompute
-            else ()
-        ),
+        recompute=(Recompute(modules=tuple(blocks[::2]), granularity=case.recompute),) if case.recompute else (),
         images=None if case.shared is None else dispatch_by(case.shared),
     )
     group = {3: groups.three, 4: groups.four}.get(case.ranks, groups.pairs[rank // 2])

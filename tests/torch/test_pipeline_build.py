@@ -27,7 +27,6 @@ from trimtab.runtime.pipeline.families import flow_of  # noqa: E402
 from trimtab.runtime.pipeline.flow import find_cuts  # noqa: E402
 from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
 from trimtab.runtime.recompute import apply  # noqa: E402
-from trimtab.specs import MicrobatchShare  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -168,25 +167,6 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return operator(*args, **(kwargs or {}))
-
-
-def test_a_share_of_the_micro_batches_recomputes_and_the_others_keep(alone):
-    contents = [[0], [1, 5], [2], [3, 4], [1]]
-    calls: list[int] = []
-    grads = []
-    for share in (None, MicrobatchShare(num=2, of=5), MicrobatchShare(num=1, of=2)):
-        packs = make_packs("qwen2_5_vl")
-        layer = f"{TEXT}.layers.1"
-        packs.model.get_submodule(layer).mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-        choice = (Recompute(modules=(layer,), share=share),)
-        pipeline = build_pipeline(packs.model, layout_of(packs.model, num_microbatches=5, recompute=choice))
-        calls.clear()
-        pipeline.step(collate(packs, contents))
-        again = len(calls) - len(contents)
-        assert again == (len(contents) if share is None else share.least_of(len(contents)))
-        grads.append({name: p.grad for name, p in pipeline.named_parameters()})
-    for found in grads[1:]:
-        assert all(torch.equal(found[name], grad) for name, grad in grads[0].items() if grad is not None)
 
 
 def test_exactly_the_listed_layers_run_again(alone):

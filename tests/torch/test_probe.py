@@ -210,7 +210,6 @@ def test_an_optimizer_that_torch_has_not_is_refused(folder, tmp_path):
     ("options", "message"),
     [
         ({"dp": 2, "vision": VisionChoice(group="dp")}, "a probe runs one pack on all ranks, which shares nothing"),
-        ({"per_microbatch": True}, "a probe chooses whole layers: probe the plan without --per-microbatch"),
     ],
 )
 def test_plans_that_no_probe_could_run_are_refused(folder, tmp_path, options, message):

@@ -12,7 +12,7 @@ from partition_cases import ONE, constant, layer, profile_of, random_profile, wi
 
 from trimtab.partition.peaks import replay_peaks
 from trimtab.partition.stages import SplitProblem, solve
-from trimtab.specs import NUM_WORK_TERMS, MicrobatchShare, RecomputeChoice, Stage
+from trimtab.specs import NUM_WORK_TERMS, RecomputeChoice, Stage
 
 SCHEDULES = [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("ZBVZeroBubble", 2)]
 
@@ -84,27 +84,6 @@ def test_a_window_of_micro_batches_is_held_by_hand():
     first, _ = replay_peaks(problem, [again, stages[1]], work, table)
     # 2 x (2 + 4) held; of micro-batch 2 the workspace, 3 x 4, and what is computed again, 8 x 4
     assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 44.0)
-
-
-def test_a_share_of_the_micro_batches_leaves_the_others_whole():
-    """Stage 0 of two, 1F1B: of micro-batches 1 and 3, which recompute, one is held at every peak."""
-    profile = profile_of(layer(i, saved=((0.0, 10.0), (1.0, 2.0)), transient=3.0) for i in range(2))
-    problem = problem_of(profile, 2, 4)
-    share = MicrobatchShare(num=1, of=2)
-    stages = [
-        Stage(index=0, start=0, stop=1, recompute=(RecomputeChoice(tier="full", layers=(0,), share=share),)),
-        Stage(index=1, start=1, stop=2),
-    ]
-    work = np.zeros((4, NUM_WORK_TERMS))
-    work[:, 0] = 1.0
-    table = np.arange(4).reshape(1, 1, 4)
-    first, _ = replay_peaks(problem, stages, work, table)
-    assert first.memory.saved_bytes == 10.0 + 2.0
-    assert first.memory.total_bytes == problem.assess(stages).memory[0].total_bytes
-    work[:, 0] = 1.0, 2.0, 4.0, 1.0
-    first, _ = replay_peaks(problem, stages, work, table)
-    # micro-batch 2 keeps everything, 10 x 4, beside 2 x 2 of micro-batch 1; workspace 3 x 4, and 8 x 4 as if again
-    assert (first.memory.saved_bytes, first.memory.transient_bytes) == (44.0, 44.0)
 
 
 def test_offloaded_bytes_lie_on_the_host_from_forward_to_backward():

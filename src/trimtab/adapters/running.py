@@ -15,7 +15,6 @@ from trimtab.plan.expressible import (
     mean_step_s,
     overfull_ranks,
     rank_bytes,
-    recompute_always,
     recompute_offloaded,
     relative_time,
     replan,
@@ -83,7 +82,7 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     case, planned = found.case, found.stages
     said = _unsaid(planned)
     if said:
-        found = replace(found, stages=recompute_offloaded(recompute_always(planned)))
+        found = replace(found, stages=recompute_offloaded(planned))
     try:
         exported = target.export(found, None)
     except UnsupportedPlanError:
@@ -106,12 +105,6 @@ def _unsaid(stages: Sequence[Stage]) -> list[str]:
         said.append(
             f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
             "which holds no more and takes other time"
-        )
-    shared = [choice for stage in stages for choice in stage.recompute if choice.share is not None]
-    if shared:
-        said.append(
-            f"{sum(len(choice.layers) for choice in shared)} layers are planned with recompute in a share of the "
-            "micro-batches, and are exported as recomputed in all, which holds less and takes longer"
         )
     return said
 

@@ -82,10 +82,6 @@ def plan(
     recompute: Annotated[
         Literal["auto", "none", "full"], typer.Option(help="Which layers recompute: as memory demands, none, all.")
     ] = "auto",
-    per_microbatch: Annotated[
-        bool,
-        typer.Option("--per-microbatch", help="One layer of a stage may recompute in a share of the micro-batches."),
-    ] = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Layers may also keep activations in host memory, where its link pays.")
     ] = False,
@@ -203,7 +199,6 @@ def plan(
         attention=attention,
         fused_kernels=fused_kernels,
         frozen_towers=parse_towers(freeze or []),
-        per_microbatch=per_microbatch,
         offload=offload,
         host_bytes_per_s=None if host_link is None else parse_bytes(host_link),
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),

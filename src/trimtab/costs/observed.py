@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -115,7 +115,4 @@ def find_tier(layer: LayerCost, stage: Stage, index: int) -> RecomputeTier:
         return layer.tiers[0]
     tier = layer.tier(choice.tier)
     assert tier is not None, "stages name tiers that their layers have"
-    if choice.share is None:
-        return tier
-    part = choice.share.num / choice.share.of  # of the mean micro-batch
-    return replace(tier, extra_backward_s=tuple(part * seconds for seconds in tier.extra_backward_s))
+    return tier

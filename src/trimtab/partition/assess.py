@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, LayerCost, MicrobatchShare, Profile, RecomputeChoice, RecomputeTier, Stage
+from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,7 @@ def assess_stages(
     its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is the
     workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its tier saves:
     layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes back for the
-    layer before it meanwhile; until its backward ends it takes as much of host memory, for each micro-batch. A layer
-    that recomputes in a share of the micro-batches is whole in the others: of those in flight, in a row, as many as
-    `MicrobatchShare.least_of` leaves (in all of them where several chunks peak together or weight gradients run apart);
-    its time is the share's.
+    layer before it meanwhile; until its backward ends it takes as much of host memory, for each micro-batch.
     Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
     Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
     recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
@@ -99,13 +96,8 @@ def assess_stages(
     extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
     stage_backward = np.array([backward[x].sum() for x in own]) + extra
     in_flight = peak_in_flight(schedule, **shape)
-    in_a_row = num_chunks == 1 and not splits_backward(schedule)
     entry = entry_bytes(profile, most)[[stage.start for stage in stages]]
     saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen]) + entry
-    saved += [
-        sum(_kept_bytes(profile, choice, most, int(n) if in_a_row else 0) for choice in stage.recompute)
-        for stage, n in zip(stages, in_flight, strict=True)
-    ]
     whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own]) + entry
     held = np.array([state[x].sum() for x in own])
     again = [
@@ -159,31 +151,9 @@ def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
 
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
-    """The tier of each of the stage's layers, in order; layers that no choice names are on "none".
-
-    The seconds of a layer that recomputes in a share of the micro-batches are those of the mean one; its bytes are the
-    tier's.
-    """
-    tiers = {i: _shared(_tier(profile.layers[i], x.tier), x.share) for x in stage.recompute for i in x.layers}
+    """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
+    tiers = {i: _tier(profile.layers[i], x.tier) for x in stage.recompute for i in x.layers}
     return [tiers.get(i) or _tier(profile.layers[i], "none") for i in range(stage.start, stage.stop)]
-
-
-def _shared(tier: RecomputeTier, share: MicrobatchShare | None) -> RecomputeTier:
-    if share is None:
-        return tier
-    part = share.num / share.of
-    return replace(tier, extra_backward_s=tuple(part * seconds for seconds in tier.extra_backward_s))
-
-
-def _kept_bytes(profile: Profile, choice: RecomputeChoice, work: FloatArray, in_flight: int) -> float:
-    """What the layers of the choice hold more than their tier, per micro-batch in flight; 0 in flight: of each one."""
-    if choice.share is None:
-        return 0.0
-    again = sum(
-        max(0.0, _saved(profile.layers[i].tiers[0], work) - _saved(_tier(profile.layers[i], choice.tier), work))
-        for i in choice.layers
-    )
-    return again * ((in_flight - choice.share.least_of(in_flight)) / in_flight if in_flight else 1.0)
 
 
 def bytes_again(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:

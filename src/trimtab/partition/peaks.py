@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.partition.assess import OFFLOAD_BUFFERS, DeviceMemory, chosen_tiers
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
 from trimtab.partition.stages import SplitProblem
-from trimtab.specs import FloatArray, IntArray, MicrobatchShare, Profile, Stage
+from trimtab.specs import FloatArray, IntArray, Profile, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,6 @@ class _StageBytes:
     whole: FloatArray  # held from a backward of the inputs alone to that of the weights
     transient: FloatArray  # beside them while the stage computes
     host: FloatArray  # in host memory from forward to backward
-    left: tuple[tuple[MicrobatchShare, FloatArray], ...]  # held more by the micro-batches that a share leaves whole
-
-    def held(self, microbatch: int) -> FloatArray:
-        return sum((size for share, size in self.left if not share.includes(microbatch)), start=self.saved)
 
 
 def replay_peaks(
@@ -67,17 +63,16 @@ def replay_peaks(
         blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
         for stage, microbatch, kind in blocks:
             which, pack = own[int(stage)], packs[:, microbatch]
-            saved = which.held(int(microbatch))
             if kind == FORWARD:
-                held, away = held + saved[pack], away + which.host[pack]
+                held, away = held + which.saved[pack], away + which.host[pack]
                 away_most = np.maximum(away_most, away)
             elif kind == BACKWARD and split:
-                held = held + (which.whole - saved)[pack]
+                held = held + (which.whole - which.saved)[pack]
             now = held + which.transient[pack]
             saved_then = np.where(now > most, held, saved_then)
             most = np.maximum(most, now)
             if kind != FORWARD and not (kind == BACKWARD and split):
-                held, away = held - (which.whole if split else saved)[pack], away - which.host[pack]
+                held, away = held - (which.whole if split else which.saved)[pack], away - which.host[pack]
         worst = int(most.argmax())
         result.append(
             ReplayedPeak(
@@ -97,18 +92,14 @@ def replay_peaks(
 
 def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) -> _StageBytes:
     saved, whole, transient, host = np.zeros((4, len(work)))
-    shares = {i: choice.share for choice in stage.recompute for i in choice.layers}
-    left: dict[MicrobatchShare, FloatArray] = {}
     alike = Counter(
         (
-            *(tier.name == "offload", shares.get(i)),
+            tier.name == "offload",
             *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
         )
-        for i, (layer, tier) in enumerate(
-            zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True), stage.start
-        )
+        for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
     )
-    for (is_away, share, held, everything, *moments), number in alike.items():
+    for (is_away, held, everything, *moments), number in alike.items():
         kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
         own = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
         freed = np.maximum(full - kept, 0.0)
@@ -117,12 +108,8 @@ def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) 
         transient = np.maximum(transient, np.maximum(own, 0.0) + again)
         if is_away:
             host = host + number * freed
-        if share is not None:
-            left[share] = left.get(share, 0.0) + number * freed
     entry_bytes = profile.layers[stage.start].entry_bytes
     if entry_bytes:
         entry = np.maximum(work @ np.array(entry_bytes), 0.0)
         saved, whole = saved + entry, whole + entry
-    return _StageBytes(
-        saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host, left=tuple(left.items())
-    )
+    return _StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host)

@@ -105,7 +105,6 @@ def describe_inputs(
             recompute=options.recompute,
             costs=case.setting.profile.method,
             profile=profile,
-            per_microbatch=options.per_microbatch,
         ),
     )
 
@@ -127,8 +126,6 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
                 stage=stage.index,
                 granularity=choice.tier,
                 modules=fold_modules([names[i] for i in choice.layers]),
-                num_microbatches=None if choice.share is None else choice.share.num,
-                every=None if choice.share is None else choice.share.of,
             )
             for stage in stages
             for choice in stage.recompute

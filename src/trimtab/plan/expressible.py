@@ -23,7 +23,7 @@ from trimtab.plan.reload import ReloadedPlan
 from trimtab.plan.split import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
 from trimtab.plan.work import price_samples
 from trimtab.samples.table import table_bytes
-from trimtab.specs import LayerSpec, Profile, RecomputeChoice, RecomputedTier, Stage
+from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -51,7 +51,6 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    case = replace(case, options=replace(case.options, per_microbatch=False))
     case = _with_tiers(case, can.tiers)
     try:
         problem = case.problem
@@ -179,19 +178,6 @@ def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Ite
         left = tuple(i for i in choice.layers if i not in layers)
         if left:
             yield replace(choice, layers=left)
-
-
-def recompute_always(stages: Sequence[Stage]) -> Stages:
-    """The stages with recompute in all micro-batches of what they recompute in a share of them: fewer bytes held."""
-    result = []
-    for stage in stages:
-        layers: dict[RecomputedTier, list[int]] = {}
-        for choice in stage.recompute:
-            layers.setdefault(choice.tier, []).extend(choice.layers)
-        choices = tuple(RecomputeChoice(tier=tier, layers=tuple(sorted(which))) for tier, which in layers.items())
-        shared = any(choice.share is not None for choice in stage.recompute)
-        result.append(replace(stage, recompute=choices) if shared else stage)
-    return tuple(result)
 
 
 def recompute_offloaded(stages: Sequence[Stage]) -> Stages:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAX_PLAN_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
+_REMOVED_KEYS = {"every": "recompute in a share of the micro-batches"}
+"""Keys of earlier plans without which a plan means something else, and what they stood for."""
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -212,7 +214,11 @@ def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tu
         raise PlanError(f"{origin} has no {key_name} in quotes: give a {verb} that `trimtab {verb}` wrote")
     if written.split(".")[0] != ours.split(".")[0]:
         raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
-    for key in _unknown_keys(content, kind, prefix=""):
+    unknown = _unknown_keys(content, kind, prefix="")
+    for key in unknown:
+        if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
+            raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the {verb} again")
+    for key in unknown:
         warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
     try:
         return pydantic.TypeAdapter(kind).validate_python(content, strict=False)

@@ -61,7 +61,6 @@ class PlanOptions:
     attention: Attention = "flash"
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
     frozen_towers: tuple[Tower, ...] = ()
-    per_microbatch: bool = False  # whether one layer of a stage may recompute in a share of the micro-batches
     offload: bool = False  # whether layers may keep their activations in host memory
     host_bytes_per_s: float | None = None  # between a device and host memory, one direction; None: the device table's
     host_memory_bytes: int | None = (
@@ -141,12 +140,6 @@ class PlanOptions:
                 problems.append(f"{name} {value} was asked for, and no machine has that: give a size, as in 50GB")
             if not self.offload:
                 problems.append(f"{name} {value} was given without offload, which alone uses it: give --offload too")
-        if self.per_microbatch and (self.schedule not in ("1F1B", "GPipe") or self.recompute != "auto"):
-            problems.append(
-                f"recompute per micro-batch was asked for with schedule {self.schedule} and recompute "
-                f"{self.recompute}, and it stands on micro-batches in a row and a free choice: give --schedule 1F1B or "
-                "GPipe, and --recompute auto"
-            )
         if self.offload and self.recompute != "auto":
             problems.append(
                 f"offload was asked for with recompute {self.recompute}, which leaves no choice between layers: "

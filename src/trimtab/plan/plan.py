@@ -13,10 +13,9 @@ from trimtab.balance.dispatch import Order
 from trimtab.balance.images import Rule
 from trimtab.balance.packing import Oversize
 from trimtab.costs.settings import Attention
-from trimtab.errors import PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
-from trimtab.specs import MicrobatchShare, RecomputedTier, Tower
+from trimtab.specs import RecomputedTier, Tower
 
 PLAN_VERSION = "1.0"
 
@@ -110,7 +109,6 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
-    per_microbatch: bool = False  # whether a layer may recompute in a share of the micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,28 +147,11 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeDecision:
-    """Layers whose activations are computed again in the backward, or offloaded; layers not listed keep theirs.
-
-    With `every`, that holds for the last `num_microbatches` of every so many of a step, and the others are kept.
-    """
+    """Layers whose activations are computed again in the backward, or offloaded; layers not listed keep theirs."""
 
     stage: int
     granularity: RecomputedTier
     modules: tuple[str, ...]
-    num_microbatches: int | None = None
-    every: int | None = None
-
-    @property
-    def share(self) -> MicrobatchShare | None:
-        """None: all micro-batches. `PlanError` for numbers that are no share."""
-        if self.num_microbatches is None and self.every is None:
-            return None
-        if self.num_microbatches is None or self.every is None:
-            raise PlanError(
-                f"recompute of {', '.join(self.modules[:3])} names num_microbatches or every alone: give both, as in "
-                "num_microbatches: 2, every: 4, or neither"
-            )
-        return MicrobatchShare(num=self.num_microbatches, of=self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError, TrimtabError
+from trimtab.errors import PlanError
 from trimtab.models.describe import describe, shipped_models
 from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
@@ -165,7 +165,6 @@ def options_of(plan: Plan) -> PlanOptions:
         attention=inputs.training.attention,
         fused_kernels=inputs.training.fused_kernels,
         frozen_towers=inputs.training.frozen_towers,
-        per_microbatch=inputs.training.per_microbatch,
         offload=inputs.cluster.host_bytes_per_s is not None,
         host_bytes_per_s=inputs.cluster.host_bytes_per_s,
         host_memory_bytes=inputs.cluster.host_memory_bytes,
@@ -211,11 +210,7 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
         if here is None or not all(here.start <= i < here.stop for i in layers):
             problems.append(f"recompute names layers that stage {entry.stage} does not hold")
             continue
-        try:
-            choice = RecomputeChoice(tier=entry.granularity, layers=layers, share=entry.share)
-        except TrimtabError as error:
-            problems.append(str(error))
-            continue
+        choice = RecomputeChoice(tier=entry.granularity, layers=layers)
         chosen.setdefault(entry.stage, []).append(choice)
     if problems:
         raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or mend the modules by hand")

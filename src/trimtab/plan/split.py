@@ -9,7 +9,6 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.microbatch_share import share_microbatches
 from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import RecomputeMode, SplitProblem, solve
 from trimtab.plan.case import Case
@@ -61,8 +60,7 @@ def split_case(case: Case) -> SplitResult:
 
 def choose_split(case: Case) -> SplitChoice:
     """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
-    refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere. Where recompute may
-    be chosen per micro-batch, the best is then refined so, if that is faster.
+    refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
 
     The exact split minimises the slowest stage at the mean pack; with few or very different micro-batches another one
     may end earlier. Raises `PartitionError` if nothing fits.
@@ -84,9 +82,6 @@ def choose_split(case: Case) -> SplitChoice:
     known = {x.split.stages: x for x in one_switch}
     priced = [known.get(x.stages) or price_splits(case, [x])[0] for x in splits]
     best = min([*priced, *one_switch], key=lambda x: x.epoch_s)
-    if case.options.per_microbatch:
-        finer = price_splits(case, [share_microbatches(problem, best.split.stages)])
-        best = min([best, *finer], key=lambda x: x.epoch_s)
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
 
 

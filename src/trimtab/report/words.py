@@ -162,16 +162,11 @@ def _single_name(model: ModelSpec, index: int) -> str:
 
 
 def describe_recompute(stage: Stage) -> str:
-    """How many of a stage's layers recompute, by tier: "full 7, selective 3 of 24".
-
-    In a share of the micro-batches: "full 6, full 1 (in 2 of 4 packs) of 24".
-    """
+    """How many of a stage's layers recompute, by tier: "full 7, selective 3 of 24"."""
     counts: dict[str, int] = {}
     for choice in stage.recompute:
-        part = "" if choice.share is None else f" (in {choice.share.num} of {choice.share.of} packs)"
-        word = f"{choice.tier} {{}}{part}"
-        counts[word] = counts.get(word, 0) + len(choice.layers)
-    text = ", ".join(word.format(count) for word, count in counts.items() if count)
+        counts[choice.tier] = counts.get(choice.tier, 0) + len(choice.layers)
+    text = ", ".join(f"{tier} {count}" for tier, count in counts.items() if count)
     return f"{text} of {stage.stop - stage.start}" if text else "none"
 
 

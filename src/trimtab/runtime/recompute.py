@@ -20,7 +20,7 @@ from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
 from trimtab.runtime.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
-from trimtab.specs import MicrobatchShare, RecomputedTier
+from trimtab.specs import RecomputedTier
 
 Granularity: TypeAlias = RecomputedTier
 
@@ -51,14 +51,6 @@ class AppliedRecompute:
     def __init__(self, wrapped: Mapping[str, _Recomputed], host: HostMemory) -> None:
         self._wrapped = dict(wrapped)
         self.host = host  # what offloaded layers hold there
-
-    def begin_microbatch(self, number: int) -> None:
-        """The forwards to come are of micro-batch `number` of the step, from 0: decides who recomputes in a share.
-
-        Without it, and for layers without a share, all micro-batches recompute.
-        """
-        for wrapper in self._wrapped.values():
-            wrapper.skips = wrapper.share is not None and not wrapper.share.includes(number)
 
     @property
     def granularity(self) -> dict[str, Granularity]:
@@ -93,8 +85,7 @@ def apply(
     then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
     "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
     outside of torch (flash_attention_2) and unfused attention run again under each. "offload" repeats nothing: all but
-    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`). A decision for a
-    share of the micro-batches needs to be told which one comes (`AppliedRecompute.begin_microbatch`).
+    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`).
 
     Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
     mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
@@ -107,7 +98,7 @@ def apply(
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
     entries = _entries_of(decision)
-    chosen, shares = _read(entries, granularity), _read_shares(entries)
+    chosen = _read(entries, granularity)
     layers = dict(model.named_modules())
     problems = _problems(chosen, layers)
     if problems:
@@ -115,7 +106,7 @@ def apply(
     host = HostMemory()
     offloaded = {name: OffloadedLayer(layers[name], host) for name, how in chosen if how == "offload"}
     link_neighbours(offloaded)
-    wrapped = {name: _Recomputed(layers[name], how, shares.get(name), offloaded.get(name)) for name, how in chosen}
+    wrapped = {name: _Recomputed(layers[name], how, offloaded.get(name)) for name, how in chosen}
     for wrapper in wrapped.values():
         wrapper.layer.forward = wrapper
     return AppliedRecompute(wrapped, host)
@@ -124,17 +115,9 @@ def apply(
 class _Recomputed:
     """A layer's `forward` under a checkpoint, or offloaded."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        granularity: Granularity,
-        share: MicrobatchShare | None,
-        offloaded: OffloadedLayer | None,
-    ) -> None:
+    def __init__(self, layer: nn.Module, granularity: Granularity, offloaded: OffloadedLayer | None) -> None:
         self.layer = layer
         self.granularity = granularity
-        self.share = share
-        self.skips = False  # the micro-batch at hand keeps everything
         self.offloaded = offloaded
         self.forward: Callable[..., Any] = layer.forward
         self.was_own = "forward" in layer.__dict__
@@ -144,7 +127,7 @@ class _Recomputed:
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.skips or not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
+        if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
             if self.offloaded is not None:
                 self.offloaded.latest = None
             return self.forward(*args, **kwargs)
@@ -193,14 +176,6 @@ def _read(
         else:
             chosen += [(name, entry.granularity) for name in unfold_modules(entry.modules)]
     return tuple(chosen)
-
-
-def _read_shares(entries: tuple[RecomputeDecision | str, ...]) -> dict[str, MicrobatchShare]:
-    shares: dict[str, MicrobatchShare] = {}
-    for entry in entries:
-        if not isinstance(entry, str) and entry.share is not None:
-            shares.update(dict.fromkeys(unfold_modules(entry.modules), entry.share))
-    return shares
 
 
 def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, nn.Module]) -> list[str]:

@@ -14,12 +14,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.plan.plan import Plan, RecomputeDecision
+from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.families import flow_of
 from trimtab.runtime.pipeline.flow import Flow, find_cuts
 from trimtab.runtime.pipeline.gradients import TiedWeight
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
-from trimtab.runtime.pipeline.layout import PipelineLayout, Recompute, read_layout
+from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.module import StageModule, take_stage
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage
@@ -66,12 +66,11 @@ def build_pipeline(
     for i in own:
         start = ends[i] - len(layout.stages[i])
         models[i].to(device)
-        applied = []
         for choice in layout.recompute:
             held = tuple(name for name in choice.modules if name in layout.stages[i] and name in cuts.read)
-            applied.append(apply(models[i], [_decision(i, choice, held)]))
+            apply(models[i], held, granularity=choice.granularity)
         module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
-        stages.append(PackedStage(module, i, len(layout.stages), device, pp_group, recompute=applied))
+        stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
         if i == 0 and several and layout.images is not None:
             assert dp_group is not None
             stages[-1].images = dispatch_images(
@@ -87,17 +86,6 @@ def build_pipeline(
         pp_group=pp_group,
         dp_group=dp_group if several else None,
         tied=tied,
-    )
-
-
-def _decision(stage: int, choice: Recompute, modules: tuple[str, ...]) -> RecomputeDecision:
-    share = choice.share
-    return RecomputeDecision(
-        stage=stage,
-        granularity=choice.granularity,
-        modules=modules,
-        num_microbatches=None if share is None else share.num,
-        every=None if share is None else share.of,
     )
 
 

@@ -10,7 +10,6 @@ from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_
 from trimtab.plan.modules import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.recompute import Granularity
-from trimtab.specs import MicrobatchShare
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""
@@ -24,7 +23,6 @@ class Recompute:
 
     modules: tuple[str, ...]
     granularity: Granularity = "full"
-    share: MicrobatchShare | None = None  # of a step's micro-batches; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
         num_microbatches=decisions.schedule.num_microbatches,
         num_chunks=decisions.schedule.num_chunks,
         recompute=tuple(
-            Recompute(modules=unfold_modules(choice.modules), granularity=choice.granularity, share=choice.share)
+            Recompute(modules=unfold_modules(choice.modules), granularity=choice.granularity)
             for choice in decisions.recompute
         ),
     )

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import PipelineStage
 from trimtab.runtime.pipeline.flow import ENCODED, Batch, Sealed, Wire
 from trimtab.runtime.pipeline.image_dispatch import ImageDispatch
 from trimtab.runtime.pipeline.module import StageModule
-from trimtab.runtime.recompute import AppliedRecompute
 
 
 class PackedStage(PipelineStage):
@@ -25,19 +24,9 @@ class PackedStage(PipelineStage):
     Overridden are the methods that schedules call; those with an underscore are private, tested with 2.13.
     """
 
-    def __init__(
-        self,
-        module: StageModule,
-        index: int,
-        num_stages: int,
-        device: torch.device,
-        group: Any,
-        *,
-        recompute: Sequence[AppliedRecompute] = (),
-    ) -> None:
+    def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
         super().__init__(module, index, num_stages, device, group=group)
         self.images: ImageDispatch | None = None  # None: this stage encodes what it holds
-        self.recompute = recompute
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.gradients: dict[int, tuple[Tensor | None, ...]] = {}  # of what was sent
@@ -87,9 +76,7 @@ class PackedStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Of a batch with encoded images, where ranks share them; recompute in a share counts the micro-batches."""
-        for applied in self.recompute:
-            applied.begin_microbatch(fwd_chunk_id)
+        """Of a batch with encoded images, where ranks share them."""
         if self.images is not None:
             encoded = self.images.features(fwd_chunk_id)
             if encoded is not None:

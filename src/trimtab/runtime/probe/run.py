@@ -98,11 +98,6 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
             "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
             "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
         )
-    if found.case.options.per_microbatch:
-        raise PlanError(
-            "a plan whose layers recompute in a share of the micro-batches was to be probed, and a probe chooses whole "
-            "layers: probe the plan without --per-microbatch"
-        )
     case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
     with process_group(settings.device) as device:
         bench = open_bench(settings, found, case, device, progress or (lambda _: None))
