@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, split_pair
 from trimtab.balance.rng import UIntArray, below, next_u64, shuffle
-from trimtab.compiled import compiled, inner
+from trimtab.compiled import compiled, inner, once
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 1024
@@ -35,10 +35,6 @@ class Effort(NamedTuple):
     num_polished: int  # rounds in which the packs that stick out most meet random others
     tail: float  # share of the packs that each of them takes
     polish_free: int  # as max_free, in these rounds
-
-    def shortened(self) -> Effort:
-        """What is enough after a repair has moved a few packs."""
-        return self._replace(num_rounds=max(1, self.num_rounds // 4), num_full_rounds=0)
 
 
 @compiled
@@ -118,8 +114,17 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         level[k], heap[k] = full, p
 
 
-@compiled
-def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
+@once
+def improve(
+    sizes: FloatArray,
+    packs: Packs,
+    goal: Goal,
+    effort: Effort,
+    num_rounds: int,
+    num_full_rounds: int,
+    state: UIntArray,
+    scratch: Scratch,
+) -> None:
     """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair anew.
 
     The direction is each column in turn, then a random mix of them. What two packs differ by is halved or better by
@@ -136,8 +141,8 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
     order = np.empty(P, np.int64)
     start = np.empty(NUM_BUCKETS + 1, np.int64)
     failures = np.zeros(P, np.int64)
-    for r in range(effort.num_rounds):
-        n = 0
+    for r in range(num_rounds):
+        n = np.int64(0)
         for p in range(P):
             if failures[p] < effort.patience or r % ALL_AGAIN == ALL_AGAIN - 1:
                 chosen[n] = p
@@ -158,7 +163,7 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
         _sort_by_buckets(key, chosen, n, order, start)
         for i in range(n // 2):
             a, b = order[i], order[n - 1 - i]
-            if r >= effort.num_full_rounds and key[b] - key[a] < effort.alike:
+            if r >= num_full_rounds and key[b] - key[a] < effort.alike:
                 break
             if split_pair(sizes, packs, a, b, goal, effort.max_free, state, scratch):
                 failures[a] = 0
@@ -168,7 +173,7 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
                 failures[b] += 1
 
 
-@compiled
+@once
 def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
     """Share the packs that stick out most with random others, looking at more ways than `improve` does.
 
@@ -224,7 +229,7 @@ def _partner(sums: FloatArray, limits: FloatArray, p: int, first: int) -> int:
     return p
 
 
-@compiled
+@once
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> int:
     """Share each pack above a limit, exactly, with packs that leave room for both; the number of those that remain.
 
@@ -259,6 +264,20 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
         if num_left == 0:
             break
     return num_left
+
+
+@compiled
+def arrange(
+    sizes: FloatArray, packs: Packs, goal: Goal, last_goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch
+) -> None:
+    """Share the samples of a window's packs anew until they are alike and, where that can be, within the limits."""
+    num_rounds, num_full_rounds = effort.num_rounds, effort.num_full_rounds
+    for attempt in range(2):
+        if attempt == 1:
+            repair(sizes, packs, goal, state, scratch)
+            num_rounds, num_full_rounds = max(1, num_rounds // 4), 0  # enough after a repair has moved a few packs
+        improve(sizes, packs, goal, effort, num_rounds, num_full_rounds, state, scratch)
+    polish(sizes, packs, last_goal, effort, state, scratch)
 
 
 @compiled
