@@ -23,9 +23,7 @@ from rounding import BOUNDS
 pytestmark = pytest.mark.torch
 
 RELATIVE = BOUNDS[torch.float32]
-PLAIN = covering(
-    CASES, ("family", "schedule", "ranks", "dp", "chunks", "frozen", "recompute", "share", "dtype", "shared")
-)
+PLAIN = covering(CASES, ("family", "schedule", "ranks", "dp", "chunks", "frozen", "recompute", "dtype", "shared"))
 CASES_BY_NAME = others_integration(CASES, PLAIN, lambda case: case.name)
 
 
