@@ -152,7 +152,7 @@ def pack_window(
     n, D = window.shape
     k = D - 1
     P = num_packs
-    scratch = make_scratch(n)
+    scratch = make_scratch(n, D)
     evicted = np.empty(n, np.int64)
     tried, growth, num_grown = False, dp, 0
     while True:
