@@ -1,143 +1,126 @@
 """Every image-text family of the installed Transformers through trimtab: writes docs/model-support.md.
 
-    python bench/model_support.py                    # all, about two minutes of CPU time
-    python bench/model_support.py qwen3_5 aria       # some, printed alone
+    python bench/model_support.py                    # the page, from what the columns' last sweeps found
+    python bench/model_support.py --sweep            # every column anew, then the page: some twenty minutes of CPU time
+    python bench/model_support.py --sweep traced     # one column anew
 
-Each family's default configuration is built on the meta device. "Described" means: each parameter of the model lies in
-exactly one layer, a tied weight once, and each layer's count is that of the model's own modules. An empty cell has its
-reason beside it.
+A column is a script in bench/columns: for every family a yes, or the reason of a no.
 """
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported
+BENCH = Path(__file__).parent
+sys.path.insert(0, str(BENCH / "columns"))
+from cell import FAMILIES, Cell, read_column, read_version  # noqa: E402
 
-import torch
-import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-from trimtab.errors import ConfigError
-from trimtab.models.asking.build import build, complete
-from trimtab.models.asking.model import describe_fields
-from trimtab.models.describe import FAMILIES
-from trimtab.specs import ModelSpec
-
-PAGE = Path(__file__).parents[1] / "docs" / "model-support.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    family: str
-    described: bool
-    by_hand: bool
-    num_params: int
-    num_layers: int
-    price: str  # of all layers by formula, of some by measuring, or not of all
-    order: str  # seen in a pass of text, of text and an image, or of modules
-    reason: str
-
-
-def check(family: str) -> Row:
-    """The description of a family's default configuration, held against its own modules."""
-    fields = {"model_type": family}
-    try:
-        spec = describe_fields(fields)
-    except ConfigError as error:
-        return _missed(family, str(error))
-    real = build(complete(fields))
-    counted = dict.fromkeys((x.name for x in spec.layers), 0)
-    for name, parameter in real.named_parameters():  # a tied weight comes once
-        parts = name.split(".")
-        owners = [x for i in range(len(parts)) if (x := ".".join(parts[: i + 1])) in counted]
-        if len(owners) != 1:
-            return _missed(family, f"{name} lies in {len(owners)} layers")
-        counted[owners[0]] += parameter.numel()
-    unlike = [x.name for x in spec.layers if x.num_params != counted[x.name]]
-    if unlike or spec.num_params != sum(p.numel() for p in real.parameters()):
-        return _missed(family, f"parameters of {', '.join(unlike[:3])} differ")
-    return Row(
-        family=family,
-        described=True,
-        by_hand=family in FAMILIES,
-        num_params=spec.num_params,
-        num_layers=len(spec.layers),
-        price=_price(spec),
-        order=_order(spec),
-        reason="",
-    )
+PAGE = BENCH.parent / "docs" / "model-support.md"
+COLUMNS = {  # name: script with its arguments, heading, what a yes means
+    "described": (
+        ["described.py"],
+        "described",
+        "of the default configuration; each parameter in exactly one layer, equal to the model's own to the parameter",
+    ),
+    "sized": (
+        ["sized.py"],
+        "sized",
+        "patches and tokens of 200 image sizes (and clips, where the processor takes them) are the real processor's",
+    ),
+    "traced": (["traced.py"], "traced", "saved bytes of random recompute subsets are those that autograd keeps"),
+    "packed": (["packed.py"], "packed", "logits and gradients of texts in a pack are those of the texts alone"),
+    "packed_images": (["packed.py", "--images"], "with images", "the same with images inside and at the ends"),
+    "vision_dp": (
+        ["vision_dp.py"],
+        "vision DP",
+        "images encoded apart give the features and gradients of all together",
+    ),
+    "pipeline_whole_tower": (
+        ["pipeline_whole_tower.py"],
+        "pipeline",
+        "decoder cut, tower whole on the first stage: loss and gradients of one process",
+    ),
+    "pipeline_cut_tower": (["pipeline_cut_tower.py"], "tower cut", "the same with the tower cut too"),
+    "mapped": (
+        ["mapped.py"],
+        "mapped",
+        "every module of the real model has one device, the bytes are those counted there",
+    ),
+    "loaded": (
+        ["loaded.py"],
+        "loaded",
+        "placed over devices, host memory and disk it generates the plain model's tokens",
+    ),
+}
 
 
-def _missed(family: str, reason: str) -> Row:
-    return Row(
-        family=family, described=False, by_hand=False, num_params=0, num_layers=0, price="", order="", reason=reason
-    )
-
-
-def _price(spec: ModelSpec) -> str:
-    measured = [x for x in spec.layers if x.measured is not None]
-    unknown = sum(not x.measured.forward_flops for x in measured if x.measured is not None)
-    crossing = sum(x.attention is not None and x.attention.cross for x in spec.layers if x.measured is None)
-    if unknown + crossing:
-        return f"not of {unknown + crossing} layers"
-    return f"{len(measured)} layers measured" if measured else "formulas"
-
-
-def _order(spec: ModelSpec) -> str:
-    said = " ".join(spec.notes)
-    if "no forward pass could be made" in said:
-        return "of modules"
-    text, image = "decoder cannot be run" not in said, "No image could be passed" not in said
-    return "seen" if text and image else "decoder seen" if text else "tower seen"
-
-
-def page(rows: list[Row]) -> str:
+def page() -> str:
     """docs/model-support.md."""
-    described = [x for x in rows if x.described]
+    columns = {name: read_column(name) for name in COLUMNS}
     lines = [
-        "# Which models are described",
+        "# Which models are supported, and how far",
         "",
-        "Written by `bench/model_support.py`; not by hand.",
+        "Written by `bench/model_support.py`; not by hand. A column that a family lacks has its reason below.",
         "",
-        f"Transformers {transformers.__version__} maps {len(rows)} families to image-text-to-text. Of their default "
-        f"configurations {len(described)} are described: each",
-        "parameter in exactly one layer, tied weights once, equal to the model's own to the parameter.",
+        f"Transformers {read_version('described')} maps {len(FAMILIES)} families to image-text-to-text. A small model",
+        "of each goes through every column; `described` and `mapped` take the default configuration, which for some",
+        "families is no consistent model.",
         "",
-        "- *By hand*: described without torch, from the configuration alone ([models](models.md)).",
+        "| column | families | a yes means |",
+        "|---|---|---|",
+    ]
+    for name, (_, heading, meaning) in COLUMNS.items():
+        lines.append(f"| {heading} | {sum(x.yes for x in columns[name].values())} | {meaning} |")
+    lines += ["", "| family | " + " | ".join(heading for _, heading, _ in COLUMNS.values()) + " |"]
+    lines.append("|---|" + "---|" * len(COLUMNS))
+    for family in FAMILIES:
+        cells = ["yes" if columns[name][family].yes else "" for name in COLUMNS]
+        lines.append(f"| `{family}` | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "## Descriptions",
+        "",
+        "- *By hand*: without torch, from the configuration alone ([models](models.md)); else Transformers is asked.",
         "- *Price*: by formulas; by counting on the library's own code where a layer is of another make; or not known.",
         "- *Order*: seen in a forward pass without weights of a text and an image, of one of them, or that of modules.",
-        "  Some default configurations do not fit together (an image of one size, positions of another): the",
-        "  configuration of a real checkpoint does.",
         "",
-        "| family | described | by hand | layers | parameters | price | order | reason |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | source | layers | parameters | price | order |",
+        "|---|---|---|---|---|---|",
     ]
-    for x in rows:
-        if x.described:
-            hand = "yes" if x.by_hand else ""
-            size = f"{x.num_params:,}"
-            lines.append(f"| `{x.family}` | yes | {hand} | {x.num_layers} | {size} | {x.price} | {x.order} | |")
-        else:
-            reason = x.reason.replace("|", "/").replace("<", "&lt;")
-            lines.append(f"| `{x.family}` | | | | | | | {reason} |")
+    for family, cell in columns["described"].items():
+        if cell.yes:
+            lines.append(f"| `{family}` | " + " | ".join(cell.note.removesuffix("; ").split("; ")) + " |")
+    lines += ["", "## Reasons", ""]
+    for family in FAMILIES:
+        missing = {name: columns[name][family] for name in COLUMNS if not columns[name][family].yes}
+        lines += [_reasons(family, missing)] if missing else []
     return "\n".join(lines) + "\n"
 
 
+def _reasons(family: str, missing: dict[str, Cell]) -> str:
+    """One line; columns with the same reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, cell in missing.items():
+        by_reason.setdefault(cell.note, []).append(COLUMNS[name][1])
+    said = "; ".join(f"*{', '.join(names)}*: {_escape(reason)}" for reason, names in by_reason.items())
+    return f"- `{family}`: {said}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
 def main() -> None:
-    """All families, or those that are named."""
-    chosen = sys.argv[1:]
-    rows = [check(family) for family in chosen or sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)]
-    if chosen:
-        print(page(rows))
-        return
-    PAGE.write_text(page(rows), encoding="utf-8")
-    print(f"{PAGE}: {sum(x.described for x in rows)} of {len(rows)} described, with torch {torch.__version__}")
+    """Sweep what is asked for, then write the page."""
+    if "--sweep" in sys.argv:
+        for name in sys.argv[sys.argv.index("--sweep") + 1 :] or list(COLUMNS):
+            subprocess.run(
+                [sys.executable, *[BENCH / "columns" / COLUMNS[name][0][0], *COLUMNS[name][0][1:]]], check=True
+            )
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

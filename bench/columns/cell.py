@@ -52,6 +52,11 @@ def read_column(column: str) -> dict[str, Cell]:
     return {family: Cell(**cell) for family, cell in written["families"].items()}
 
 
+def read_version(column: str) -> str:
+    """The version of Transformers that the column's last sweep ran with."""
+    return str(json.loads((RESULTS / f"{column}.json").read_text(encoding="utf-8"))["transformers"])
+
+
 def _guarded(check: Callable[[str], Cell], family: str) -> Cell:
     try:
         cell = check(family)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import re
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,6 @@ transformers = pytest.importorskip("transformers", reason="is asked")
 
 from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
 from torch import nn  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
@@ -181,44 +176,6 @@ def test_every_cut_in_front_of_cross_attention_is_forbidden():
     start = spec.indices("language")[0]
     assert set(range(start, last + 1)) <= spec.forbidden_cuts
     assert last + 1 not in spec.forbidden_cuts
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bench():
-    path = Path(__file__).parents[2] / "bench" / "model_support.py"
-    spec = importlib.util.spec_from_file_location("model_support", path)
-    found = importlib.util.module_from_spec(spec)
-    sys.modules["model_support"] = found  # its dataclasses look there
-    spec.loader.exec_module(found)
-    return found
-
-
-def test_the_table_of_models_holds_what_is_so_and_the_reason_of_what_is_not(bench, monkeypatch):
-    rows = [bench.check(x) for x in ("smolvlm", "aya_vision")]
-    assert [x.described for x in rows] == [True, False]
-    assert "embed_dim must be divisible by num_heads" in bench.page(rows)
-    assert "default configurations 1 are described" in bench.page(rows)
-    honest = bench.describe_fields
-
-    def dishonest(fields):
-        spec = honest(fields)
-        first, *others = spec.layers
-        return replace(spec, layers=(replace(first, num_params=first.num_params + 1), *others))
-
-    monkeypatch.setattr(bench, "describe_fields", dishonest)
-    row = bench.check("smolvlm")
-    assert (row.described, row.reason) == (False, "parameters of model.vision_model.embeddings differ")
-
-
-def test_the_written_table_is_of_this_library_and_keeps_its_promise():
-    page = (Path(__file__).parents[2] / "docs" / "model-support.md").read_text()
-    if f"Transformers {transformers.__version__} maps" not in page:
-        pytest.skip("another Transformers than the table's")
-    assert page.count("| yes |") >= 80
-    assert len(re.findall(r"^\| `", page, re.M)) == len(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 # -- kinds of layers --------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_samples_are_not_carried_on_for_ever():
 
 def test_split_pair_matches_brute_force():
     r = np.random.default_rng(0)
-    scratch = pair.make_scratch(64)
+    scratch = pair.make_scratch(64, 3)
     for _ in range(300):
         n, num_a = int(r.integers(2, 11)), 0
         columns = np.column_stack([r.integers(0, 20, n), r.integers(0, 300, n), r.random(n)]).astype(float)
@@ -231,7 +231,7 @@ def test_split_pair_of_many_samples_never_makes_it_worse():
     goal = pair.Goal(np.array([200.0, 20000.0, np.inf]), 1 / columns.sum(axis=0) ** 2, none, none, none)
     state, last = rng.make_stream(2), np.inf
     for _ in range(30):
-        pair.split_pair(columns, packs, 0, 1, goal, 8, state, pair.make_scratch(n))
+        pair.split_pair(columns, packs, 0, 1, goal, 8, state, pair.make_scratch(n, 3))
         e = (packs.sums[0] - packs.sums[1]) / 2
         now = float((goal.weights * e * e).sum())
         assert now <= last
@@ -252,7 +252,7 @@ def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
         packs.sums[p] += columns[i]
     goal = pair.Goal(bounds, np.ones(3), 1e3 / bounds, np.zeros(3), np.zeros(3))
     state = rng.make_stream(3)
-    window.repair(columns, packs, goal, state, pair.make_scratch(n))
+    window.repair(columns, packs, goal, state, pair.make_scratch(n, 3))
     evicted = np.empty(n, np.int64)
     out = evicted[: window.evict(columns, packs, bounds, np.zeros(n, np.int64), evicted)]
     members, counts = window.unload(packs, state)

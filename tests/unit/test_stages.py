@@ -145,7 +145,8 @@ def test_split_equals_brute_force_where_layers_may_be_offloaded(block):
 
 @pytest.mark.parametrize("U", [1, 2, 3])
 def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
-    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
+    from trimtab.partition.hull import tier_table
+    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
 
     rng = np.random.default_rng(5)
     for _ in range(100):
@@ -183,7 +184,8 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
 @pytest.mark.parametrize("last", [True, False])
 def test_choice_of_tiers_equals_brute_force_where_some_take_host_memory(last):
     """Many alike layers; what takes host memory needs the most room in its backward, or not."""
-    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra, tier_table
+    from trimtab.partition.hull import tier_table
+    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
 
     rng = np.random.default_rng(11)
     num_short = 0

@@ -91,11 +91,12 @@ class _Shuffled:
 def _shuffle(sizes: IntArray, cost: FloatArray, seed: int, epoch: int, shard: int) -> _Shuffled:
     """Samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
     from trimtab.balance.rng import permutation
-    from trimtab.balance.window import gather, sum_columns
+    from trimtab.balance.window import sum_columns
 
     n, k = sizes.shape
     order = permutation(n, seed, epoch, 0, *_shard_key(shard))
-    columns = gather(sizes, cost, order)
+    columns = np.empty((n, k + 1))
+    columns[:, :k], columns[:, k] = sizes[order], cost[order]
     total_cost = float(sum_columns(columns)[k])
     columns[:, k] *= n / total_cost if total_cost > 0 else 0.0
     return _Shuffled(order, columns)

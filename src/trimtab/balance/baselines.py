@@ -6,10 +6,10 @@ They are what the side by side compares with (OmniBal, arXiv 2407.20761, table 3
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from trimtab.balance.groups import Groups
 from trimtab.balance.rng import permutation
+from trimtab.compiled import compiled
 from trimtab.specs import FloatArray, IntArray
 
 MEGA_STEPS = 50
@@ -28,8 +28,9 @@ def batch_by_length(lengths: FloatArray, *, batch_size: float, dp: int, seed: in
     """
     order = permutation(len(lengths), seed, epoch, 0x6C656E)
     bounds = _batch_bounds(len(lengths), batch_size, dp)
-    _deal_steps(lengths, order, bounds, dp)
-    return Groups(order, bounds)
+    step = np.repeat(np.arange(len(bounds) - 1) // dp, np.diff(bounds))
+    longest_first = order[np.lexsort((-lengths[order], step))]
+    return Groups(_deal_steps(lengths, longest_first, bounds, dp), bounds)
 
 
 def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
@@ -64,18 +65,19 @@ def _batch_bounds(num_samples: int, batch_size: float, dp: int) -> IntArray:
     return np.arange(num_batches + 1, dtype=np.int64) * num_samples // max(1, num_batches)
 
 
-@njit(cache=True, nogil=True)
-def _deal_steps(lengths: FloatArray, order: IntArray, bounds: IntArray, dp: int) -> None:
+@compiled
+def _deal_steps(lengths: FloatArray, longest_first: IntArray, bounds: IntArray, dp: int) -> IntArray:
+    """Samples batch by batch: each of a step to the rank with the least so far that has a place left."""
     num_batches = len(bounds) - 1
+    order = np.empty(len(longest_first), np.int64)
     total = np.empty(dp)
     filled = np.empty(dp, np.int64)
     for first in range(0, num_batches, dp):
         last = min(first + dp, num_batches)
-        step = order[bounds[first] : bounds[last]].copy()
-        step = step[np.argsort(-lengths[step], kind="mergesort")]
-        total[:] = 0.0
-        filled[:] = 0
-        for sample in step:
+        for r in range(dp):
+            total[r], filled[r] = 0.0, 0
+        for i in range(bounds[first], bounds[last]):
+            sample = longest_first[i]
             rank = -1
             for r in range(last - first):
                 if filled[r] < bounds[first + r + 1] - bounds[first + r] and (rank < 0 or total[r] < total[rank]):
@@ -83,3 +85,4 @@ def _deal_steps(lengths: FloatArray, order: IntArray, bounds: IntArray, dp: int)
             order[bounds[first + rank] + filled[rank]] = sample
             filled[rank] += 1
             total[rank] += lengths[sample]
+    return order

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from trimtab.balance.image_search import balance, cut
 from trimtab.balance.images import WHOLE, Rule
+from trimtab.compiled import compiled
 from trimtab.specs import FloatArray, IntArray
 
 
@@ -36,7 +36,7 @@ def share_pools(
     return PoolLoads(load=found[0], slowest=found[1], largest=found[2])
 
 
-@njit(cache=True)
+@compiled
 def _share(cost, measure, terms, offsets, num_ranks, contiguous, whole):  # type: ignore[no-untyped-def]
     num_pools, num_terms = len(offsets) - 1, terms.shape[1]
     load = np.zeros((num_pools, num_ranks))

@@ -9,8 +9,8 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from trimtab.compiled import compiled
 from trimtab.specs import IntArray
 
 CLOSE_ENOUGH = 2000
@@ -31,7 +31,7 @@ class Found(NamedTuple):
     bound: int
 
 
-@njit(cache=True)
+@compiled
 def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
     """The better of longest-first and Karmarkar-Karp, improved by moves and swaps: `Found`."""
     largest_first = np.argsort(-cost, kind="mergesort")
@@ -50,7 +50,7 @@ def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
     return _in_order(ranks, num_ranks, bound)
 
 
-@njit(cache=True)
+@compiled
 def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
     """Consecutive runs of atoms, at most N, whose largest sum is least (exact: bisection over integers): `Found`."""
     low, high = np.int64(0), np.int64(0)
@@ -81,7 +81,7 @@ def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
     return _in_order(ranks, num_ranks, bound)
 
 
-@njit(cache=True)
+@compiled
 def lower_bound(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
     """max over k of: the mean; the k + 1 smallest of the k N + 1 largest atoms (some rank holds k + 1 of them)."""
     n = len(cost)
@@ -95,7 +95,7 @@ def lower_bound(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
     return bound
 
 
-@njit(cache=True)
+@compiled
 def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def]
     """The least sum of some of the atoms that is not below `bound`: the largest load is such a sum.
 
@@ -130,7 +130,7 @@ def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def
     return best
 
 
-@njit(cache=True)
+@compiled
 def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
     """Each atom, the dearest first, to the rank with the least so far."""
     ranks = np.empty(len(cost), np.int64)
@@ -142,7 +142,7 @@ def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-de
     return ranks
 
 
-@njit(cache=True)
+@compiled
 def differences(cost, num_ranks):  # type: ignore[no-untyped-def]
     """Karmarkar-Karp for N sets: the two partial partitions of widest spread are joined, large sums on small ones."""
     n = len(cost)
@@ -187,7 +187,7 @@ def differences(cost, num_ranks):  # type: ignore[no-untyped-def]
     return ranks
 
 
-@njit(cache=True)
+@compiled
 def improve(cost, ranks, load, bound):  # type: ignore[no-untyped-def]
     """Moves or swaps an atom of the largest sum, the best first, until none lowers it; in place."""
     n = len(cost)
@@ -219,7 +219,7 @@ def improve(cost, ranks, load, bound):  # type: ignore[no-untyped-def]
         load[target] += moved
 
 
-@njit(cache=True)
+@compiled
 def sums(cost, ranks, num_ranks):  # type: ignore[no-untyped-def]
     load = np.zeros(num_ranks, np.int64)
     for i in range(len(cost)):
@@ -227,12 +227,12 @@ def sums(cost, ranks, num_ranks):  # type: ignore[no-untyped-def]
     return load
 
 
-@njit(cache=True)
+@compiled
 def _is_open(load, bound):  # type: ignore[no-untyped-def]
     return (load.max() - bound) * CLOSE_ENOUGH > bound
 
 
-@njit(cache=True)
+@compiled
 def _in_order(ranks, num_ranks, bound):  # type: ignore[no-untyped-def]
     offsets = np.zeros(num_ranks + 1, np.int64)
     for r in ranks:

@@ -6,10 +6,10 @@ Symbols as in the paper: Q_v, Q_t the limits of patches (images there) and token
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from trimtab.balance.groups import Groups
 from trimtab.balance.rng import UIntArray, make_stream, shuffle
+from trimtab.compiled import compiled
 from trimtab.errors import PackingError
 from trimtab.specs import IntArray
 
@@ -53,12 +53,14 @@ def pack_isf(
     return Groups(members, offsets)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _iterate(
     sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
 ) -> tuple[IntArray, IntArray]:
     n, k = sizes.shape
-    left = np.arange(n)
+    left = np.empty(n, np.int64)
+    for i in range(n):
+        left[i] = i
     kept = np.empty(n, np.int64)
     starts = np.zeros(n + 1, np.int64)
     num_kept, num_packs = 0, 0
@@ -69,7 +71,8 @@ def _iterate(
         shuffle(left, state)
         keep_all = iteration == iterations - 1
         num_left, first = 0, 0  # samples that stay for the next iteration; first sample of the open pack
-        total[:] = 0
+        for d in range(k):
+            total[d] = 0
         for position in range(len(left) + 1):
             ends = position == len(left)
             if not ends:
@@ -82,8 +85,9 @@ def _iterate(
                     if total[d] >= filters[d]:
                         good = True
                 if good:
-                    kept[num_kept : num_kept + position - first] = left[first:position]
-                    num_kept += position - first
+                    for i in range(first, position):
+                        kept[num_kept] = left[i]
+                        num_kept += 1
                     num_packs += 1
                     starts[num_packs] = num_kept
                 else:
@@ -91,18 +95,23 @@ def _iterate(
                         left[num_left] = left[i]
                         num_left += 1
                 first = position
-                total[:] = 0
+                for d in range(k):
+                    total[d] = 0
             if position < len(left):
                 for d in range(k):
                     total[d] += sizes[left[position], d]
         left = left[:num_left]
-    order = np.arange(num_packs)
+    order = np.empty(num_packs, np.int64)
+    for i in range(num_packs):
+        order[i] = i
     shuffle(order, state)
     members = np.empty(n, np.int64)
     offsets = np.zeros(num_packs + 1, np.int64)
     for i in range(num_packs):
         p = order[i]
-        size = starts[p + 1] - starts[p]
-        members[offsets[i] : offsets[i] + size] = kept[starts[p] : starts[p + 1]]
-        offsets[i + 1] = offsets[i] + size
+        at = offsets[i]
+        for j in range(starts[p], starts[p + 1]):
+            members[at] = kept[j]
+            at += 1
+        offsets[i + 1] = at
     return members, offsets

@@ -147,8 +147,8 @@ def report_packing(
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
 
 
-def warm_up() -> None:
-    """Compile or load the compiled loops, so that a measured run contains none of it."""
+def warm_up(*methods: Method) -> None:
+    """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
     small = SampleTable(
         num_images=np.ones(40, np.int64),
         num_patches=np.arange(40, dtype=np.int64) % 5,
@@ -158,7 +158,7 @@ def warm_up() -> None:
         source=np.zeros(40, np.int32),
         patch_unit="tiles",
     )
-    for method in METHODS:
+    for method in methods or METHODS:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba import njit
 
 from trimtab.balance.rng import UIntArray, below
+from trimtab.compiled import once
 from trimtab.specs import FloatArray, IntArray
 
 MAX_FREE = 12
@@ -49,9 +50,9 @@ class Scratch(NamedTuple):
     low: npt.NDArray[np.float32]
     score: npt.NDArray[np.float32]
     lanes: npt.NDArray[np.float32]
+    both: FloatArray  # (D,) sums of the two packs
 
 
-@njit(cache=True, nogil=True)
 def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
     """Empty packs for samples 0 .. num_samples - 1."""
     return Packs(
@@ -62,8 +63,7 @@ def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
     )
 
 
-@njit(cache=True, nogil=True)
-def make_scratch(num_samples: int) -> Scratch:
+def make_scratch(num_samples: int, num_columns: int) -> Scratch:
     num_rows = 1 << (MAX_FREE - LOW_BITS)
     return Scratch(
         np.empty(num_samples, np.int64),
@@ -71,7 +71,160 @@ def make_scratch(num_samples: int) -> Scratch:
         np.empty(WIDTH, np.float32),
         np.empty((num_rows, WIDTH), np.float32),
         np.empty(WIDTH, np.float32),
+        np.empty(num_columns),
     )
+
+
+@once
+def _list_members(packs: Packs, a: int, b: int, members: IntArray) -> None:
+    """The samples of pack a, then those of pack b."""
+    k = 0
+    for pack in (a, b):
+        item = packs.head[pack]
+        while item >= 0:
+            members[k] = item
+            k += 1
+            item = packs.after[item]
+
+
+@once
+def _choose_free(members: IntArray, num_a: int, n: int, max_free: int, state: UIntArray) -> int:
+    """Moves `max_free` random members, about as many of each pack, to where the two packs meet; the first of them."""
+    free_a = min(num_a, max(max_free - (n - num_a), max_free // 2))
+    for k in range(free_a):
+        p = num_a - 1 - k
+        q = below(state, p + 1)
+        members[p], members[q] = members[q], members[p]
+    for k in range(max_free - free_a):
+        p = num_a + k
+        q = p + below(state, n - p)
+        members[p], members[q] = members[q], members[p]
+    return num_a - free_a
+
+
+@once
+def _sum_ways(
+    sizes: FloatArray, d: int, members: IntArray, first: int, free: int, base: float, scratch: Scratch
+) -> None:
+    """Sums of column d for all ways, as high[way >> LOW_BITS] + low[way & (WIDTH - 1)]; `base`: of what stays in a."""
+    high, low = scratch.high, scratch.low
+    low[0] = np.float32(0.0)
+    for j in range(LOW_BITS):  # fewer free samples: the rest are copies of the same ways
+        x = np.float32(sizes[members[first + j], d]) if j < free else np.float32(0.0)
+        for k in range(1 << j):
+            low[(1 << j) + k] = low[k] + x
+    high[0] = np.float32(base)
+    for j in range(LOW_BITS, free):
+        x = np.float32(sizes[members[first + j], d])
+        for k in range(1 << (j - LOW_BITS)):
+            high[(1 << (j - LOW_BITS)) + k] = high[k] + x
+
+
+@once
+def _score_ways(
+    sizes: FloatArray, sums_of_both: FloatArray, members: IntArray, first: int, free: int, goal: Goal, scratch: Scratch
+) -> None:
+    """The score of every way in float32, row by row: the compiler makes vector code of it."""
+    high, low, score = scratch.high, scratch.low, scratch.score
+    num_rows = 1 << max(0, free - LOW_BITS)
+    width = len(low)  # not a constant: the compiler would unroll the loops below instead of making vectors of them
+    for h in range(num_rows):
+        for k in range(width):
+            score[h, k] = np.float32(0.0)
+    for d in range(sizes.shape[1]):
+        half = 0.5 * sums_of_both[d]
+        base = -half
+        for k in range(first):
+            base += sizes[members[k], d]
+        _sum_ways(sizes, d, members, first, free, base, scratch)  # of pack a, less half of both: e
+        w, penalty, room = np.float32(goal.weights[d]), np.float32(goal.penalties[d]), np.float32(goal.limits[d] - half)
+        for h in range(num_rows):
+            for k in range(width):
+                e = abs(high[h] + low[k])
+                score[h, k] += w * e * e + penalty * max(np.float32(0.0), e - room)
+        if goal.slopes[d] > 0.0:
+            slope, room = np.float32(goal.slopes[d]), np.float32(goal.means[d] - half)
+            for h in range(num_rows):
+                for k in range(width):
+                    score[h, k] += slope * max(np.float32(0.0), abs(high[h] + low[k]) - room)
+
+
+@once
+def _best_way(free: int, current: int, scratch: Scratch) -> int:
+    """The way of least score; `current` if none is better by more than float32 can tell."""
+    score, lanes = scratch.score, scratch.lanes
+    num_rows, width = 1 << max(0, free - LOW_BITS), len(lanes)
+    for k in range(width):
+        lanes[k] = score[0, k]
+    for h in range(1, num_rows):  # lane by lane: a running minimum would wait for itself
+        for k in range(width):
+            lanes[k] = min(lanes[k], score[h, k])
+    lane = 0
+    for k in range(1, width):
+        if lanes[k] < lanes[lane]:
+            lane = k
+    old = score[current >> LOW_BITS, current & (WIDTH - 1)]
+    if not lanes[lane] < old - np.float32(1e-5) * abs(old):
+        return current
+    row = 0
+    while score[row, lane] != lanes[lane]:
+        row += 1
+    return (row << LOW_BITS) + lane
+
+
+@once
+def _is_better(
+    sizes: FloatArray,
+    sums: FloatArray,
+    a: int,
+    b: int,
+    members: IntArray,
+    first: int,
+    free: int,
+    way: int,
+    goal: Goal,
+) -> bool:
+    """Whether the way scores less than the packs as they are, in float64."""
+    old_score, new_score = 0.0, 0.0
+    for d in range(sizes.shape[1]):
+        half = 0.5 * (sums[a, d] + sums[b, d])
+        new_a = 0.0
+        for k in range(first):
+            new_a += sizes[members[k], d]
+        for k in range(free):
+            if (way >> k) & 1:
+                new_a += sizes[members[first + k], d]
+        old_e, new_e = abs(sums[a, d] - half), abs(new_a - half)
+        room = goal.limits[d] - half
+        old_score += goal.weights[d] * old_e * old_e + goal.penalties[d] * max(0.0, old_e - room)
+        new_score += goal.weights[d] * new_e * new_e + goal.penalties[d] * max(0.0, new_e - room)
+        room = goal.means[d] - half
+        old_score += goal.slopes[d] * max(0.0, old_e - room)
+        new_score += goal.slopes[d] * max(0.0, new_e - room)
+    return new_score < old_score - 1e-9 * abs(old_score)
+
+
+@once
+def _move(sizes: FloatArray, packs: Packs, a: int, b: int, members: IntArray, first: int, free: int, way: int) -> None:
+    """The members before `first`, and those free ones whose bit is set, into pack a; the others into b."""
+    head, after, count, sums = packs.head, packs.after, packs.num_held, packs.sums
+    n = count[a] + count[b]
+    head[a], head[b], count[a] = -1, -1, 0
+    for d in range(sizes.shape[1]):
+        sums[b, d] += sums[a, d]
+        sums[a, d] = 0.0
+    for k in range(n):
+        item = members[k]
+        pack = a if k < first or (k < first + free and (way >> (k - first)) & 1) else b
+        after[item] = head[pack]
+        head[pack] = item
+        if pack == a:
+            count[a] += 1
+            for d in range(sizes.shape[1]):
+                sums[a, d] += sizes[item, d]
+    count[b] = n - count[a]
+    for d in range(sizes.shape[1]):
+        sums[b, d] -= sums[a, d]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
@@ -85,143 +238,35 @@ def split_pair(
     all ways are looked at: one sample stays, as swapping the packs changes nothing. Of more, max_free random ones may
     change side.
 
-    All ways are scored in float32, row by row, which the compiler turns into vector code: the best is exact but for
-    ties within 1e-5. It is accepted only if it is better in float64, where sums of integers below 2^53 are exact. No
-    fused multiply-add and no reordered sums: every machine takes the same decisions.
+    Example: a holds [7, 2], b holds [3, 3]; half of both is 7.5, e is 1.5. The 7 stays in a, the other three are free:
+    8 ways, numbered by the bits of those that are in a. Way 001, [7, 2], is the one there is. Way 000, [7], has e 0.5
+    and no other less: the packs become [7] and [2, 3, 3].
+
+    All ways are scored in float32: the best is exact but for ties within 1e-5. It is accepted only if it is better in
+    float64, where sums of integers below 2^53 are exact. No fused multiply-add and no reordered sums: every machine
+    takes the same decisions.
     """
-    head, after, count, sums = packs.head, packs.after, packs.num_held, packs.sums
-    limits, weights, penalties = goal.limits, goal.weights, goal.penalties
-    means, slopes = goal.means, goal.slopes
-    members, high, low, score, lanes = scratch.members, scratch.high, scratch.low, scratch.score, scratch.lanes
-    D = sizes.shape[1]
-    if count[a] == 0:
+    members = scratch.members
+    if packs.num_held[a] == 0:
         a, b = b, a
-    num_a = count[a]
-    n = num_a + count[b]
+    num_a = packs.num_held[a]
+    n = num_a + packs.num_held[b]
     if n < 2:
         return False
-    k = 0
-    item = head[a]
-    while item >= 0:
-        members[k] = item
-        k += 1
-        item = after[item]
-    item = head[b]
-    while item >= 0:
-        members[k] = item
-        k += 1
-        item = after[item]
-
-    # members[first : first + free] may change side; those before stay in a, those behind stay in b
-    first, free = 1, n - 1
+    # 1. members[first : first + free] may change side; those before stay in a, those behind stay in b
+    _list_members(packs, a, b, members)
+    first, free = np.int64(1), n - 1
     if free > max_free:
         free = max_free
-        free_a = min(num_a, max(max_free - (n - num_a), max_free // 2))
-        for k in range(free_a):
-            p = num_a - 1 - k
-            q = below(state, p + 1)
-            members[p], members[q] = members[q], members[p]
-        for k in range(max_free - free_a):
-            p = num_a + k
-            q = p + below(state, n - p)
-            members[p], members[q] = members[q], members[p]
-        first = num_a - free_a
+        first = _choose_free(members, num_a, n, max_free, state)
+    # 2. the best way, in float32
+    for d in range(sizes.shape[1]):
+        scratch.both[d] = packs.sums[a, d] + packs.sums[b, d]
+    _score_ways(sizes, scratch.both, members, first, free, goal, scratch)
     current = (1 << (num_a - first)) - 1
-
-    num_rows = 1 << max(0, free - LOW_BITS)
-    width = len(low)  # not a constant: the compiler would unroll the loops below instead of making vectors of them
-    for d in range(D):
-        half = 0.5 * (sums[a, d] + sums[b, d])
-        base = -half
-        for k in range(first):
-            base += sizes[members[k], d]
-        low[0] = np.float32(0.0)
-        for j in range(LOW_BITS):  # fewer free samples: the rest are copies of the same ways
-            x = np.float32(sizes[members[first + j], d]) if j < free else np.float32(0.0)
-            for k in range(1 << j):
-                low[(1 << j) + k] = low[k] + x
-        high[0] = np.float32(base)
-        for j in range(LOW_BITS, free):
-            x = np.float32(sizes[members[first + j], d])
-            for k in range(1 << (j - LOW_BITS)):
-                high[(1 << (j - LOW_BITS)) + k] = high[k] + x
-        w, penalty, room = np.float32(weights[d]), np.float32(penalties[d]), np.float32(limits[d] - half)
-        if d == 0:
-            for h in range(num_rows):
-                for k in range(width):
-                    e = abs(high[h] + low[k])
-                    score[h, k] = w * e * e + penalty * max(np.float32(0.0), e - room)
-        elif penalties[d] > 0.0:
-            for h in range(num_rows):
-                for k in range(width):
-                    e = abs(high[h] + low[k])
-                    score[h, k] += w * e * e + penalty * max(np.float32(0.0), e - room)
-        else:
-            for h in range(num_rows):
-                for k in range(width):
-                    e = high[h] + low[k]
-                    score[h, k] += w * e * e
-        if slopes[d] > 0.0:
-            slope, room = np.float32(slopes[d]), np.float32(means[d] - half)
-            for h in range(num_rows):
-                for k in range(width):
-                    score[h, k] += slope * max(np.float32(0.0), abs(high[h] + low[k]) - room)
-
-    old = score[current >> LOW_BITS, current & (WIDTH - 1)]
-    best_score = old - np.float32(1e-5) * abs(old)
-    best = current
-    for k in range(width):
-        lanes[k] = score[0, k]
-    for h in range(1, num_rows):  # lane by lane: a running minimum would wait for itself
-        for k in range(width):
-            lanes[k] = min(lanes[k], score[h, k])
-    lane = 0
-    for k in range(1, width):
-        if lanes[k] < lanes[lane]:
-            lane = k
-    if lanes[lane] < best_score:
-        row = 0
-        while score[row, lane] != lanes[lane]:
-            row += 1
-        best = (row << LOW_BITS) + lane
-    if best == current:
+    way = _best_way(free, current, scratch)
+    # 3. is it one, in float64?
+    if way == current or not _is_better(sizes, packs.sums, a, b, members, first, free, way, goal):
         return False
-
-    old_score, new_score = 0.0, 0.0
-    for d in range(D):
-        half = 0.5 * (sums[a, d] + sums[b, d])
-        new_a = 0.0
-        for k in range(first):
-            new_a += sizes[members[k], d]
-        for k in range(free):
-            if (best >> k) & 1:
-                new_a += sizes[members[first + k], d]
-        old_e, new_e = abs(sums[a, d] - half), abs(new_a - half)
-        room = limits[d] - half
-        old_score += weights[d] * old_e * old_e + penalties[d] * max(0.0, old_e - room)
-        new_score += weights[d] * new_e * new_e + penalties[d] * max(0.0, new_e - room)
-        room = means[d] - half
-        old_score += slopes[d] * max(0.0, old_e - room)
-        new_score += slopes[d] * max(0.0, new_e - room)
-    if not new_score < old_score - 1e-9 * abs(old_score):
-        return False
-
-    head[a], head[b], count[a] = -1, -1, 0
-    for d in range(D):
-        sums[b, d] += sums[a, d]
-        sums[a, d] = 0.0
-    for k in range(n):
-        item = members[k]
-        if k < first or (k < first + free and (best >> (k - first)) & 1):
-            after[item] = head[a]
-            head[a] = item
-            count[a] += 1
-            for d in range(D):
-                sums[a, d] += sizes[item, d]
-        else:
-            after[item] = head[b]
-            head[b] = item
-    count[b] = n - count[a]
-    for d in range(D):
-        sums[b, d] -= sums[a, d]
+    _move(sizes, packs, a, b, members, first, free, way)
     return True

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from trimtab.compiled import compiled
+
 UIntArray = npt.NDArray[np.uint64]
 
 _U = np.uint64
@@ -48,7 +50,7 @@ def below(state: UIntArray, n: int) -> np.int64:
     return np.int64(((next_u64(state) >> _U(32)) * _U(n)) >> _U(32))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def shuffle(items: npt.NDArray[np.int64], state: UIntArray) -> None:
     """Fisher-Yates, in place."""
     for i in range(len(items) - 1, 0, -1):

@@ -15,6 +15,7 @@ from trimtab.balance.columns import CHUNK, Column, ColumnCost
 from trimtab.balance.dispatch import Order, order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
+from trimtab.compiled import compiled
 from trimtab.specs import FloatArray, IntArray
 
 _U = np.uint64
@@ -102,7 +103,7 @@ def _shard_of(row: int, key: UIntArray, num_shards: int) -> np.int64:
     return np.int64(((z >> _U(32)) * _U(num_shards)) >> _U(32))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count(n: int, skipped: IntArray, key: UIntArray, num_shards: int, counts: IntArray) -> None:
     s = 0
     for row in range(n):
@@ -112,7 +113,7 @@ def _count(n: int, skipped: IntArray, key: UIntArray, num_shards: int, counts: I
             counts[_shard_of(row, key, num_shards) + 1] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _place(n: int, skipped: IntArray, key: UIntArray, num_shards: int, cursor: IntArray, out: Column) -> None:
     s = 0
     for row in range(n):

@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.balance.aim import Pull
 from trimtab.balance.pair import Goal, make_packs, make_scratch
 from trimtab.balance.rng import UIntArray
-from trimtab.balance.window import Effort, deal, evict, improve, polish, repair, sum_columns, unload
+from trimtab.balance.window import Effort, arrange, deal, evict, sum_columns, unload
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3
@@ -152,7 +152,7 @@ def pack_window(
     n, D = window.shape
     k = D - 1
     P = num_packs
-    scratch = make_scratch(n)
+    scratch = make_scratch(n, D)
     evicted = np.empty(n, np.int64)
     tried, growth, num_grown = False, dp, 0
     while True:
@@ -164,10 +164,7 @@ def pack_window(
         share = np.append(1.0 / bounds[:k], min(1.0, packs_for(total[:k], bounds) / P) / mean[k])
         packs = make_packs(P, n, D)
         deal(window, share, packs)
-        improve(window, packs, goal, effort, state, scratch)
-        repair(window, packs, goal, state, scratch)
-        improve(window, packs, goal, effort.shortened(), state, scratch)
-        polish(window, packs, last_goal, effort, state, scratch)
+        arrange(window, packs, goal, last_goal, effort, state, scratch)
         out = evicted[: evict(window, packs, bounds, age, evicted)]
         if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
             break

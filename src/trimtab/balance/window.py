@@ -9,10 +9,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, split_pair
 from trimtab.balance.rng import UIntArray, below, next_u64, shuffle
+from trimtab.compiled import compiled, inner, once
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 1024
@@ -36,12 +36,8 @@ class Effort(NamedTuple):
     tail: float  # share of the packs that each of them takes
     polish_free: int  # as max_free, in these rounds
 
-    def shortened(self) -> Effort:
-        """What is enough after a repair has moved a few packs."""
-        return self._replace(num_rounds=max(1, self.num_rounds // 4), num_full_rounds=0)
 
-
-@njit(cache=True, nogil=True)
+@compiled
 def sum_columns(sizes: FloatArray) -> FloatArray:
     """Sums of (n, D) columns, added in order: the same bits on every machine."""
     n, D = sizes.shape
@@ -52,19 +48,7 @@ def sum_columns(sizes: FloatArray) -> FloatArray:
     return total
 
 
-@njit(cache=True, nogil=True)
-def gather(sizes: IntArray, cost: FloatArray, order: IntArray) -> FloatArray:
-    """Columns and cost of the samples in the given order, (n, D)."""
-    n, k = sizes.shape
-    columns = np.empty((n, k + 1))
-    for i in range(n):
-        for d in range(k):
-            columns[i, d] = sizes[order[i], d]
-        columns[i, k] = cost[order[i]]
-    return columns
-
-
-@njit(cache=True, nogil=True)
+@inner
 def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, start: IntArray) -> None:
     """The first n of `chosen` in about ascending order of key (exact between buckets), in linear time."""
     smallest, largest = key[chosen[0]], key[chosen[0]]
@@ -72,10 +56,12 @@ def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, s
         smallest = min(smallest, key[chosen[i]])
         largest = max(largest, key[chosen[i]])
     if largest - smallest <= 1e-12 * max(abs(largest), abs(smallest)):
-        out[:n] = chosen[:n]
+        for i in range(n):
+            out[i] = chosen[i]
         return
     scale = (NUM_BUCKETS - 1e-6) / (largest - smallest)
-    start[:] = 0
+    for k in range(NUM_BUCKETS + 1):
+        start[k] = 0
     for i in range(n):
         start[np.int64((key[chosen[i]] - smallest) * scale) + 1] += 1
     for k in range(NUM_BUCKETS):
@@ -86,7 +72,7 @@ def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, s
         start[bucket] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
     """Largest sample first (about), each to the emptiest pack (a heap), by the fullest of its columns.
 
@@ -128,8 +114,17 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         level[k], heap[k] = full, p
 
 
-@njit(cache=True, nogil=True)
-def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
+@once
+def improve(
+    sizes: FloatArray,
+    packs: Packs,
+    goal: Goal,
+    effort: Effort,
+    num_rounds: int,
+    num_full_rounds: int,
+    state: UIntArray,
+    scratch: Scratch,
+) -> None:
     """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair anew.
 
     The direction is each column in turn, then a random mix of them. What two packs differ by is halved or better by
@@ -146,8 +141,8 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
     order = np.empty(P, np.int64)
     start = np.empty(NUM_BUCKETS + 1, np.int64)
     failures = np.zeros(P, np.int64)
-    for r in range(effort.num_rounds):
-        n = 0
+    for r in range(num_rounds):
+        n = np.int64(0)
         for p in range(P):
             if failures[p] < effort.patience or r % ALL_AGAIN == ALL_AGAIN - 1:
                 chosen[n] = p
@@ -168,7 +163,7 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
         _sort_by_buckets(key, chosen, n, order, start)
         for i in range(n // 2):
             a, b = order[i], order[n - 1 - i]
-            if r >= effort.num_full_rounds and key[b] - key[a] < effort.alike:
+            if r >= num_full_rounds and key[b] - key[a] < effort.alike:
                 break
             if split_pair(sizes, packs, a, b, goal, effort.max_free, state, scratch):
                 failures[a] = 0
@@ -178,7 +173,7 @@ def improve(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: 
                 failures[b] += 1
 
 
-@njit(cache=True, nogil=True)
+@once
 def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
     """Share the packs that stick out most with random others, looking at more ways than `improve` does.
 
@@ -210,7 +205,7 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
             break
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _overflows(sums: FloatArray, limits: FloatArray, p: int) -> bool:
     for d in range(len(limits)):  # noqa: SIM110  (any() would make a generator in compiled code)
         if sums[p, d] > limits[d]:
@@ -218,7 +213,7 @@ def _overflows(sums: FloatArray, limits: FloatArray, p: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _partner(sums: FloatArray, limits: FloatArray, p: int, first: int) -> int:
     """The first pack from `first` on with which all of pack p would fit two packs; p itself if there is none."""
     P, D = sums.shape
@@ -234,7 +229,7 @@ def _partner(sums: FloatArray, limits: FloatArray, p: int, first: int) -> int:
     return p
 
 
-@njit(cache=True, nogil=True)
+@once
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> int:
     """Share each pack above a limit, exactly, with packs that leave room for both; the number of those that remain.
 
@@ -253,25 +248,39 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
                 q = _partner(packs.sums, limits, p, below(state, P))
                 if q == p:
                     break
-                split_pair(sizes, packs, p, q, goal, MAX_FREE, state, scratch)
+                split_pair(sizes, packs, p, q, goal, np.int64(MAX_FREE), state, scratch)
         for p in range(P):
             if _overflows(packs.sums, limits, p):
                 num_left += 1
                 if attempt + 1 < REPAIR_PASSES:
                     q = below(state, P)
                     if q != p:
-                        split_pair(sizes, packs, p, q, shaken, SHAKE_FREE, state, scratch)
+                        split_pair(sizes, packs, p, q, shaken, np.int64(SHAKE_FREE), state, scratch)
                     for _ in range(SHAKEN_PAIRS):
                         a = _partner(packs.sums, limits, p, below(state, P))
                         b = _partner(packs.sums, limits, p, below(state, P))
                         if a != b and a != p and b != p:
-                            split_pair(sizes, packs, a, b, shaken, SHAKE_FREE, state, scratch)
+                            split_pair(sizes, packs, a, b, shaken, np.int64(SHAKE_FREE), state, scratch)
         if num_left == 0:
             break
     return num_left
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def arrange(
+    sizes: FloatArray, packs: Packs, goal: Goal, last_goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch
+) -> None:
+    """Share the samples of a window's packs anew until they are alike and, where that can be, within the limits."""
+    num_rounds, num_full_rounds = effort.num_rounds, effort.num_full_rounds
+    for attempt in range(2):
+        if attempt == 1:
+            repair(sizes, packs, goal, state, scratch)
+            num_rounds, num_full_rounds = max(1, num_rounds // 4), 0  # enough after a repair has moved a few packs
+        improve(sizes, packs, goal, effort, num_rounds, num_full_rounds, state, scratch)
+    polish(sizes, packs, last_goal, effort, state, scratch)
+
+
+@compiled
 def evict(sizes: FloatArray, packs: Packs, limits: FloatArray, age: IntArray, evicted: IntArray) -> int:
     """Take samples out of packs above a limit until none is; their number, and they in `evicted`.
 
@@ -282,8 +291,8 @@ def evict(sizes: FloatArray, packs: Packs, limits: FloatArray, age: IntArray, ev
     num_evicted = 0
     for p in range(P):
         while _overflows(packs.sums, limits, p):
-            best, best_before, best_age, best_key = -1, -1, 0, 0.0
-            before = -1
+            best, best_before, best_age, best_key = np.int64(-1), np.int64(-1), np.int64(0), 0.0
+            before = np.int64(-1)
             item = packs.head[p]
             while item >= 0:
                 excess, size = 0.0, 0.0
@@ -296,7 +305,7 @@ def evict(sizes: FloatArray, packs: Packs, limits: FloatArray, age: IntArray, ev
                     best, best_before, best_age, best_key = item, before, age[item], key
                 before = item
                 item = packs.after[item]
-            _unlink(sizes, packs, p, best, best_before)
+            _unlink(sizes, packs, np.int64(p), best, best_before)
             evicted[num_evicted] = best
             num_evicted += 1
     kept = 0
@@ -325,7 +334,7 @@ def evict(sizes: FloatArray, packs: Packs, limits: FloatArray, age: IntArray, ev
     return kept
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _unlink(sizes: FloatArray, packs: Packs, p: int, item: int, before: int) -> None:
     if before < 0:
         packs.head[p] = packs.after[item]
@@ -337,29 +346,33 @@ def _unlink(sizes: FloatArray, packs: Packs, p: int, item: int, before: int) -> 
         packs.sums[p, d] -= sizes[item, d]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
     """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
     P = len(packs.head)
-    order = np.arange(P)
+    order = np.empty(P, np.int64)
+    num_members = 0
+    for p in range(P):
+        order[p] = p
+        num_members += packs.num_held[p]
     shuffle(order, state)
-    members = np.empty(packs.num_held.sum(), np.int64)
+    members = np.empty(num_members, np.int64)
     counts = np.empty(P, np.int64)
-    num_members, num_packs = 0, 0
+    at, num_packs = 0, 0
     for p in order:
         if packs.num_held[p] == 0:
             continue
         item = packs.head[p]
         while item >= 0:
-            members[num_members] = item
-            num_members += 1
+            members[at] = item
+            at += 1
             item = packs.after[item]
         counts[num_packs] = packs.num_held[p]
         num_packs += 1
-    return members, counts[:num_packs].copy()
+    return members, counts[:num_packs]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def copy_packs(members: IntArray, offsets: IntArray, sequence: IntArray) -> IntArray:
     """Members pack by pack, the packs in another order."""
     out = np.empty_like(members)

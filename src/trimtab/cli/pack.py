@@ -56,7 +56,7 @@ def pack(
         draw = draw_sources(samples, parse_weights(weights), num_drawn=num_drawn, seed=seed)
     elif num_drawn is not None:
         raise PlanError(f"num_drawn {num_drawn} was asked for without weights: give every source a weight")
-    warm_up()  # compiled once per machine: not part of the seconds below
+    warm_up(method)  # compiled once per machine: not part of the seconds below
     started = time.perf_counter()
     packed = pack_samples(
         samples if draw is None else select_rows(samples, draw.rows),

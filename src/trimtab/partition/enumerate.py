@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from trimtab.compiled import compiled
 from trimtab.partition.bound import bound_terms
 from trimtab.partition.cuts import Pipeline, stage_extra
 from trimtab.partition.evaluate import Evaluator
@@ -44,7 +44,7 @@ def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
         return None
     limit = known[keep - 1]
     terms = bound_terms(problem, evaluator.work)
-    forms = terms.pipeline._replace(cap=evaluator.pipeline.cap)
+    forms = terms.pipeline._replace(rooms=evaluator.pipeline.rooms)
     composite = stage_terms(forms, terms.table.tiers)
     # chunks share their device's room: what they may hold is settled only where none of them needs to save any
     settled = problem.num_chunks == 1 or bool((composite == stage_terms(terms.pipeline, terms.table.tiers)).all())
@@ -88,16 +88,18 @@ def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
     return Enumerated(makespans=found, num_simulated=int(done), complete=done < max_simulated and settled)
 
 
-@njit(cache=True)
+@compiled
 def stage_terms(pipeline: Pipeline, tiers: TierTable) -> IntArray:
     """(S, K + 1, K + 1) composite time of segments a <= k < b as stage i; `IMPOSSIBLE` beyond the cap, or a >= b."""
-    J, S, K = pipeline.head.shape[0], pipeline.head.shape[1], pipeline.state.shape[0] - 1
-    counts = np.zeros_like(tiers.gain)
+    J, S, K = pipeline.head.shape[0], pipeline.head.shape[1], pipeline.sums.shape[0] - 1
+    counts = np.empty((tiers.upgrades.shape[0], tiers.upgrades.shape[1]), np.int64)
     result = np.full((S, K + 1, K + 1), IMPOSSIBLE, np.int64)
     for i in range(S):
         for a in range(i, K):
             for b in range(a + 1, K - (S - 1 - i) + 1):
-                extra = stage_extra(pipeline, tiers, i, a, b, IMPOSSIBLE // 2, counts)
+                extra = stage_extra(
+                    pipeline, tiers, np.int64(i), np.int64(a), np.int64(b), np.int64(IMPOSSIBLE // 2), counts
+                )
                 if extra == IMPOSSIBLE:
                     break  # what is longer holds more
                 longest = np.int64(0)
@@ -108,7 +110,7 @@ def stage_terms(pipeline: Pipeline, tiers: TierTable) -> IntArray:
     return result
 
 
-@njit(cache=True)
+@compiled
 def open_cuts(term_s: FloatArray, limit: float, most: int) -> IntArray:
     """(n, S + 1) cuts none of whose stages' terms reaches `limit`, in lexical order; stops beyond `most`."""
     S, K = term_s.shape[0], term_s.shape[1] - 1
@@ -142,7 +144,7 @@ def open_cuts(term_s: FloatArray, limit: float, most: int) -> IntArray:
     return found[:n]
 
 
-@njit(cache=True)
+@compiled
 def simulate_cuts(
     stage: npt.NDArray[np.int32],
     microbatch: npt.NDArray[np.int32],

@@ -15,9 +15,10 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
-from trimtab.partition.cuts import Pipeline
+from trimtab.partition.cuts import ROOM, SUMS, Pipeline
+from trimtab.partition.hull import tier_table
 from trimtab.partition.stages import RecomputeMode
-from trimtab.partition.tiers import TierTable, tier_table
+from trimtab.partition.tiers import TierTable
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, RecomputeTier
 
 TICK_BITS = 44
@@ -53,7 +54,9 @@ class LayerTable:
     @property
     def longest(self) -> int:
         """Composite time that no stage exceeds."""
-        return int((self.forward + self.backward).sum() + len(self.forward) * self.tiers.cost.max(initial=0))
+        return int(
+            (self.forward + self.backward).sum() + len(self.forward) * self.tiers.upgrades["cost"].max(initial=0)
+        )
 
     def prefix(self, values: IntArray) -> IntArray:
         """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
@@ -74,28 +77,28 @@ class LayerTable:
     ) -> Pipeline:
         """The split problem in which a stage costs its forward and backward, or what the last three say instead."""
         if head is None or tail is None or weight is None:
-            sums = self.prefix(self.forward + self.backward)
-            head = tail = np.tile(sums, (1, len(in_flight), 1))
+            head = tail = np.tile(self.prefix(self.forward + self.backward), (1, len(in_flight), 1))
             weight = np.ones((1, len(in_flight)), np.int64)
+        sums = np.zeros(len(self.positions), SUMS)
+        for name in ("state", "saved_first", "saved_least", "whole"):
+            sums[name] = self.prefix(getattr(self, name))
+        sums["entry"] = np.append(self.entry, 0)[self.positions]
+        rooms = np.zeros(len(in_flight), ROOM)
+        rooms["in_flight"], rooms["pending"] = in_flight, pending
+        rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
+        rooms["host"] = np.minimum(host, MAX_BYTES) // np.maximum(in_flight + pending, 1)
         shape = (len(in_flight), len(self.positions), len(self.positions))
-        one_hot = (self.layer_class[:, None] == np.arange(len(self.tiers.gain))).astype(np.int64)
+        one_hot = (self.layer_class[:, None] == np.arange(len(self.tiers.upgrades))).astype(np.int64)
         return Pipeline(
             head=head,
             tail=tail,
             weight=weight,
-            state=self.prefix(self.state),
-            saved_first=self.prefix(self.saved_first),
-            saved_least=self.prefix(self.saved_least),
+            sums=sums,
+            rooms=rooms,
             num_alike=self.prefix(one_hot),
             transient=_range_max(
                 np.maximum.reduceat(self.workspace if pending.any() else self.transient, self.positions[:-1])
             ),
-            whole=self.prefix(self.whole),
-            entry=np.append(self.entry, 0)[self.positions],
-            in_flight=in_flight,
-            pending=pending,
-            cap=np.minimum(cap, MAX_BYTES).astype(np.int64),
-            host=(np.minimum(host, MAX_BYTES) // np.maximum(in_flight + pending, 1)).astype(np.int64),
             known=np.zeros(shape if np.prod(shape) <= MAX_KNOWN else (0, 0, 0), np.int64),
         )
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from trimtab.compiled import compiled
 from trimtab.specs import FloatArray, IntArray
 
 
-@njit(cache=True)
+@compiled
 def replay(
     stage: npt.NDArray[np.int32],
     microbatch: npt.NDArray[np.int32],
@@ -60,7 +60,7 @@ def replay(
     return float(free.max())
 
 
-@njit(cache=True)
+@compiled
 def replay_steps(
     stage: npt.NDArray[np.int32],
     microbatch: npt.NDArray[np.int32],

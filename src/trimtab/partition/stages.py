@@ -197,7 +197,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     from trimtab.partition.cuts import stage_extra
     from trimtab.partition.tiers import IMPOSSIBLE
 
-    counts = np.zeros_like(table.tiers.gain)
+    counts: IntArray = np.zeros(table.tiers.upgrades.shape, np.int64)
     if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
         return None
     start, stop = int(table.positions[first]), int(table.positions[last])

@@ -1,321 +1,320 @@
 """Compiled: the least extra backward time that brings a stage's saved bytes under its room, exactly.
 
 Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has up to U
-*upgrades* of its first tier: gain (bytes saved) and cost (composite time), 0 where there is none, in the order of
-`reach`. One that offloads takes bytes of host memory besides, of which a stage has so many. A *prefix* p allows a class
-its first p upgrades. A *step* is one edge of the convex hull of a class's tiers under a prefix: taking steps in order
-of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole choice (Sinha and
-Zoltners 1979, "The multiple-choice knapsack problem"). Host memory is left aside there, or has a price: costs then rise
-by price x bytes of it, and what the room is worth is taken off (Lagrange: a bound whatever the price).
+*upgrades* of its first tier, each with the bytes that it saves (gain) and the composite time that it costs. A *prefix*
+p allows a class its first p upgrades. A *step* is one edge of the convex hull of a class's upgrades under a prefix:
+taking steps in order of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole
+choice (Sinha and Zoltners 1979, "The multiple-choice knapsack problem"). An upgrade that offloads also takes host
+memory, of which a stage has so much. The relaxation leaves that aside, or gives it a price: costs then rise by price x
+bytes of it, and what the room is worth is taken off (Lagrange: a bound whatever the price).
+
+Example: 3 alike layers whose one upgrade saves 4 MB and costs 3 ms, 2 alike layers whose one upgrade saves 6 MB and
+costs 5 ms; 13 MB are needed. Steps by cost per byte: 3/4, then 5/6. Relaxation: 3 layers save 12 MB for 9 ms, a sixth
+of the next for the last MB, 9.83 ms. Rounded up: 14 ms, saving 18 MB. Branch and bound finds the optimum between the
+two: 2 of the first and 1 of the second save 14 MB for 11 ms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from trimtab.compiled import compiled, inner, once
 from trimtab.specs import FloatArray, IntArray
 
 IMPOSSIBLE = 2**62
 
+UPGRADE = np.dtype(
+    [
+        ("gain", np.int64),  # bytes of one layer and micro-batch
+        ("cost", np.int64),  # composite time units
+        ("reach", np.int64),  # bytes that the backward of one such layer needs beside what is saved
+        ("host", np.int64),  # bytes that one layer and micro-batch take of host memory
+    ]
+)
+STEP = np.dtype(
+    [
+        ("layer_class", np.int64),
+        ("prefix", np.int64),  # under which the step lies on the hull
+        ("upgrade", np.int64),  # where the step leads
+        ("start", np.int64),  # the upgrade where it begins; -1: the first tier
+        ("gain", np.int64),  # from there
+        ("cost", np.float64),  # from there, host memory at its price
+    ]
+)
+Records = npt.NDArray[np.void]
+
 
 class TierTable(NamedTuple):
-    """Upgrades of every class, and the hull steps of all classes and prefixes, cheapest per byte first."""
+    """Upgrades of every class, and the hull steps of all classes and prefixes at each price of host memory.
 
-    gain: IntArray  # (C, U) bytes of one layer and micro-batch
-    cost: IntArray  # (C, U) composite time units
-    reach: IntArray  # (C, U) bytes that the backward of one such layer needs beside what is saved, rising
-    host: IntArray  # (C, U) bytes that one layer and micro-batch take of host memory
-    uses_host: bool  # whether any upgrade takes host memory
+    upgrades            u = 0        u = 1               steps (price 0 first, cheapest per byte first)
+        class 0      4 MB, 3 ms   9 MB, 8 ms                 class 0, prefix 1: none -> 0, 4 MB, 3 ms
+        class 1      6 MB, 5 ms       -                      class 0, prefix 2: none -> 0; 0 -> 1, 5 MB, 5 ms ...
+    """
+
+    upgrades: Records  # (C, U) of UPGRADE, in the order of `reach`; gain 0 where there is none
     levels: IntArray  # (V,) the different values of `reach`, rising
-    step_class: IntArray  # (H,)
-    step_prefix: IntArray  # (H,) under which the step lies on the hull
-    step_upgrade: IntArray  # (H,) where the step leads
-    step_from: IntArray  # (H,) the upgrade where it starts; -1: the first tier
-    step_gain: IntArray  # (H,)
-    step_cost: IntArray  # (H,)
+    uses_host: bool  # whether any upgrade takes host memory
     price: FloatArray  # (N,) of a byte of host memory, in composite time; the first is 0
-    priced_start: IntArray  # (N + 1,) the steps below that belong to each price
-    priced_class: IntArray
-    priced_prefix: IntArray
-    priced_upgrade: IntArray
-    priced_gain: IntArray
-    priced_cost: FloatArray
+    first_step: IntArray  # (N + 1,) price n has steps first_step[n] .. first_step[n + 1] - 1
+    steps: Records  # (H,) of STEP
 
 
-@njit(cache=True)
+@compiled
 def allowed(tiers: TierTable, transient: int) -> IntArray:
     """(C,) upgrades of each class whose backward needs at most `transient` bytes: a prefix, for `reach` rises."""
-    C, U = tiers.gain.shape
+    C, U = tiers.upgrades.shape
     prefix = np.zeros(C, np.int64)
     for g in range(C):
-        while prefix[g] < U and tiers.gain[g, prefix[g]] > 0 and tiers.reach[g, prefix[g]] <= transient:
-            prefix[g] += 1
+        for u in range(U):
+            if tiers.upgrades[g, u].gain > 0 and tiers.upgrades[g, u].reach <= transient and prefix[g] == u:
+                prefix[g] = u + 1
     return prefix
 
 
-@njit(cache=True)
+@inner
 def within_host(tiers: TierTable, prefix: IntArray, num_alike: IntArray, room: int) -> IntArray:
     """(C,) `prefix` without its last upgrades as long as `room` bytes of host memory do not hold one such layer."""
     found = prefix.copy()
     for g in range(prefix.shape[0]):
-        while num_alike[g] > 0 and found[g] > 0 and tiers.host[g, found[g] - 1] > room:
+        while num_alike[g] > 0 and found[g] > 0 and tiers.upgrades[g, found[g] - 1].host > room:
             found[g] -= 1
     return found
 
 
-@njit(cache=True)
-def relax(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int) -> float:
-    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
+@inner
+def clear(counts: IntArray) -> None:
+    """Nothing chosen."""
+    for g in range(counts.shape[0]):
+        for u in range(counts.shape[1]):
+            counts[g, u] = 0
+
+
+@inner
+def host_bytes_of(tiers: TierTable, counts: IntArray) -> int:
+    """Host memory that a choice takes."""
+    total = np.int64(0)
+    for g in range(counts.shape[0]):
+        for u in range(counts.shape[1]):
+            total += counts[g, u] * tiers.upgrades[g, u].host
+    return total
+
+
+@inner
+def relax(tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, need: int) -> float:
+    """Least cost of saving `need` bytes, layers divisible; inf if impossible.
+
+    At price number `price`, before what the room is worth is taken off; price 0 leaves host memory aside.
+    """
     cost, rest = 0.0, float(need)
-    for h in range(tiers.step_class.shape[0]):
-        g = tiers.step_class[h]
-        if num_alike[g] == 0 or prefix[g] != tiers.step_prefix[h]:
+    for h in range(tiers.first_step[price], tiers.first_step[price + 1]):
+        step = tiers.steps[h]
+        g = step.layer_class
+        if num_alike[g] == 0 or prefix[g] != step.prefix:
             continue
-        gain = float(num_alike[g] * tiers.step_gain[h])
+        gain = float(num_alike[g] * step.gain)
         if gain >= rest:
-            return cost + rest / float(tiers.step_gain[h]) * float(tiers.step_cost[h])
+            return cost + rest / float(step.gain) * step.cost
         rest -= gain
-        cost += float(num_alike[g] * tiers.step_cost[h])
+        cost += num_alike[g] * step.cost
     return np.inf
 
 
-@njit(cache=True)
-def relax_priced(tiers: TierTable, which: int, num_alike: IntArray, prefix: IntArray, need: int) -> float:
-    """`relax` at price number `which`, before what the room is worth is taken off."""
-    cost, rest = 0.0, float(need)
-    for h in range(tiers.priced_start[which], tiers.priced_start[which + 1]):
-        g = tiers.priced_class[h]
-        if num_alike[g] == 0 or prefix[g] != tiers.priced_prefix[h]:
-            continue
-        gain = float(num_alike[g] * tiers.priced_gain[h])
-        if gain >= rest:
-            return float(cost + rest / float(tiers.priced_gain[h]) * tiers.priced_cost[h])
-        rest -= gain
-        cost += num_alike[g] * tiers.priced_cost[h]
-    return np.inf
-
-
-@njit(cache=True)
+@once
 def best_price(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, room: int) -> int:
     """The number of the price that bounds best from below."""
-    best, found = -np.inf, 0
+    best, found = -np.inf, np.int64(0)
     for v in range(tiers.price.shape[0]):
-        bound = relax_priced(tiers, v, num_alike, prefix, need) - tiers.price[v] * room
+        bound = relax(tiers, v, num_alike, prefix, need) - tiers.price[v] * room
         if bound > best:
-            best, found = bound, v
+            best, found = bound, np.int64(v)
     return found
 
 
-@njit(cache=True)
+@inner
+def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, counts: IntArray) -> int:
+    """Cost of the relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum.
+
+    Adds the choice to `counts`.
+    """
+    cost, rest = np.int64(0), np.int64(need)
+    for h in range(tiers.first_step[0], tiers.first_step[1]):
+        step = tiers.steps[h]
+        g, u = step.layer_class, step.upgrade
+        if num_alike[g] == 0 or prefix[g] != step.prefix:
+            continue
+        layers = min(num_alike[g], -(-rest // step.gain))
+        cost += layers * tiers.upgrades[g, u].cost
+        counts[g, u] += layers
+        if step.start >= 0:
+            cost -= layers * tiers.upgrades[g, step.start].cost
+            counts[g, step.start] -= layers
+        rest -= layers * step.gain
+        if rest <= 0:
+            return cost
+    return np.int64(IMPOSSIBLE)
+
+
+@once
 def round_within_host(
-    tiers: TierTable, which: int, num_alike: IntArray, prefix: IntArray, need: int, room: int, counts: IntArray
+    tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, need: int, room: int, counts: IntArray
 ) -> int:
-    """Cost of a choice that host memory holds: what the steps at that price offload, as far as there is room, and
-    `round_up` of the other layers. A heuristic; `IMPOSSIBLE` where that does not save enough."""
-    away = np.zeros_like(counts)
+    """Cost of a choice that host memory holds; a heuristic, `IMPOSSIBLE` where it does not save enough."""
+    # 1. what the steps at that price offload, as far as there is room
     others, rest, left, cost = num_alike.copy(), np.int64(need), np.int64(room), np.int64(0)
     covered = np.int64(0)
-    for h in range(tiers.priced_start[which], tiers.priced_start[which + 1]):
-        g, u = tiers.priced_class[h], tiers.priced_upgrade[h]
-        if num_alike[g] == 0 or prefix[g] != tiers.priced_prefix[h] or covered >= need:
+    for h in range(tiers.first_step[price], tiers.first_step[price + 1]):
+        step = tiers.steps[h]
+        g, u = step.layer_class, step.upgrade
+        if num_alike[g] == 0 or prefix[g] != step.prefix or covered >= need:
             continue
-        layers = min(num_alike[g], -(-(need - covered) // tiers.priced_gain[h]))
-        covered += layers * tiers.priced_gain[h]
-        host = tiers.host[g, u]
-        if host > 0:
-            layers = min(layers, left // host)
-            away[g, u] += layers
+        layers = min(num_alike[g], -(-(need - covered) // step.gain))
+        covered += layers * step.gain
+        upgrade = tiers.upgrades[g, u]
+        if upgrade.host > 0:
+            layers = min(layers, left // upgrade.host)
+            counts[g, u] += layers
             others[g] -= layers
-            left -= layers * host
-            rest -= layers * tiers.gain[g, u]
-            cost += layers * tiers.cost[g, u]
-    counts[:] = 0
+            left -= layers * upgrade.host
+            rest -= layers * upgrade.gain
+            cost += layers * upgrade.cost
+    # 2. `round_up` of the other layers, none of which offloads
     if rest > 0:
-        more = round_up(tiers, others, within_host(tiers, prefix, others, 0), rest, counts)
+        more = round_up(tiers, others, within_host(tiers, prefix, others, np.int64(0)), rest, counts)
         if more == IMPOSSIBLE:
-            return IMPOSSIBLE
+            return np.int64(IMPOSSIBLE)
         cost += more
-    counts += away
-    return int(cost) if np.sum(counts * tiers.host) <= room else IMPOSSIBLE
+    return cost if host_bytes_of(tiers, counts) <= room else np.int64(IMPOSSIBLE)
 
 
-@njit(cache=True)
-def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, counts: IntArray) -> int:
-    """Cost of the relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum."""
-    counts[:] = 0
-    cost, rest = np.int64(0), np.int64(need)
-    for h in range(tiers.step_class.shape[0]):
-        g = tiers.step_class[h]
-        if num_alike[g] == 0 or prefix[g] != tiers.step_prefix[h]:
+@once
+def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntArray:
+    """(n, 2) class and upgrade of each number to be chosen, in the order in which branches choose.
+
+    First what takes host memory, then a class at a time, small classes first, strongest upgrade first.
+    """
+    C, U = tiers.upgrades.shape
+    items = np.empty((C * U, 2), np.int64)
+    weaker = prefix.copy()
+    order = np.empty(C, np.int64)
+    n = 0
+    for g in range(C):
+        if num_alike[g] > 0 and prefix[g] > 0 and tiers.upgrades[g, prefix[g] - 1].host > 0:
+            weaker[g] -= 1
+            items[n, 0], items[n, 1] = g, weaker[g]
+            n += 1
+        k = g  # insertion sort by number of layers
+        while k > 0 and num_alike[order[k - 1]] > num_alike[g]:
+            order[k] = order[k - 1]
+            k -= 1
+        order[k] = g
+    for k in range(C):
+        g = order[k]
+        for u in range(weaker[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
+            items[n, 0], items[n, 1] = g, u
+            n += 1
+    return items[:n]
+
+
+@once
+def _branch_and_bound(
+    tiers: TierTable,
+    price: int,
+    num_alike: IntArray,
+    prefix: IntArray,
+    need: int,
+    host_room: int,
+    best: int,
+    counts: IntArray,
+) -> int:
+    """The least cost below `best`, its choice in `counts`; `IMPOSSIBLE` and `counts` as they were if there is none.
+
+    Depth first, over `chosen[level]` layers that take item `level`, from none upwards. `price`: number of the price of
+    host memory at which branches are bounded a second time; 0: not.
+    """
+    items = _list_items(tiers, num_alike, prefix)
+    n = len(items)
+    chosen, rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
+    room, outer_prefix = np.zeros(n, np.int64), np.zeros(n, np.int64)  # before the item; the prefix of its class
+    free, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
+    found = np.int64(IMPOSSIBLE)
+    level = 0
+    chosen[0], rest[0], room[0], outer_prefix[0] = -1, need, host_room, open_prefix[items[0, 0]]
+    while level >= 0:
+        # 1. one layer more on this item
+        g, u = items[level, 0], items[level, 1]
+        upgrade = tiers.upgrades[g, u]
+        if chosen[level] > 0:
+            free[g] += chosen[level]
+        chosen[level] += 1
+        if level + 1 == n:  # the last number in closed form: fewer do not save enough, more cost more
+            chosen[level] = max(chosen[level], -(-rest[level] // upgrade.gain))
+        cost = spent[level] + chosen[level] * upgrade.cost
+        left_room = room[level] - chosen[level] * upgrade.host
+        left = rest[level] - chosen[level] * upgrade.gain
+        # 2. too many, too expensive, or enough saved: back to the item before
+        too_many = chosen[level] > free[g] or cost >= best or left_room < 0
+        if too_many or left <= 0:
+            if not too_many:
+                best = found = cost
+                clear(counts)
+                for j in range(level + 1):
+                    counts[items[j, 0], items[j, 1]] = chosen[j]
+            open_prefix[g] = outer_prefix[level]
+            level -= 1
             continue
-        layers = min(num_alike[g], -(-rest // tiers.step_gain[h]))
-        if tiers.step_from[h] >= 0:
-            counts[g, tiers.step_from[h]] -= layers
-        counts[g, tiers.step_upgrade[h]] += layers
-        cost += layers * tiers.step_cost[h]
-        rest -= layers * tiers.step_gain[h]
-        if rest <= 0:
-            return int(cost)
-    return IMPOSSIBLE
+        # 3. can what is left (the class's other layers under its weaker upgrades, the classes to come) do better?
+        free[g] -= chosen[level]
+        open_prefix[g] = u
+        holds = within_host(tiers, open_prefix, free, left_room) if tiers.uses_host else open_prefix
+        below = (cost + relax(tiers, np.int64(0), free, holds, left)) * (1.0 - 1e-14)
+        if price > 0 and below <= best - 1:
+            at_price = (cost + relax(tiers, price, free, holds, left)) * (1.0 - 1e-13)
+            below = max(below, at_price - tiers.price[price] * left_room * (1.0 + 1e-13))
+        if below > best - 1:
+            continue
+        level += 1
+        rest[level], spent[level], chosen[level], room[level] = left, cost, -1, left_room
+        outer_prefix[level] = open_prefix[items[level, 0]]
+    return found
 
 
-@njit(cache=True)
+@compiled
 def least_extra(
     tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, host_room: int, counts: IntArray
 ) -> int:
     """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
 
     `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take, `host_room` the bytes of host
-    memory for one micro-batch. Exact: branch and bound over the number of layers of each class and upgrade, small
-    classes first, strong upgrades first, the last number in closed form. A branch is dropped only when the relaxation
-    of what is left (the class's other layers under its weaker upgrades, and the classes to come), with slack for its
-    rounding, cannot undercut the best choice known, or when host memory does not hold it. Microseconds
+    memory for one micro-batch. Exact: the relaxation with slack for its rounding is never above a whole choice, so a
+    branch is dropped only when it cannot undercut the best choice known, or host memory does not hold it. Microseconds
     where the seconds per byte differ; exponential in the number of classes at worst.
     """
-    counts[:] = 0
+    clear(counts)
     if need <= 0:
-        return 0
+        return np.int64(0)
+    # 1. a bound from below: too much already?
     if tiers.uses_host:
         prefix = within_host(tiers, prefix, num_alike, host_room)
-    bound = relax(tiers, num_alike, prefix, need)
+    bound = relax(tiers, np.int64(0), num_alike, prefix, need)
     if bound * (1.0 - 1e-14) > limit:
-        return IMPOSSIBLE
-    best = round_up(tiers, num_alike, prefix, need, counts)
+        return np.int64(IMPOSSIBLE)
+    # 2. a choice: as good as the bound already?
+    best, price = round_up(tiers, num_alike, prefix, need, counts), np.int64(0)
+    if tiers.uses_host and host_bytes_of(tiers, counts) > host_room:
+        price = best_price(tiers, num_alike, prefix, need, host_room)
+        clear(counts)
+        best = round_within_host(tiers, price, num_alike, prefix, need, host_room, counts)
     found = best <= limit
-    priced = -1
-    if tiers.uses_host and np.sum(counts * tiers.host) > host_room:
-        priced = best_price(tiers, num_alike, prefix, need, host_room)
-        best = round_within_host(tiers, priced, num_alike, prefix, need, host_room, counts)
-        found = best <= limit
     if found and best <= bound:
-        return int(best)
-    if not found:
-        best = limit + 1
-
-    # one item for each number to be chosen: what takes host memory, then a class at a time, strongest upgrade first
-    C, U = tiers.gain.shape
-    item_class, item_upgrade = np.zeros(C * U, np.int64), np.zeros(C * U, np.int64)
-    last_of = prefix.copy()
-    n = 0
-    for g in range(C):
-        if num_alike[g] > 0 and prefix[g] > 0 and tiers.host[g, prefix[g] - 1] > 0:
-            last_of[g] -= 1
-            item_class[n], item_upgrade[n] = g, last_of[g]
-            n += 1
-    for g in np.argsort(num_alike, kind="mergesort"):
-        for u in range(last_of[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
-            item_class[n], item_upgrade[n] = g, u
-            n += 1
-    chosen, rest, spent, room = np.zeros((4, n), np.int64)
-    outer_prefix = np.zeros(n, np.int64)  # of the item's class, before the item
-    free, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
-    level = 0
-    chosen[0], rest[0], room[0], outer_prefix[0] = -1, need, host_room, open_prefix[item_class[0]]
-    while level >= 0:
-        g, u = item_class[level], item_upgrade[level]
-        free[g] += max(chosen[level], 0)
-        chosen[level] += 1
-        if level + 1 == n:  # fewer do not save enough, more cost more
-            chosen[level] = max(chosen[level], -(-rest[level] // tiers.gain[g, u]))
-        cost = spent[level] + chosen[level] * tiers.cost[g, u]
-        left_room = room[level] - chosen[level] * tiers.host[g, u]
-        if chosen[level] > free[g] or cost >= best or left_room < 0:
-            open_prefix[g] = outer_prefix[level]
-            level -= 1
-            continue
-        left = rest[level] - chosen[level] * tiers.gain[g, u]
-        if left <= 0:
-            counts[:] = 0
-            for j in range(level + 1):
-                counts[item_class[j], item_upgrade[j]] = chosen[j]
-            best, found = cost, True
-            open_prefix[g] = outer_prefix[level]
-            level -= 1
-            continue
-        free[g] -= chosen[level]
-        open_prefix[g] = u
-        holds = within_host(tiers, open_prefix, free, left_room) if tiers.uses_host else open_prefix
-        below = (cost + relax(tiers, free, holds, left)) * (1.0 - 1e-14)
-        if priced >= 0 and below <= best - 1:
-            at_price = (cost + relax_priced(tiers, priced, free, holds, left)) * (1.0 - 1e-13)
-            below = max(below, at_price - tiers.price[priced] * left_room * (1.0 + 1e-13))
-        if below > best - 1:
-            continue
-        level += 1
-        rest[level], spent[level], chosen[level], room[level] = left, cost, -1, left_room
-        outer_prefix[level] = open_prefix[item_class[level]]
-    return int(best) if found else IMPOSSIBLE
-
-
-def tier_table(
-    gain: IntArray, cost: IntArray, reach: IntArray | None = None, host: IntArray | None = None
-) -> TierTable:
-    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes. None: zeros."""
-    reach = np.zeros_like(gain) if reach is None else reach
-    host = np.zeros_like(gain) if host is None else host
-    steps = _hull_steps(gain.tolist(), cost.tolist())
-    columns: list[npt.NDArray[np.int64]] = [np.array([s[i] for s in steps], np.int64) for i in range(1, 7)]
-    prices = _host_prices(gain, cost, host, [step[0] for step in steps])
-    priced = [_hull_steps(gain.tolist(), (cost + price * host).tolist()) for price in prices]
-    flat = [step for steps_at in priced for step in steps_at]
-    return TierTable(
-        gain=gain,
-        cost=cost,
-        reach=reach,
-        host=host,
-        uses_host=bool((host > 0).any()),
-        levels=np.unique(reach[gain > 0]).astype(np.int64),
-        step_class=columns[0],
-        step_prefix=columns[1],
-        step_upgrade=columns[2],
-        step_from=columns[3],
-        step_gain=columns[4],
-        step_cost=columns[5],
-        price=np.array(prices),
-        priced_start=np.cumsum([0, *map(len, priced)]).astype(np.int64),
-        priced_class=np.array([s[1] for s in flat], np.int64),
-        priced_prefix=np.array([s[2] for s in flat], np.int64),
-        priced_upgrade=np.array([s[3] for s in flat], np.int64),
-        priced_gain=np.array([s[5] for s in flat], np.int64),
-        priced_cost=np.array([s[6] for s in flat], np.float64),
+        return best
+    # 3. anything better than both
+    better = _branch_and_bound(
+        tiers, price, num_alike, prefix, need, host_room, best if found else np.int64(limit + 1), counts
     )
-
-
-def _hull_steps(
-    gain: Sequence[Sequence[int]], cost: Sequence[Sequence[float]]
-) -> list[tuple[float, int, int, int, int, int, float]]:
-    """(cost per byte, class, prefix, upgrade, upgrade it starts from, bytes, cost) of every step, cheapest first."""
-    steps: list[tuple[float, int, int, int, int, int, float]] = []
-    for g, (gains, costs) in enumerate(zip(gain, cost, strict=True)):
-        for p in range(1, sum(x > 0 for x in gains) + 1):
-            points: list[tuple[int, float]] = [(0, 0), *zip(gains[:p], costs[:p], strict=True)]
-            at = 0
-            while True:  # the hull's next corner: least cost per byte from here, the furthest of equals
-                bytes_at, cost_at = points[at]
-                further = [k for k in range(1, p + 1) if points[k][0] > bytes_at]
-                if not further:
-                    break
-                to = min(further, key=lambda k: ((points[k][1] - cost_at) / (points[k][0] - bytes_at), -points[k][0]))
-                more, dearer = points[to][0] - bytes_at, points[to][1] - cost_at
-                steps.append((dearer / more, g, p, to - 1, at - 1, more, dearer))
-                at = to
-    return sorted(steps, key=lambda step: step[:4])
-
-
-def _host_prices(gain: IntArray, cost: IntArray, host: IntArray, slopes: list[float]) -> list[float]:
-    """0, and the prices at which offload of some class costs as much per byte as some step without a price.
-
-    Where one host memory is short and one class offloads, the best price is among them.
-    """
-    prices = {0.0}
-    taken = host > 0
-    for bytes_freed, seconds, bytes_taken in zip(
-        gain[taken].tolist(), cost[taken].tolist(), host[taken].tolist(), strict=True
-    ):
-        prices |= {(slope * bytes_freed - seconds) / bytes_taken for slope in slopes}
-    return sorted(price for price in prices if price >= 0)
+    if better != IMPOSSIBLE:
+        return better
+    return best if found else np.int64(IMPOSSIBLE)

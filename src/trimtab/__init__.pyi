@@ -1,0 +1,102 @@
+"""Every public name, once: `__init__.py` reads this file when a name is first used, type checkers and editors too."""
+
+from trimtab.errors import (
+    ConfigError as ConfigError,
+    ImageError as ImageError,
+    PackingError as PackingError,
+    PartitionError as PartitionError,
+    PlanError as PlanError,
+    SampleError as SampleError,
+    TrimtabError as TrimtabError,
+    UnknownModelError as UnknownModelError,
+    UnsupportedPlanError as UnsupportedPlanError,
+)
+from trimtab.models.describe import (
+    describe as describe,
+    read_config as read_config,
+)
+from trimtab.models.description import save_description as save_description
+from trimtab.models.images import image_rule as image_rule
+from trimtab.samples.size import size_samples as size_samples
+from trimtab.balance.columns import (
+    ColumnCost as ColumnCost,
+    open_packed as open_packed,
+    pack_columns as pack_columns,
+)
+from trimtab.balance.dispatch import redispatch as redispatch
+from trimtab.balance.images import (
+    share_images as share_images,
+    TowerCost as TowerCost,
+)
+from trimtab.balance.mixture import mix_samples as mix_samples
+from trimtab.balance.packing import (
+    pack_samples as pack_samples,
+    report_packing as report_packing,
+)
+from trimtab.balance.streaming import StreamPacker as StreamPacker
+from trimtab.costs.devices import (
+    find_device as find_device,
+    parse_cluster as parse_cluster,
+)
+from trimtab.costs.inference import Workload as Workload
+from trimtab.costs.profile import (
+    load_profile as load_profile,
+    profile_model as profile_model,
+    save_profile as save_profile,
+)
+from trimtab.partition.machine import parse_machine as parse_machine
+from trimtab.partition.placement import (
+    place as place,
+    Placement as Placement,
+)
+from trimtab.partition.simulate import simulate as simulate
+from trimtab.partition.stages import split_stages as split_stages
+from trimtab.plan.build import (
+    make_plan as make_plan,
+    write_plan as write_plan,
+)
+from trimtab.plan.check import check_plan as check_plan
+from trimtab.plan.details import PlanDetails as PlanDetails
+from trimtab.plan.file import load_plan as load_plan
+from trimtab.plan.options import PlanOptions as PlanOptions
+from trimtab.plan.placement_file import load_placement as load_placement
+from trimtab.plan.plan import Plan as Plan
+from trimtab.plan.vision_choice import VisionChoice as VisionChoice
+from trimtab.runtime.collate import PackedCollator as PackedCollator
+from trimtab.runtime.conversations import (
+    open_conversations as open_conversations,
+    ReadingOptions as ReadingOptions,
+)
+from trimtab.runtime.data import (
+    PlanBatchSampler as PlanBatchSampler,
+    PlanDataLoader as PlanDataLoader,
+    PlanDataset as PlanDataset,
+)
+from trimtab.runtime.packed_trainer import PackedTrainer as PackedTrainer
+from trimtab.runtime.packing import verify_packing as verify_packing
+from trimtab.runtime.pipeline import (
+    build_pipeline as build_pipeline,
+    PipelineLayout as PipelineLayout,
+)
+from trimtab.runtime.placement import load_placed as load_placed
+from trimtab.runtime.recompute import apply as apply_recompute
+from trimtab.runtime.records import open_records as open_records
+from trimtab.runtime.trainer import PlanTrainerMixin as PlanTrainerMixin
+from trimtab.runtime.vision import (
+    verify_vision_dp as verify_vision_dp,
+    vision_dp as vision_dp,
+)
+from trimtab.specs import (
+    ClusterSpec as ClusterSpec,
+    DeviceSpec as DeviceSpec,
+    ModelSpec as ModelSpec,
+    Packing as Packing,
+    ParallelDims as ParallelDims,
+    Profile as Profile,
+    SampleTable as SampleTable,
+    Schedule as Schedule,
+    Stage as Stage,
+    Timeline as Timeline,
+)
+
+__version__: str
