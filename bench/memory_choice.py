@@ -25,7 +25,7 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.stages import SplitProblem, recompute_stages, solve
+from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
 
 NUM_MICROBATCHES = 4  # of each stage
@@ -127,7 +127,7 @@ def only(profile: Profile, *tiers: str) -> Profile:
 
 def timed(problem: SplitProblem) -> tuple[SplitResult, float]:
     begin = time.process_time()
-    return solve(problem), time.process_time() - begin
+    return split_stages(problem), time.process_time() - begin
 
 
 def print_case(case: Case) -> None:
@@ -136,7 +136,7 @@ def print_case(case: Case) -> None:
     problem = problem_of(case, profile_model(model, find_device(case.device), dims=dims))
     full_tier = replace(problem, profile=only(problem.profile, "full"))
     three = replace(problem, profile=only(problem.profile, "selective", "full"))
-    free = solve(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
+    free = split_stages(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
     first = free.stages
     worst = step_s(problem, recompute_stages(replace(full_tier, memory_bytes=NO_LIMIT, recompute="full"), first))
     best = step_s(problem, free)
@@ -174,8 +174,8 @@ def print_offload(case: Case, device: str, link: float, memory_gib: float, host_
     case = replace(case, device=device, memory_gib=memory_gib)
     plain = problem_of(case, profile)
     offered = replace(plain, profile=with_offload(profile, host_bytes_per_s=link))
-    before = step_s(plain, solve(plain))
-    free = step_s(plain, solve(replace(plain, memory_bytes=NO_LIMIT, overhead_bytes=0.0)))
+    before = step_s(plain, split_stages(plain))
+    free = step_s(plain, split_stages(replace(plain, memory_bytes=NO_LIMIT, overhead_bytes=0.0)))
     cells = []
     for host in (host_gib, host_gib / 8):
         found, seconds = timed(replace(offered, host_bytes=host * 2**30))
@@ -213,7 +213,7 @@ def main() -> None:
     profile = profile_model(model_of("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))
     profile = replace(profile, layers=(*profile.layers[:111],))
     problem = replace(problem_of(case, profile), forbidden_cuts=frozenset())
-    free = solve(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
+    free = split_stages(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
     most = max(device.total_bytes for device in free.memory)
     for part in (0.9, 0.7, 0.5, 0.4):
         try:

@@ -202,27 +202,27 @@ def tests_of(file: Path) -> tuple[list[Path], list[Path]]:
 
 
 class Copy:
-    """A copy of the source in which faults are planted, and what the tests say of it."""
+    """A copy of the checkout in which faults are planted, and what its tests say of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.source, self.cache = folder / "src", folder / "numba"
-        shutil.copytree(ROOT / "src", self.source, ignore=shutil.ignore_patterns("__pycache__"))
+        self.root, self.cache = folder / "checkout", folder / "numba"
+        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns("__pycache__", ".*", "out", "build", "dist"))
         self.baselines: dict[tuple[object, ...], float | None] = {}
 
     def run(self, tests: Sequence[Path], cpu_s: float, cache_folder: Path) -> tuple[bool | None, float]:
         """Whether the tests pass (None: out of time), and the CPU seconds they took, with their child processes."""
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self.source),
+            "PYTHONPATH": str(self.root / "src"),
             "NUMBA_CACHE_DIR": str(cache_folder),
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not integration"]
-        words += ["-p", "no:cacheprovider", *map(str, tests)]
+        words += ["-p", "no:cacheprovider", *(str(path.relative_to(ROOT)) for path in tests)]
         process = subprocess.Popen(
             words,
-            cwd=ROOT,
+            cwd=self.root,
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -259,7 +259,7 @@ class Copy:
         near, further = tests_of(fault.file)
         if not near:
             return "no test imports it"
-        planted = self.source / fault.file.relative_to(SOURCE.parent)
+        planted = self.root / fault.file.relative_to(ROOT)
         content = planted.read_bytes()
         compiled = b"njit" in content
         normal_s = self.baseline_s(near, compiled)

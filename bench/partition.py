@@ -24,7 +24,7 @@ from trimtab.partition.bmp import bmp_split, simulated_seconds
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
-from trimtab.partition.stages import SplitProblem, recompute_stages, solve
+from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage
 
 LINK_BYTES_PER_S, LATENCY_S = 25e9, 10e-6
@@ -96,7 +96,7 @@ def print_splits() -> None:
             problem = problem_of(profile, work, num_stages, 2 * num_stages)
             begin = time.process_time()
             try:
-                ours = solve(problem)
+                ours = split_stages(problem)
             except PartitionError as error:
                 print_row(num_layers, num_stages, f"{time.process_time() - begin:.3f}", str(error).split(": try")[0])
                 continue
@@ -148,7 +148,7 @@ def print_search() -> None:
             begin = time.process_time()
             result = search_makespan(problem, work, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
             seconds = time.process_time() - begin
-            before, after = (makespan(profile, split.stages, fresh) for split in (solve(problem), result.split))
+            before, after = (makespan(profile, split.stages, fresh) for split in (split_stages(problem), result.split))
             print_row(
                 name,
                 num_stages,
@@ -249,7 +249,7 @@ def print_simulator() -> None:
 
 
 def main() -> None:
-    solve(problem_of(profile_of(93), draw_work(1, 8), 4, 8))  # compiles
+    split_stages(problem_of(profile_of(93), draw_work(1, 8), 4, 8))  # compiles
     print_splits()
     print_search()
     print_bmp()

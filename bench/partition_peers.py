@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, Profile, RecomputeTier, Stage, Tower
 
 NUM_INSTANCES = 1000
@@ -139,7 +139,7 @@ def print_quality(theirs: Callable[[Sequence[float], int], Sequence[int]] | None
         if theirs is not None and number < 10:
             differing += [int(c) for c in theirs(instance.seconds, S)] != cuts
         searched = search_makespan(problem, work, max_simulated=500)
-        exact = solve(problem)
+        exact = split_stages(problem)
         evaluator = Evaluator(problem, work)
         for name, stages in (
             ("partition_balanced", as_stages(cuts)),
@@ -173,9 +173,10 @@ def print_speed(theirs: Callable[[Sequence[float], int], Sequence[int]], name: s
             taken.append(time.process_time() - begin)
         return min(taken)
 
-    ours, other = timed(lambda: solve(problem), 20), timed(lambda: theirs(seconds, 64), 2)
+    ours, other = timed(lambda: split_stages(problem), 20), timed(lambda: theirs(seconds, 64), 2)
     slowest = (
-        problem.assess(as_stages([int(c) for c in theirs(seconds, 64)])).bottleneck_s / solve(problem).bottleneck_s
+        problem.assess(as_stages([int(c) for c in theirs(seconds, 64)])).bottleneck_s
+        / split_stages(problem).bottleneck_s
     )
     print(
         f"200 layers x 64 stages: split_stages {ours * 1e3:.1f} ms, {name} {other * 1e3:.0f} ms, {other / ours:.0f} x; "

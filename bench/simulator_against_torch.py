@@ -19,7 +19,7 @@ from trimtab.partition.baselines import even_stages, parameter_stages
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, block_costs, simulate, stage_times
-from trimtab.partition.stages import recompute_stages, solve
+from trimtab.partition.stages import recompute_stages, split_stages
 from trimtab.specs import FloatArray, Profile, Stage
 
 DEVICES, FORWARD_S, ROUNDS = 4, 0.060, 3
@@ -74,7 +74,7 @@ def scenarios() -> list[Scenario]:
 
     def exact(m: int, schedule: ScheduleName = "1F1B", chunks: int = 1) -> tuple[Stage, ...]:
         problem = problem_of(PROFILE, np.tile(one, (1, m, 1)), DEVICES, m)
-        return solve(replace(problem, schedule=schedule, num_chunks=chunks)).stages
+        return split_stages(replace(problem, schedule=schedule, num_chunks=chunks)).stages
 
     few = problem_of(PROFILE, np.tile(one, (1, 4, 1)), DEVICES, 4)
     searched = search_makespan(few, np.tile(one, (1, 4, 1)), link_bytes_per_s=LINK_BYTES_PER_S).split.stages

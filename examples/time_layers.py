@@ -15,7 +15,7 @@ import numpy as np
 from trimtab.costs.profile import profile_model
 from trimtab.costs.timed import TimingOptions, open_device, profile_timed
 from trimtab.models.describe import describe, read_config
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import NUM_WORK_TERMS, Profile, evaluate
 
 SMALL: dict[str, Any] = {
@@ -72,7 +72,7 @@ def stage_sizes(profile: Profile) -> list[int]:
         num_microbatches=8,
         overhead_bytes=0.0,
     )
-    return [stage.stop - stage.start for stage in solve(problem).stages]
+    return [stage.stop - stage.start for stage in split_stages(problem).stages]
 
 
 def main(source: str | None, device_name: str) -> None:

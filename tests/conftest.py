@@ -63,10 +63,11 @@ import numpy as np
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
-from trimtab.partition.stages import split_stages
+from trimtab.partition.stages import SplitProblem, split_stages
 profile = profile_model(describe("InternVL-Chat-V1-5"), find_device("A100-80GB"))
 pack = np.array([1, 9225, 9225**2, 9225**2, 4096, 8 * 512**2, 8 * 512**2], dtype=float)
-split_stages(profile, num_stages=4, work_mean=pack, work_max=pack, memory_bytes=200e9, num_microbatches=8)
+limits = {"memory_bytes": 200e9, "num_microbatches": 8}
+split_stages(SplitProblem(profile=profile, num_stages=4, work_mean=pack, work_max=pack, **limits))
 """
 
 

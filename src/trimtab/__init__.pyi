@@ -50,6 +50,7 @@ from trimtab.partition.placement import (
     Placement as Placement,
 )
 from trimtab.partition.simulate import simulate as simulate
+from trimtab.partition.stages import SplitProblem as SplitProblem
 from trimtab.partition.stages import split_stages as split_stages
 from trimtab.plan.build import (
     make_plan as make_plan,

@@ -25,7 +25,7 @@ from trimtab.costs.traced import profile_traced
 from trimtab.costs.traced_inputs import find_unit, make_batch
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.plan import RecomputeDecision
 from trimtab.runtime.recompute import apply
 from trimtab.specs import WORK_TERMS, FloatArray, ModelSpec, Profile
@@ -198,10 +198,11 @@ def run_capped(made: RandomModel, rng: np.random.Generator) -> CappedRun:
         forbidden_cuts=made.spec.forbidden_cuts,
     )
     most, least = (
-        max(device.total_bytes for device in solve(replace(problem, recompute=how)).memory) for how in ("none", "full")
+        max(device.total_bytes for device in split_stages(replace(problem, recompute=how)).memory)
+        for how in ("none", "full")
     )
     cap = float(least + rng.random() * max(0.0, most - least)) + 1.0
-    split = solve(replace(problem, memory_bytes=cap))
+    split = split_stages(replace(problem, memory_bytes=cap))
     names = [layer.name for layer in made.spec.layers]
     decision = [
         RecomputeDecision(stage=stage.index, granularity=choice.tier, modules=tuple(names[i] for i in choice.layers))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.partition.stages import split_stages
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, Profile, RecomputeTier
 
 ONE = np.eye(NUM_WORK_TERMS)[0]  # one micro-batch, every coefficient constant
@@ -77,15 +77,8 @@ def profile_of(layers) -> Profile:
 
 
 def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwargs):
-    return split_stages(
-        profile,
-        num_stages=num_stages,
-        work_mean=work,
-        work_max=work,
-        memory_bytes=memory,
-        num_microbatches=microbatches,
-        **kwargs,
-    )
+    limits = {"memory_bytes": memory, "num_microbatches": microbatches, **kwargs}
+    return split_stages(SplitProblem(profile=profile, num_stages=num_stages, work_mean=work, work_max=work, **limits))
 
 
 def with_tables(profile, rng):

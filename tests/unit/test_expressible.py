@@ -16,7 +16,7 @@ from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
-from trimtab.partition.stages import solve
+from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.check import check_plan
 from trimtab.plan.expressible import (
@@ -242,7 +242,7 @@ def test_too_few_cuts_and_too_little_memory_are_none(found: ReloadedPlan) -> Non
     tight = replace(found.case, budget=replace(found.case.budget, total_bytes=2**33))
     assert best_expressible(tight, Expressible()) is None
     with pytest.raises(PartitionError):
-        solve(tight.problem)
+        split_stages(tight.problem)
 
 
 def test_a_plan_without_recompute_is_fitted_without(found: ReloadedPlan) -> None:

@@ -50,9 +50,9 @@ def real_table(request, lengths) -> SampleTable:
 
 @pytest.fixture(scope="module", params=["drawn", "real"])
 def mixture_table(request, lengths) -> SampleTable:
-    """1.24 million samples, or 300,000 by their distributions."""
+    """1.24 million samples, or 150,000 by their distributions."""
     if request.param == "drawn":
-        return lengths.draw_lengths("mixture", 300_000)
+        return lengths.draw_lengths("mixture", 150_000)
     pytest.importorskip("pyarrow.parquet", reason="reading the mixture needs pyarrow")
     return real_or_skip(lengths.read_mixture(lengths.DEFAULT_DATA))
 

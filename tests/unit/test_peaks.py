@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from partition_cases import ONE, constant, layer, profile_of, random_profile, with_tables
 
 from trimtab.partition.peaks import replay_peaks
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import NUM_WORK_TERMS, RecomputeChoice, Stage
 
 SCHEDULES = [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("ZBVZeroBubble", 2)]
@@ -52,7 +52,7 @@ def test_full_packs_reach_what_the_limits_allow_and_smaller_ones_never_more(sche
         P, M = 2, 2 * int(rng.integers(1, 5))
         profile = with_tables(random_profile(rng, 8, 4, num_tiers=4), rng)
         problem = problem_of(profile, P, M, schedule, num_chunks, overhead=7.0)
-        stages = with_choices(solve(problem).stages, profile, rng)
+        stages = with_choices(split_stages(problem).stages, profile, rng)
         allowed = [memory.total_bytes for memory in problem.assess(stages).memory]
         table = np.arange(3 * 2 * M).reshape(3, 2, M)
         table[2, 1, M // 2 :] = -1

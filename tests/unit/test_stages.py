@@ -12,7 +12,7 @@ from partition_cases import ONE, layer, profile_of, random_profile, split, with_
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import assess_stages
 from trimtab.partition.baselines import even_stages, parameter_stages
-from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages, split_stages
+from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage
 
 
@@ -400,7 +400,7 @@ def test_messages_name_what_is_wrong_and_what_to_try():
     with pytest.raises(PartitionError, match=r"cap of 10 B with 10 B of overhead leaves nothing for the model"):
         split(profile, 2, memory=10.0, overhead_bytes=10.0)
     with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts.*take the mean or the maximum"):
-        split_stages(profile, num_stages=2, work_mean=ONE[:3], work_max=ONE, memory_bytes=1e9, num_microbatches=1)
+        split(profile, 2, work=ONE[:3])
     with pytest.raises(
         PartitionError, match=r"backward time is negative at the mean micro-batch \(-1 s\).*profile again"
     ):

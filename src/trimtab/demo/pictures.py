@@ -61,12 +61,16 @@ def _colored(picture: Picture, background: int) -> Image.Image:
     return image
 
 
-def _write_text(draw: ImageDraw.ImageDraw, rng: Random, box: Box, size: int, ink: int) -> None:
-    """Lines of sentences from the top of the box to its bottom."""
-    left, top, right, bottom = box
-    lines = textwrap.wrap(words.paragraph(rng, 150), max(8, int((right - left) / (size * _LETTER_WIDTH))))
-    for number in range(max(1, int((bottom - top) / (1.5 * size)))):
-        draw.text((left, top + 1.5 * size * number), lines[number % len(lines)], fill=ink, font=_font_of(size))
+def _write_text(image: Image.Image, rng: Random, box: Box, size: int, ink: int) -> None:
+    """Lines of sentences from the top of the box to its bottom; what is drawn once is copied below."""
+    left, top, right, bottom = map(int, box)
+    draw, step = ImageDraw.Draw(image), int(1.5 * size)
+    lines = textwrap.wrap(words.paragraph(rng, 120), max(8, int((right - left) / (size * _LETTER_WIDTH))))
+    for number, line in enumerate(lines[: max(1, (bottom - top) // step)]):
+        draw.text((left, top + step * number), line, fill=ink, font=_font_of(size))
+    height = step * len(lines)
+    for y in range(top + height, bottom, height):
+        image.paste(image.crop((left, top, right, top + min(height, bottom - y))), (left, y))
 
 
 def _paint_chart(picture: Picture, rng: Random) -> Image.Image:
@@ -115,7 +119,7 @@ def _paint_page(picture: Picture, rng: Random) -> Image.Image:
     width = (W - 2 * margin) / columns
     for column in range(columns):
         left = margin + column * width
-        _write_text(draw, rng, (left, top, left + width - size, H - margin), size, 40)
+        _write_text(image, rng, (left, top, left + width - size, H - margin), size, 40)
     return image
 
 
@@ -150,7 +154,7 @@ def _paint_screenshot(picture: Picture, rng: Random) -> Image.Image:
         panel = (x + size, y + size, x + width - size, y + height - size)
         if not dark and panel[0] < panel[2] and panel[1] < panel[3]:
             draw.rectangle(panel, fill=PAPER)
-        _write_text(draw, rng, (x + 2 * size, y + 1.5 * size, *panel[2:]), size, PAPER if dark else INK)
+        _write_text(image, rng, (x + 2 * size, y + 1.5 * size, *panel[2:]), size, PAPER if dark else INK)
     return image
 
 

@@ -25,7 +25,7 @@ RecomputeMode = Literal["auto", "none", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitProblem:
-    """What a split must respect; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
+    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
 
     profile: Profile
     num_stages: int  # devices of the pipeline
@@ -76,21 +76,7 @@ class SplitProblem:
         )
 
 
-def split_stages(
-    profile: Profile,
-    *,
-    num_stages: int,
-    work_mean: FloatArray,
-    work_max: FloatArray,
-    memory_bytes: float,
-    num_microbatches: int,
-    forbidden_cuts: frozenset[int] = frozenset(),
-    schedule: ScheduleName = "1F1B",
-    num_chunks: int = 1,
-    recompute: RecomputeMode = "auto",
-    overhead_bytes: float = 0.0,
-    host_bytes: float = math.inf,
-) -> SplitResult:
+def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
@@ -101,26 +87,9 @@ def split_stages(
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:
     exact if the best split without a cap fits; otherwise a device's room is divided among its chunks beforehand, evenly
     and as that split would fill it, and the better outcome taken: safe, but not optimal (`exact` says which).
+
+    Raises `PartitionError` with the missing bytes where nothing fits.
     """
-    problem = SplitProblem(
-        profile=profile,
-        num_stages=num_stages,
-        work_mean=work_mean,
-        work_max=work_max,
-        memory_bytes=memory_bytes,
-        num_microbatches=num_microbatches,
-        forbidden_cuts=forbidden_cuts,
-        schedule=schedule,
-        num_chunks=num_chunks,
-        recompute=recompute,
-        overhead_bytes=overhead_bytes,
-        host_bytes=host_bytes,
-    )
-    return solve(problem)
-
-
-def solve(problem: SplitProblem) -> SplitResult:
-    """`split_stages` of a problem that is already one object."""
     if problem.num_chunks == 1:
         result = _solve_capped(problem, chunk_room(problem))
         if result is None:
@@ -137,6 +106,9 @@ def solve(problem: SplitProblem) -> SplitResult:
     return min(fitting, key=lambda result: (result.bottleneck_s, sum(result.recompute_s)))
 
 
+solve = split_stages  # its name in search.py
+
+
 def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitResult:
     """The given stages' cuts with the recompute choices of least time under the cap: exact, stage by stage.
 
@@ -144,7 +116,7 @@ def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitRes
     """
     cuts = frozenset(stage.start for stage in stages)
     others = frozenset(c for c in range(1, len(problem.profile.layers)) if c not in cuts)
-    return problem.assess(solve(replace(problem, forbidden_cuts=others)).stages)
+    return problem.assess(split_stages(replace(problem, forbidden_cuts=others)).stages)
 
 
 def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> FloatArray:

@@ -15,7 +15,7 @@ import numpy as np
 from trimtab.balance.packing import pack_samples
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import StageTimes, simulate
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.details import Variant
 from trimtab.plan.split import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
@@ -192,7 +192,7 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> St
     """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
     priced = price_splits(case, uniform_splits(case.problem)) if one_switch is None else one_switch
     if not priced:  # only the choice per layer fits
-        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=solve(case.problem).stages)
+        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=split_stages(case.problem).stages)
     best = min(priced, key=lambda x: x.epoch_s).split
     rule = "full" if any(stage.recompute for stage in best.stages) else "none"
     return Staging(stages_rule="balanced", recompute_rule=rule, stages=best.stages)

@@ -10,7 +10,7 @@ from trimtab.balance.packing import PackResult, report_packing
 from trimtab.costs.profile import profile_bytes
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
 from trimtab.plan.build import PROFILE_FILE, SAMPLES_FILE
 from trimtab.plan.case import Case
@@ -130,7 +130,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
         lambda: [split_case(case)],
-        lambda: [solve(case.problem)],
+        lambda: [split_stages(case.problem)],
         lambda: uniform_splits(case.problem),
         lambda: uniform_splits(free.problem),
     ]

@@ -24,7 +24,7 @@ from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, 
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.simulate import simulate
-from trimtab.partition.stages import solve
+from trimtab.partition.stages import split_stages
 from trimtab.plan.budget import MemoryBudget, host_bytes_per_s
 from trimtab.plan.case import Setting, split_problem
 from trimtab.plan.limits import TriedLimits, try_limits
@@ -306,7 +306,7 @@ def _price_limits(
             num_microbatches=num_microbatches,
         )
         try:
-            split = solve(problem)
+            split = split_stages(problem)
         except PartitionError as error:
             reason = reason or error
             continue

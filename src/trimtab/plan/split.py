@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.search import SearchResult, search_makespan
-from trimtab.partition.stages import RecomputeMode, SplitProblem, solve
+from trimtab.partition.stages import RecomputeMode, SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.times import stage_link, steps_of, times_of
 from trimtab.specs import IntArray, Stage
@@ -66,7 +66,7 @@ def choose_split(case: Case) -> SplitChoice:
     may end earlier. Raises `PartitionError` if nothing fits.
     """
     problem = case.problem
-    splits = [solve(problem)]
+    splits = [split_stages(problem)]
     found: SearchResult | None = None
     packs = _full_rows(case.schedule.table)
     if problem.num_stages > 1 and len(packs):
@@ -96,7 +96,7 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
     found = []
     for mode in modes:
         try:
-            found.append(solve(replace(problem, recompute=mode)))
+            found.append(split_stages(replace(problem, recompute=mode)))
         except PartitionError:
             continue
     return found
