@@ -22,6 +22,8 @@ KEPT = {
     "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 6,  # 12
     "torch/test_offloaded_layers.py::"
     "test_what_is_moved_leaves_the_device_which_then_holds_no_more_than_under_full_recompute": 1,  # 14
+    "torch/test_described_placement.py::test_a_described_family_is_loaded_by_its_map_and_answers_as_before": 1,
+    "torch/test_described_placement.py::test_the_cache_of_every_layer_is_the_one_that_its_own_code_makes": 1,
     "torch/test_placement_families.py::test_every_map_gives_the_whole_models_answer": 2,  # 95
     "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
     "torch/test_placement_memory.py::test_a_devices_bytes_are_those_counted_on_the_real_modules": 6,  # 7

@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "torch"))
 
-from shrunk_models import GIVEN  # what some default configurations are not whole without
+from shrunk_models import GIVEN
 
 from trimtab.costs.inference import Workload
 from trimtab.errors import PartitionError
@@ -32,6 +32,9 @@ from trimtab.partition.placed import DeviceKey, Placement
 from trimtab.partition.placement import place
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
+
+NOT_WHOLE = ("chameleon", "cohere_compass", "emu3")
+"""Families whose default configuration lacks a field (a vocabulary of images, a kind of rotary table) to be built."""
 
 CONSISTENT = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
@@ -48,7 +51,7 @@ ROOMY, TIGHT = (0.7, 0.5, 0.4, 0.6), (0.3, 0.2)  # of the weights, on each GPU
 
 
 def check(family: str) -> Cell:
-    fields = {"model_type": family, **CONSISTENT.get(family, {}), **GIVEN.get(family, {})}
+    fields = {"model_type": family, **CONSISTENT.get(family, {}), **(GIVEN[family] if family in NOT_WHOLE else {})}
     real = build(complete(fields))
     model = describe(fields) if family in FAMILIES else describe_model(build(complete(fields)))
     if model.num_params != sum(x.numel() for x in real.parameters()):
@@ -72,7 +75,7 @@ def _on_gpus(model: ModelSpec) -> Placement:
 def _with_spill(model: ModelSpec) -> Placement:
     """The smallest room, from half of the weights on, that the largest layers let it run in."""
     size = 2 * model.num_params
-    for extra in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0):
+    for extra in (0.6, 0.8, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0):
         gpus = [int(x * size + extra * GIB) for x in TIGHT]
         try:
             placement = place(model, machine_of(gpus, cpu_bytes=size // 2, disk=True), WORKLOAD)

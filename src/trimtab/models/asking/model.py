@@ -64,7 +64,6 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
         layers = describe_units(model, units, passes)
     order, entered = _sort(units, passes)
     layers = with_extras([layers[i] for i in order], extra)
-    sorted_units = [units[i] for i in order]
     cuts = find_cuts(model, layers)
     if not entered:
         notes.append("The order of the layers is that of their modules: no forward pass could be made.")
@@ -74,7 +73,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
         layers=tuple(layers),
         image_rule=UnsettledRule(reason=UNSETTLED),
         vocab_size=_vocab_size(model),
-        tied=_tied(sorted_units),
+        tied=_tied(units),
         forbidden_cuts=cuts.forbidden,
         forbidden_cut_reason=cuts.reason,
         joined_cuts=cuts.joined,
@@ -224,7 +223,14 @@ def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
 
 
 def _tied(units: list[Unit]) -> tuple[tuple[str, str], ...]:
-    return tuple((x.borrows, x.path) for x in units if x.borrows is not None)
+    """(owner, borrower) of every weight that several units read; its owner is the first in module order."""
+    owner: dict[int, str] = {}
+    pairs: dict[tuple[str, str], None] = {}
+    for unit in units:
+        for parameter in unit.parameters.values():
+            first = owner.setdefault(id(parameter), unit.path)
+            pairs.update({} if first == unit.path else {(first, unit.path): None})
+    return tuple(pairs)
 
 
 def _vocab_size(model: Any) -> int:
