@@ -115,7 +115,7 @@ class _Search:
             options=options,
             table=table,
             context_bytes=machine.context_bytes,
-            capacities=tuple(free for free, _ in kinds),
+            capacities=tuple(int(free * (1 - machine.kept_share)) for free, _ in kinds),
             speeds=tuple(speed or None for _, speed in kinds),
             choices=choices_of(classes),
             by_rows=by_rows,
