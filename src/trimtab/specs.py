@@ -76,6 +76,14 @@ class MeasuredWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """What a decoder layer keeps of a sequence while it generates, where keys and values of its heads are not that."""
+
+    values_per_token: float = 0.0
+    bytes_per_sequence: float = 0.0  # of any length: states of linear attention and of state-space layers, in 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One module that a pipeline stage holds whole."""
 
@@ -98,6 +106,11 @@ class LayerSpec:
     unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
     # in place of the formulas; left out of the repr, and so of plans' fingerprints
     measured: MeasuredWork | None = field(default=None, repr=False)
+    # for serving alone, and left out for the same reason
+    cache: CacheSpec | None = field(default=None, repr=False)  # None: keys and values of `attention`
+    extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
+    beside: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go where it goes
+    bare: bool = field(default=False, repr=False)  # a parameter without a module of its own
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -173,6 +186,7 @@ class ModelSpec:
     tied: tuple[tuple[str, str], ...] = ()  # (owner, borrower) module paths that share one weight
     forbidden_cuts: frozenset[int] = frozenset()
     forbidden_cut_reason: str | None = None
+    joined_cuts: frozenset[int] | None = None  # cuts that a device map does not make either; None: all forbidden ones
     config_blake2b: str = ""
     notes: tuple[str, ...] = ()  # assumptions made while describing, in sentences
     asked_of: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # (package, version) that answered

@@ -79,6 +79,24 @@ def test_latency_leaves_gpus_empty(run: Run):
     assert [x["total_bytes"] > 0 for x in content["devices"]].count(True) == 1
 
 
+def test_a_small_model_is_not_spread_without_a_word(run: Run):
+    one = run("map", MODEL, "--gpus", "4x80GiB", "--json").json
+    assert [x["total_bytes"] > 0 for x in one["devices"]].count(True) == 1
+    assert one["notes"] == [
+        "It takes 1 GPU, the fullest to 20 %; --for memory spreads it over 4 GPUs, the fullest to 6 %."
+    ]
+    four = run("map", MODEL, "--gpus", "4x18GiB", "--json").json
+    assert [x["total_bytes"] > 0 for x in four["devices"]].count(True) == 4
+    assert "--for latency needs only 1 GPU" in four["notes"][0]
+
+
+def test_a_reserve_stays_free_where_weights_spill(run: Run):
+    words = ("map", MODEL, "--gpus", "10GiB", "--cpu", "32GiB", "--json")
+    for reserve, share in (([], 0.97), (["--reserve", "0"], 1.0), (["--reserve", "20"], 0.8)):
+        fullest = run(*words, *reserve).json["fullest"]
+        assert share - 0.06 < fullest <= share
+
+
 def test_stages_are_exported_to_both_engines(run: Run, tmp_path: Path):
     out = tmp_path / "placed"
     assert run("map", MODEL, "--gpus", "24GiB,16GiB,16GiB", "--for", "pipeline", "--out", out).code == 0
@@ -101,6 +119,8 @@ def test_a_map_that_spills_onto_host_memory_is_no_set_of_stages(run: Run, tmp_pa
     ("words", "reason"),
     [
         (["--gpus", "lots"], "no device is called"),
+        (["--gpus", "4x24"], "'24' names no unit, and so few bytes hold nothing: write 24GiB"),
+        (["--gpus", "4x24GiB", "--cpu", "64"], "'64' names no unit"),
         (["--gpus", "4x24GiB", "--images", "big"], "names no images"),
         (["--gpus", "4x24GiB", "--images", "100x100,0"], "names no images"),
         (["--gpus", "4x24GiB", "--quant", "gguf"], "quant 'gguf' has no formula"),

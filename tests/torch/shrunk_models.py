@@ -85,8 +85,8 @@ SMALL: dict[str, Any] = {
     "mm_tokens_per_image": 4,
 }
 _GEMMA4 = {
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "hidden_size": WIDTH,
     "head_dim": 16,
     "global_head_dim": 32,

@@ -263,7 +263,9 @@ def _with_tensors(index: Any) -> Any:
     """Lists in an index as host tensors, which is what a GPU takes them for."""
     if isinstance(index, tuple):
         return tuple(_with_tensors(x) for x in index)
-    return torch.tensor(index) if isinstance(index, list) else index
+    if not isinstance(index, list):
+        return index
+    return torch.tensor(index) if index else torch.empty(0, dtype=torch.long)
 
 
 _ACTIVE: list[None] = []

@@ -254,13 +254,14 @@ def test_a_tower_without_a_device_is_named_once(internvl):
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_what_mllama_asks_for_before_it_is_there_stays_on_a_gpu(home, tmp_path):
+def test_what_mllama_asks_for_before_it_is_there_may_be_elsewhere(home, tmp_path):
+    """It reads where the patch embedding's weight lies before it calls the module, and stacks states of all blocks."""
     case = make_case("mllama", tmp_path)
-    embedding = "model.vision_model.patch_embedding"
-    with simulated(), pytest.raises(PartitionError, match=f"{embedding} cannot lie on {home}: Mllama.* place it on a"):
-        load_placed(case.folder, {"": 0, embedding: home})
+    tower = "model.vision_model"
+    apart = {f"{tower}.transformer.layers.0": 1, f"{tower}.transformer.layers.1": 2}
     with simulated():
-        assert answers(load_placed(case.folder, {"": 0, "model.vision_model": home}), case)
+        for placed in ({f"{tower}.patch_embedding": home}, {tower: home}, apart):
+            assert answers(load_placed(case.folder, {"": 0, **placed}), case)
 
 
 def test_tied_weights_on_two_devices_are_refused(gemma3):

@@ -120,7 +120,8 @@ class Served:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.model.parameters())
+        held = (*self.model.parameters(), *self.model.buffers())
+        return sum(x.numel() * x.element_size() for x in held)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from placement_cases import small_model
 
 from trimtab.models.describe import describe
-from trimtab.partition.chain import VISION_CUT_FAMILIES, arrangements, device_changes, modules_of, parts_of
+from trimtab.models.images import UnsettledRule
+from trimtab.partition.chain import arrangements, device_changes, modules_of, parts_of
+from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
@@ -45,10 +48,36 @@ def test_a_tower_is_cut_between_blocks_never_inside_embeddings_or_projector():
 
 
 def test_a_model_that_nothing_has_run_cut_keeps_its_tower_whole():
-    model = describe("InternVL-Chat-V1-5")
-    assert model.family not in VISION_CUT_FAMILIES
-    assert len(parts_of(model).vision) == 1
-    assert "mllama" not in VISION_CUT_FAMILIES
+    """Remote code; and Mllama, whose tower joins the states of its blocks."""
+    assert len(parts_of(describe("InternVL-Chat-V1-5")).vision) == 1
+    assert len(parts_of(describe("Qwen2.5-VL-7B")).vision) == 32
+
+
+def test_a_borrower_of_a_weight_lies_with_its_owner():
+    """A decoder's own embedding behind an encoder, one weight with the shared one; the head reads it too."""
+
+    def layer(name, kind):
+        return LayerSpec(
+            name=name, tower="language", kind=kind, hidden_size=8, output_size=8, num_params=64, num_matmul_params=64
+        )
+
+    names = ["shared", "encoder.0", "encoder.norm", "decoder.embed", "decoder.0", "head"]
+    kinds = ["embed", "block", "norm", "embed", "block", "head"]
+    model = ModelSpec(
+        name="encoder and decoder",
+        family="mine",
+        layers=tuple(layer(*x) for x in zip(names, kinds, strict=True)),
+        image_rule=UnsettledRule(reason=""),
+        vocab_size=8,
+        tied=(("shared", "decoder.embed"), ("shared", "head")),
+    )
+    parts = parts_of(model)
+    assert parts.embed.layers == (0, 3)
+    assert [x.layers for x in parts.blocks] == [(1, 2), (4,)]
+    assert parts.tied
+    alone = replace(model, tied=(("encoder.0", "decoder.0"),))
+    assert [x.layers for x in parts_of(alone).blocks] == [(1, 2, 3, 4)]
+    assert not parts_of(alone).tied
 
 
 def test_published_models_have_units_that_cover_them():
@@ -57,7 +86,8 @@ def test_published_models_have_units_that_cover_them():
             covered = sorted(i for unit in option.units for i in unit.layers)
             assert covered == list(range(len(model.layers))), model.name
         vision = parts_of(model).vision
-        assert (len(vision) > 1) == (model.family in VISION_CUT_FAMILIES), model.name
+        whole = model.family in ("internvl_chat", "kimi_vl", "minicpmv", "mllama")
+        assert (len(vision) > 1) != whole, model.name
         keys = [name for i in range(len(model.layers)) for name in modules_of(model, i)]
         assert len(set(keys)) == len(keys)
         assert any("rotary_emb" in key for key in keys) == (

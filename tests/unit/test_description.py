@@ -53,7 +53,7 @@ def test_a_description_reads_back_as_it_was_written(name, tmp_path):
 def test_layers_alike_are_written_once():
     layers = written(describe("Qwen2.5-VL-7B"))["layers"]
     assert len(layers) < 20
-    assert max(x.get("num_alike", 1) for x in layers) == 28
+    assert max(x.get("num_alike", 1) for x in layers) == 27  # with the first of the 28 goes the rotary table
     spec = model(measured("a.0.x"), measured("a.1.x"), measured("a.3.x"), measured("b"))
     assert [x.get("num_alike") for x in written(spec)["layers"]] == [2, None, None]
     assert read_description(written(spec), whence="it") == spec

@@ -17,7 +17,8 @@ def test_weights_are_every_parameter_once_in_the_dtype():
     for name in ("Qwen2.5-VL-7B", "InternVL-Chat-V1-5"):
         model = describe(name)
         for dtype, width in (("bf16", 2), ("fp32", 4)):
-            assert inference_table(model, Workload(dtype=dtype)).weights.sum() == width * model.num_params
+            beside = sum(x.extra_bytes for x in model.layers)  # buffers
+            assert inference_table(model, Workload(dtype=dtype)).weights.sum() == width * model.num_params + beside
 
 
 def test_quantised_formats_leave_norms_embedding_and_head_alone():
@@ -69,7 +70,7 @@ def test_experts_are_quantised_only_by_formats_that_know_them():
     at = next(i for i, x in enumerate(moe.layers) if x.tower == "language" and x.kind == "block")
     layer, experts = moe.layers[at], 8 * 3 * 64 * 32
     attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
-    full = 2 * layer.num_params
+    full = 2 * layer.num_params + layer.extra_bytes
     assert inference_table(moe, Workload(quant="bnb-int8")).weights[at] == full - attention
     both = attention + experts
     assert inference_table(moe, Workload(quant="fp8")).weights[at] == pytest.approx(

@@ -48,9 +48,14 @@ def map_model(
     ] = None,
     attention: Annotated[Literal["flash", "sdpa", "eager"], typer.Option(help="Attention as it will run.")] = "sdpa",
     objective: Annotated[
-        Literal["memory", "latency", "pipeline"],
-        typer.Option("--for", help="Emptiest fullest GPU; fewest and fastest GPUs; stages of a serving engine."),
-    ] = "memory",
+        Literal["auto", "memory", "latency", "pipeline"],
+        typer.Option(
+            "--for",
+            help="memory: emptiest fullest GPU; latency: fewest and fastest GPUs; pipeline: stages of a serving "
+            "engine; auto: few GPUs where they stay roomy, else memory.",
+        ),
+    ] = "auto",
+    reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU that no map fills.")] = 3,
     compare: Annotated[bool, typer.Option("--compare", help="Show the public maps beside it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml, map.json and report.html.")] = None,
     preprocessor: PreprocessorOption = None,
@@ -61,11 +66,12 @@ def map_model(
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
     from trimtab.costs.inference import Workload
     from trimtab.models.describe import describe
+    from trimtab.partition.choice import place_unasked
     from trimtab.partition.machine import parse_machine
     from trimtab.partition.placement import place
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
-    machine = parse_machine(gpus, cpu=cpu, disk=disk is not None)
+    machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
     workload = Workload(
         batch=batch,
         seq_len=seq_len,
@@ -75,7 +81,10 @@ def map_model(
         quant=quant,
         attention=attention,
     )
-    placement = place(model, machine, workload, objective=objective)
+    if objective == "auto":
+        placement = place_unasked(model, machine, workload)
+    else:
+        placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
         command = given_command(context, without=("out", "as_json"))
@@ -170,6 +179,7 @@ def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any
         "run_on_cpu": placement.run_on_cpu,
         "fullest": placement.fullest,
         "moved_bytes": placement.moved_bytes,
+        "notes": placement.notes,
         "devices": _devices(placement),
         "compared": [
             {

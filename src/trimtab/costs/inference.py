@@ -75,6 +75,7 @@ def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
     w, rows = serving.item_bytes, serving.rows
     weights = weight_bytes(layer, serving.workload)
     per_token = kv_bytes_per_token(layer, w)
+    state = 0.0 if layer.cache is None else rows.sequences * layer.cache.bytes_per_sequence
     crosses = layer.attention is not None and layer.attention.cross
     window = layer.attention.window if layer.attention is not None else None
     # a sliding cache keeps what the next query still sees, but as a view of the whole prompt until the first new token
@@ -91,9 +92,9 @@ def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
     if layer.kind == "embed" and language:
         touched = num_out * layer.output_size * w
     return [
-        weights,
-        (serving.crossed_rows if crosses else rows.tokens) * per_token,
-        (serving.crossed_rows if crosses else rows.sequences * kept) * per_token,
+        weights + layer.extra_bytes,
+        (serving.crossed_rows if crosses else rows.tokens) * per_token + state,
+        (serving.crossed_rows if crosses else rows.sequences * kept) * per_token + state,
         held_bytes(layer, serving),
         prefill_bytes(layer, serving),
         decode_bytes(layer, serving) if language else 0.0,
@@ -121,12 +122,14 @@ def weight_bytes(layer: LayerSpec, workload: Workload) -> float:
     return covered * quant.weight_bytes + (layer.num_params - covered) * w
 
 
-def kv_bytes_per_token(layer: LayerSpec, item_bytes: int) -> int:
+def kv_bytes_per_token(layer: LayerSpec, item_bytes: int) -> float:
     """Keys and values of one token (of cross-attention: of one image row), as Transformers caches them.
 
-    Grouped heads as they are, latent attention expanded.
+    Grouped heads as they are; what a family caches in another way (latent attention, states) as `LayerSpec.cache` says.
     """
     a = layer.attention
+    if layer.cache is not None:
+        return item_bytes * layer.cache.values_per_token
     if layer.tower != "language" or a is None:
         return 0
     return item_bytes * a.num_kv_heads * (a.head_dim + a.value_head_dim)

@@ -45,7 +45,7 @@ class Serving:
                 "flash attention cannot be used: cross-attention layers are given masks of four dimensions, which it "
                 "does not take: choose sdpa or eager"
             )
-        projector = next(x for x in model.layers if x.tower == "projector") if crosses else None
+        projector = next((x for x in model.layers if x.tower == "projector"), None) if crosses else None
         return Serving(
             workload=workload,
             rows=rows,

@@ -156,6 +156,7 @@ def _assembled(
         tied=architecture.tied,
         forbidden_cuts=architecture.forbidden_cuts,
         forbidden_cut_reason=architecture.forbidden_cut_reason,
+        joined_cuts=architecture.joined_cuts,
         notes=notes,
     )
 

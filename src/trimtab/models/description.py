@@ -58,6 +58,7 @@ class _File:
     tied: tuple[tuple[str, str], ...] = ()
     forbidden_cuts: tuple[tuple[int, int], ...] = ()  # first and last of each run
     forbidden_cut_reason: str | None = None
+    joined_cuts: tuple[tuple[int, int], ...] | None = None  # as forbidden_cuts
     config_blake2b: str = ""
     notes: tuple[str, ...] = ()
     asked_of: tuple[tuple[str, str], ...] = ()
@@ -82,6 +83,7 @@ def description_bytes(model: ModelSpec) -> bytes:
         "tied": model.tied,
         "forbidden_cuts": list(_runs(sorted(model.forbidden_cuts))),
         "forbidden_cut_reason": model.forbidden_cut_reason,
+        "joined_cuts": None if model.joined_cuts is None else list(_runs(sorted(model.joined_cuts))),
         "config_blake2b": model.config_blake2b,
         "notes": model.notes,
         "asked_of": model.asked_of,
@@ -130,9 +132,14 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
             f"{whence} is no description, write it again with `trimtab describe MODEL --out`:\n"
             + join_problems(problems)
         )
-    kept = {f.name: getattr(head, f.name) for f in fields(_File) if f.name != "forbidden_cuts"}
-    cuts = frozenset(cut for first, last in head.forbidden_cuts for cut in range(first, last + 1))
-    return ModelSpec(**kept, layers=tuple(layers), image_rule=rule, forbidden_cuts=cuts)
+    kept = {f.name: getattr(head, f.name) for f in fields(_File) if not f.name.endswith("_cuts")}
+    return ModelSpec(
+        **kept,
+        layers=tuple(layers),
+        image_rule=rule,
+        forbidden_cuts=_numbers(head.forbidden_cuts),
+        joined_cuts=None if head.joined_cuts is None else _numbers(head.joined_cuts),
+    )
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -148,6 +155,10 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         previous = n
     if start is not None and previous is not None:
         yield start, previous
+
+
+def _numbers(runs: Sequence[tuple[int, int]]) -> frozenset[int]:
+    return frozenset(cut for first, last in runs for cut in range(first, last + 1))
 
 
 def _settings(rule: ImageRule) -> dict[str, Any]:
@@ -237,7 +248,15 @@ def _read_rule(value: Any, problems: list[str]) -> ImageRule:
 
 
 _MAY_BE_ZERO = frozenset(
-    ("num_params", "num_matmul_params", "num_norms", "shared_intermediate_size", "rows_per_input", "rows_out_per_input")
+    (
+        "num_params",
+        "num_matmul_params",
+        "extra_bytes",
+        "num_norms",
+        "shared_intermediate_size",
+        "rows_per_input",
+        "rows_out_per_input",
+    )
 )
 _FEW = re.compile(r"tiles|slices|crops|patch_size|merge_size|temporal|grid_size")
 
@@ -257,9 +276,10 @@ def _find_misfits(head: _File, layers: Sequence[LayerSpec]) -> list[str]:
     """Names and cuts that do not belong to the layers."""
     names = {x.name for x in layers}
     problems = [] if len(names) == len(layers) else ["layers: names repeat"]
-    for first, last in head.forbidden_cuts:
-        if not first <= last < len(layers):
-            problems.append(f"forbidden_cuts: {first} to {last} lies outside the {len(layers)} layers")
+    for name in ("forbidden_cuts", "joined_cuts"):
+        for first, last in getattr(head, name) or ():
+            if not first <= last < len(layers):
+                problems.append(f"{name}: {first} to {last} lies outside the {len(layers)} layers")
     for pair in head.tied:
         problems += [f"tied: {quote(x)} is no layer" for x in pair if x not in names]
     return problems

@@ -5,44 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from trimtab.specs import ModelSpec
+from trimtab.specs import LayerSpec, ModelSpec
 
 _NUMBERED = re.compile(r"\.\d+$")
-
-VISION_CUT_FAMILIES = frozenset(
-    {
-        "internvl",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "llava",
-        "llava_next",
-        "llava_onevision",
-        "gemma3",
-        "glm4v_moe",
-    }
-)
-"""Families of Transformers whose ViT runs with its blocks on several devices.
-
-Each was run cut between all of its blocks and gave the uncut model's values. Elsewhere the tower stays whole: families
-with remote code only have not been run, and Mllama's stacks hidden states of many blocks, which must share a device.
-"""
-
-_CARRIED = frozenset({"qwen3_vl", "qwen3_vl_moe"})
-"""Families whose forbidden cuts bind a training pipeline alone: at inference the features move to the reading layer."""
-
-_BUFFER_MODULES = MappingProxyType(
-    {
-        "model.visual.patch_embed": ("model.visual.rotary_pos_emb",),
-        "model.language_model.layers.0": ("model.language_model.rotary_emb",),
-        "language_model.model.layers.0": ("language_model.model.rotary_emb",),
-        "llm.model.layers.0": ("llm.model.rotary_emb",),
-    }
-)
-"""Modules without parameters that hold buffers (rotary tables), by the layer in front of which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +41,57 @@ class Arrangement:
 
 
 def parts_of(model: ModelSpec) -> Parts:
-    """Units between which a device may change.
+    """Units between which a device may change: blocks, each with what follows it up to the next one.
 
-    A ViT's first unit holds everything up to its first block, each further one a block and what follows it, the last
-    one also the projector. Where the projector joins several hidden states, the blocks behind the first of them and
-    the one that makes it stay together (`forbidden_cuts`).
+    What runs in front of a tower's first block belongs to that, as the projector does to the last one of the ViT.
+    Blocks whose results are joined outside of any layer stay together (`joined_cuts`), and so do layers that share a
+    weight: the one that borrows it lies with its owner, out of the order of the others.
     """
-    forbidden = frozenset() if model.family in _CARRIED else model.forbidden_cuts
-    layers = model.layers
-    language = [i for i, x in enumerate(layers) if x.tower == "language"]
-    front = [i for i, x in enumerate(layers) if x.tower != "language"]
-    vision: list[list[int]] = []
-    has_block = False
-    for i in front:
-        is_block = layers[i].kind == "block" and _NUMBERED.search(layers[i].name) is not None
-        free = not {i, i + 1} & forbidden  # a state that a block hands on and a projector joins stays where it was made
-        cut = is_block and has_block and free and model.family in VISION_CUT_FAMILIES
-        if not vision or cut:
-            vision.append([])
-        vision[-1].append(i)
-        has_block = has_block or is_block
-    embed = [i for i in language if layers[i].kind == "embed"]
-    blocks = [i for i in language if layers[i].kind == "block"]
-    tail = [i for i in language if layers[i].kind in ("norm", "head")]
+    joined = model.forbidden_cuts if model.joined_cuts is None else model.joined_cuts
+    front = [i for i, x in enumerate(model.layers) if x.tower != "language"]
+    language = [i for i, x in enumerate(model.layers) if x.tower == "language"]
+    at = [n for n, i in enumerate(language) if _is_block(model.layers[i])] or [len(language)]
+    embed, head = language[: at[0]], language[at[-1] + 1 :]
+    vision, blocks = _runs(model, front, joined), _runs(model, language[at[0] : at[-1] + 1], joined)
+    tied = _reunite(model, [*vision, embed, *blocks, head], embed, head)
     return Parts(
-        vision=tuple(Unit(tuple(x)) for x in vision),
+        vision=tuple(Unit(tuple(x)) for x in vision if x),
         embed=Unit(tuple(embed)),
-        blocks=tuple(Unit((i,)) for i in blocks),
-        head=Unit(tuple(tail)),
-        tied=bool(model.tied),
+        blocks=tuple(Unit(tuple(x)) for x in blocks if x),
+        head=Unit(tuple(head)),
+        tied=tied,
     )
+
+
+def _is_block(layer: LayerSpec) -> bool:
+    return layer.kind == "block" and _NUMBERED.search(layer.name) is not None
+
+
+def _runs(model: ModelSpec, at: Sequence[int], joined: frozenset[int]) -> list[list[int]]:
+    """Layers `at` cut in front of every block but the first, where a state that is joined does not stay behind."""
+    found: list[list[int]] = []
+    has_block = False
+    for i in at:
+        is_block = _is_block(model.layers[i])
+        if not found or (is_block and has_block and not {i, i + 1} & joined):
+            found.append([])
+        found[-1].append(i)
+        has_block = has_block or is_block
+    return found
+
+
+def _reunite(model: ModelSpec, units: Sequence[list[int]], embed: list[int], head: list[int]) -> bool:
+    """Moves borrowers of weights to their owners; whether embedding and head, which arrangements join, share one."""
+    number = {x.name: i for i, x in enumerate(model.layers)}
+    tied = False
+    for owner, borrower in model.tied:
+        home, away = (next(unit for unit in units if number[name] in unit) for name in (owner, borrower))
+        if {id(home), id(away)} == {id(embed), id(head)}:
+            tied = True
+        elif home is not away:
+            away.remove(number[borrower])
+            home.append(number[borrower])
+    return tied
 
 
 def arrangements(parts: Parts) -> tuple[Arrangement, ...]:
@@ -119,7 +106,7 @@ def arrangements(parts: Parts) -> tuple[Arrangement, ...]:
         found.append(Arrangement(name="vision last, head with embedding", units=(E + H, *L, *V)))
         if not parts.tied:
             found.append(Arrangement(name="vision last", units=(E, *L, H, *V)))
-    return tuple(found)
+    return tuple(Arrangement(name=x.name, units=tuple(unit for unit in x.units if unit.layers)) for x in found)
 
 
 def pipeline_arrangement(parts: Parts) -> Arrangement:
@@ -127,7 +114,7 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
     The first stage holds ViT, projector and embedding too, the last one the norm and the head.
     """
-    first, *between = parts.blocks
+    first, *between = parts.blocks or (Unit(()),)
     front = sum(parts.vision, Unit(())) + parts.embed + first
     if not between:
         return Arrangement(name="pipeline", units=(front + parts.head,))
@@ -135,11 +122,8 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
 
 def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
-    """Keys of a device map for one layer: modules with buffers alone come with the layer they run in front of."""
-    name = model.layers[layer].name
-    if model.family == "kimi_vl" or any(x.name.endswith(".tok_embeddings") for x in model.layers):
-        return (name,)  # DeepSeek-V3 and InternLM2 keep rotary tables inside their blocks
-    return (*_BUFFER_MODULES.get(name, ()), name)
+    """Keys of a device map for one layer: what holds buffers alone comes with the layer in front of which it runs."""
+    return (*model.layers[layer].beside, model.layers[layer].name)
 
 
 def device_changes(devices: Sequence[int | str]) -> list[int]:

@@ -37,12 +37,15 @@ class Machine:
     cpu_bytes: int = 0  # host memory for weights that no GPU holds; 0: none may lie there
     disk: bool = False  # whether weights may stay on disk
     context_bytes: int = CONTEXT_BYTES  # of each GPU in use
+    kept_share: float = 0.0  # of what is free on each GPU: no map fills it
 
     def __post_init__(self) -> None:
         indices = [gpu.index for gpu in self.gpus]
         assert len(set(indices)) == len(indices), "two GPUs have one index"
         if not self.gpus:
             raise PartitionError("a machine without a GPU has nothing to balance: give at least one, as in 1x24GiB")
+        if not 0 <= self.kept_share < 1:
+            raise PartitionError(f"a reserve of {100 * self.kept_share:g} % leaves nothing: give 0 up to but not 100")
         if len(self.gpus) > MAX_GPUS:
             raise PartitionError(f"{len(self.gpus)} GPUs are more than one process drives: give at most {MAX_GPUS}")
 
@@ -50,7 +53,7 @@ class Machine:
 _GROUP = re.compile(r"^\s*(?:(?P<count>[0-9]{1,4})\s*[xX*]\s*)?(?P<kind>[^:]+?)\s*(?::\s*(?P<free>[^:]+?)\s*)?$")
 
 
-def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False) -> Machine:
+def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept_share: float = 0.0) -> Machine:
     """GPUs from "4x24GiB", "40GiB,80GiB,80GiB", "2xA100-80GB,H200" or with less free: "A100-80GB:31GiB,3xA100-80GB".
 
     A size is what is free on the GPU; a name is a row of the device table, all of its memory free unless a size
@@ -75,17 +78,24 @@ def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False) -> M
         gpus += [replace(gpu, index=len(gpus) + i) for i in range(count)]
     if problems:
         raise PartitionError(join_problems(problems))
-    return Machine(gpus=tuple(gpus), cpu_bytes=0 if cpu is None else parse_bytes(cpu), disk=disk)
+    host = 0 if cpu is None else _parse_size(cpu)
+    return Machine(gpus=tuple(gpus), cpu_bytes=host, disk=disk, kept_share=kept_share)
+
+
+def _parse_size(text: str) -> int:
+    if (number := text.strip()).isdigit() and 0 < int(number) < MIB:
+        raise PartitionError(f"{text!r} names no unit, and so few bytes hold nothing: write {number}GiB")
+    return parse_bytes(text)
 
 
 def _parse_gpu(kind: str, free: str | None) -> Gpu:
     if kind[0].isdigit():
-        size = parse_bytes(kind)
-        if free is not None and parse_bytes(free) > size:
+        size = _parse_size(kind)
+        if free is not None and _parse_size(free) > size:
             raise PartitionError(f"{kind}:{free} has more free than it holds: give at most {kind} behind the colon")
-        return Gpu(index=0, free_bytes=size if free is None else parse_bytes(free))
+        return Gpu(index=0, free_bytes=size if free is None else _parse_size(free))
     device = find_device(kind)
-    free_bytes = device.memory_bytes if free is None else parse_bytes(free)
+    free_bytes = device.memory_bytes if free is None else _parse_size(free)
     if free_bytes > device.memory_bytes:
         raise PartitionError(f"{kind}:{free} has more free than a {device.name} holds: give less behind the colon")
     return Gpu(index=0, free_bytes=free_bytes, name=device.name, memory_bytes_per_s=device.memory_bytes_per_s)

@@ -20,7 +20,7 @@ from trimtab.partition.device_bytes import UnitTable, run_bytes, unit_table
 from trimtab.partition.fullest import Choices, Run, choices_of, least_sum, smallest_fullest
 from trimtab.partition.machine import Machine
 from trimtab.partition.placed import DeviceKey, DeviceUse, Objective, Placement, Spilled, summarize
-from trimtab.partition.spill import Victims, order_victims
+from trimtab.partition.spill import Victims, order_victims, with_borrowers
 from trimtab.specs import FloatArray, ModelSpec
 from trimtab.units import GIB, format_bytes
 
@@ -63,7 +63,7 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     if found is None:
         raise PartitionError(_explain(model, machine, workload, search))
     cut, gone = found
-    homes = _homes(victims, gone, machine, table)
+    homes = _homes(model, victims, gone, machine, table)
     if homes is None:
         raise PartitionError(_explain(model, machine, workload, search))
     return _assemble(model, machine, table, cut, spilled=homes, objective=objective, by_rows=victims.by_rows)
@@ -115,7 +115,7 @@ class _Search:
             options=options,
             table=table,
             context_bytes=machine.context_bytes,
-            capacities=tuple(free for free, _ in kinds),
+            capacities=tuple(int(free * (1 - machine.kept_share)) for free, _ in kinds),
             speeds=tuple(speed or None for _, speed in kinds),
             choices=choices_of(classes),
             by_rows=by_rows,
@@ -232,18 +232,22 @@ def _spill(search: _Search, victims: Victims, objective: Objective) -> tuple[_Cu
     return cut, tuple(gone)
 
 
-def _homes(victims: Victims, gone: Sequence[int], machine: Machine, table: InferenceTable) -> dict[int, str] | None:
-    """Host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room."""
+def _homes(
+    model: ModelSpec, victims: Victims, gone: Sequence[int], machine: Machine, table: InferenceTable
+) -> dict[int, str] | None:
+    """Host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room.
+
+    Layers that share a weight with one that goes, go with it.
+    """
     left = machine.cpu_bytes
     homes: dict[int, str] = {}
     for layer in sorted(gone, key=lambda i: (i not in victims.by_rows, -int(victims.moved_bytes[i]), i)):
-        size = int(table.weights[layer])
-        if size <= left:
-            homes[layer], left = "cpu", left - size
-        elif machine.disk:
-            homes[layer] = "disk"
-        else:
+        together = [i for i in with_borrowers(model, layer) if i not in homes]
+        size = sum(int(table.weights[i]) for i in together)
+        if size > left and not machine.disk:
             return None
+        homes.update(dict.fromkeys(together, "cpu" if size <= left else "disk"))
+        left -= size if size <= left else 0
     return homes
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.costs.inference import InferenceTable
 from trimtab.partition.chain import Parts
-from trimtab.specs import IntArray, ModelSpec
+from trimtab.specs import IntArray, LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class Victims:
 
 
 def order_victims(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_bytes: int) -> Victims:
-    """Every layer with weights, cheapest first.
+    """Every layer with weights, cheapest first; parameters without a module never, as nothing would bring them back.
 
     An embedding that shares no weight runs in host memory, where there is room, and moves the rows it looks up; else
     it is copied like a block. The ViT's layers are copied
@@ -27,17 +27,33 @@ def order_victims(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_
     and an embedding that is one with it, last. The ratio of moved to freed bytes orders these groups whatever the
     layers' sizes, because a layer that runs k times moves k times what it frees.
     """
-    size = sum(int(table.weights[i]) for i in parts.embed.layers)
-    by_rows = frozenset(parts.embed.layers if not parts.tied and size <= cpu_bytes else ())
+    shared = {name for pair in model.tied for name in pair}
+    tables = [i for i in parts.embed.layers if _is_table(model.layers[i]) and model.layers[i].name not in shared]
+    size = sum(int(table.weights[i]) for i in tables)
+    by_rows = frozenset(tables if size <= cpu_bytes else ())
     vision = [i for unit in parts.vision for i in unit.layers]
     blocks = _spread([i for unit in parts.blocks for i in unit.layers])
-    ends = [*parts.head.layers, *(() if by_rows else parts.embed.layers)]
+    ends = [*parts.head.layers, *(i for i in parts.embed.layers if i not in by_rows)]
     moved = (table.runs * table.weights).astype(table.weights.dtype)
     for layer in by_rows:
         moved[layer] = table.rows_out[layer]
     groups = ([*by_rows], sorted(vision, key=lambda i: (-int(table.weights[i]), i)), blocks, ends)
-    order = tuple(i for group in groups for i in group if table.weights[i] > 0 and not _stays(model, i))
+    order = tuple(i for group in groups for i in group if table.weights[i] > 0 and not model.layers[i].bare)
     return Victims(layers=order, moved_bytes=moved, by_rows=by_rows)
+
+
+def with_borrowers(model: ModelSpec, layer: int) -> tuple[int, ...]:
+    """`layer` and those that share a weight with it, directly or by way of others: they lie in one place."""
+    number = {x.name: i for i, x in enumerate(model.layers)}
+    pairs = [{number[owner], number[borrower]} for owner, borrower in model.tied]
+    found: dict[int, None] = {layer: None}
+    for _ in pairs:  # chains of pairs
+        found.update({i: None for pair in pairs if pair & found.keys() for i in pair})
+    return tuple(found)
+
+
+def _is_table(layer: LayerSpec) -> bool:
+    return layer.kind == "embed" and not layer.bare and not layer.num_matmul_params
 
 
 def _spread(layers: list[int]) -> list[int]:
@@ -45,19 +61,3 @@ def _spread(layers: list[int]) -> list[int]:
     bits = max(len(layers) - 1, 1).bit_length()
     turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
     return [layers[i] for i in turned if i < len(layers)]
-
-
-NEVER_SPILLED = frozenset(
-    {
-        # parameters without a module of their own: nothing would bring them back to run
-        "model.image_newline",
-        "model.vision_model.class_embedding",
-        # Mllama asks where this module's weight lies before it calls the module that would bring it
-        "model.vision_model.patch_embedding",
-    }
-)
-"""Layers whose weights have to be on a GPU."""
-
-
-def _stays(model: ModelSpec, layer: int) -> bool:
-    return model.layers[layer].name in NEVER_SPILLED

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from trimtab.errors import PartitionError, join_problems
 from trimtab.models.quote import quote
 from trimtab.partition.placed import DeviceKey
-from trimtab.partition.spill import NEVER_SPILLED
 
 CPU = torch.device("cpu")
 
@@ -77,11 +76,6 @@ def resolve_units(
     if problems:
         raise PartitionError(join_problems(problems))
     units = _place(model, _in_order(keys, homes), runs_on or {})
-    if stuck := [unit.name for unit in units if unit.streamed and _cannot_stream(model, unit.name)]:
-        raise PartitionError(
-            f"{stuck[0]} cannot lie on {homes[stuck[0]]}: {type(model).__name__} asks where its weight is before "
-            "anything could bring it; place it on a GPU, or the whole vision tower by one key"
-        )
     gpus = [unit.runs_on for unit in units if unit.runs_on != CPU]
     fallback = gpus[0] if gpus else CPU
     head = _head_of(model)
@@ -241,11 +235,6 @@ def _place(model: nn.Module, homes: Mapping[str, DeviceKey], runs_on: Mapping[st
         assert at is not None
         units.append(DeviceUnit(name=name, home=home, runs_on=_torch_device(at, CPU)))
     return units
-
-
-def _cannot_stream(model: nn.Module, name: str) -> bool:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return kind == "mllama" and name in NEVER_SPILLED
 
 
 def _torch_device(key: DeviceKey, otherwise: torch.device) -> torch.device:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils.operations import find_device, recursively_apply, send_to_device
+from accelerate.utils.operations import find_device, send_to_device
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
 
 from trimtab.runtime.device_units import CPU, DeviceUnit, DeviceUnits
+from trimtab.runtime.meeting import Absent, Copies, Meeting
 from trimtab.runtime.weights import StoredTensor
 
 
@@ -29,40 +28,26 @@ def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]
     if all(device == CPU for device in (*(unit.runs_on for unit in placed.units), *placed.loose.values())):
         return  # nothing has to move
     copies = Copies()
+    meeting = Meeting(copies)
     skip_keys = frozenset(_names(getattr(model, "_skip_keys_device_placement", None)))
     for i, unit in enumerate(placed.units):
         module = model.get_submodule(unit.name)
         hook = UnitHook(
             unit.runs_on,
             copies=copies,
+            meeting=meeting,
             skip_keys=skip_keys,
             streamed=_streamed(module, unit.name, unit.runs_on, stored) if unit.streamed else (),
             leave_on=_next_gpu(placed.units[i + 1 :]) if unit.runs_on == CPU else None,
         )
         add_hook_to_module(module, hook)
-    for name, device in _towers(model, placed.units).items():
-        hook = UnitHook(device, copies=copies, skip_keys=skip_keys, streamed=(), leave_on=None)
-        add_hook_to_module(model.get_submodule(name), hook)
     if model.device != placed.main:  # that of the first parameter, which `generate` takes for that of the inputs
         where = torch.empty(0, dtype=model.dtype, device=placed.main)
         model.register_parameter("_where", nn.Parameter(where, requires_grad=False))
     add_hook_to_module(model, RootHook(placed.main, copies=copies, skip_keys=skip_keys))
-
-
-def _towers(model: nn.Module, units: Sequence[DeviceUnit]) -> dict[str, torch.device]:
-    """Models within the model that are cut into units, and where their first one runs: their inputs belong there.
-
-    Some towers compute positions of their inputs before the first unit, and add them behind it.
-    """
-    found: dict[str, torch.device] = {}
-    inner = [name for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
-    for name in inner:
-        held = [i for i, unit in enumerate(units) if unit.name.startswith(f"{name}.")]
-        if held and not any(other.startswith(f"{name}.") for other in inner):
-            first = units[held[0]]
-            gpu = _next_gpu(units[held[0] + 1 :]) if first.runs_on == CPU else None
-            found[name] = gpu or first.runs_on
-    return found
+    model.forward = meeting.around(model.forward)
+    if hasattr(model, "generate"):  # which may call parts of the model itself
+        model.generate = meeting.around(model.generate)
 
 
 def _names(keys: object) -> Sequence[str]:
@@ -82,12 +67,10 @@ class _Streamed:
 
     owner: nn.Module
     name: str
-    absent: nn.Parameter  # stands in on the meta device
-    source: torch.Tensor | StoredTensor
+    absent: Absent
 
-    def bring(self, device: torch.device) -> None:
-        tensor = self.source.map() if isinstance(self.source, StoredTensor) else self.source
-        self.owner._parameters[self.name] = nn.Parameter(tensor.to(device), requires_grad=False)
+    def bring(self) -> None:
+        self.owner._parameters[self.name] = nn.Parameter(self.absent.bring(), requires_grad=False)
 
     def drop(self) -> None:
         self.owner._parameters[self.name] = self.absent
@@ -103,39 +86,11 @@ def _streamed(
         for name, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            absent = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
             source = stored.get(f"{path}.{name}".lstrip("."), parameter.data)
-            found.append(_Streamed(owner, name, absent, source))
+            absent = Absent.of(parameter, source, device)
+            found.append(_Streamed(owner, name, absent))
             owner._parameters[name] = absent
     return tuple(found)
-
-
-class Copies:
-    """Copies on other devices of tensors that are still alive and have not changed since, for one forward."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def move(self, tree: Any, device: torch.device) -> Any:
-        """Every tensor in nested lists, tuples and mappings on `device`."""
-        return recursively_apply(self._one, tree, device)
-
-    def _one(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if tensor.device == device:
-            return tensor
-        if tensor.is_inference() or tensor.requires_grad:  # no count of changes; a gradient has to find its way back
-            return tensor.to(device)
-        version, copies = self._of.get(tensor, (None, {}))  # type: ignore[no-untyped-call]
-        if version != tensor._version:
-            version, copies = tensor._version, {}
-        if device not in copies:
-            copies[device] = tensor.to(device)
-            self._of[tensor] = (version, copies)
-        copy: torch.Tensor = copies[device]
-        return copy
 
 
 class RootHook(ModelHook):  # type: ignore[misc]
@@ -175,12 +130,14 @@ class UnitHook(ModelHook):  # type: ignore[misc] # Accelerate's hooks are untype
         runs_on: torch.device,
         *,
         copies: Copies,
+        meeting: Meeting,
         skip_keys: frozenset[str],
         streamed: tuple[_Streamed, ...],
         leave_on: torch.device | None,
     ) -> None:
         self.execution_device = runs_on
         self._copies, self._skip_keys, self._streamed, self._leave_on = copies, skip_keys, streamed, leave_on
+        self._meeting, self._paused = meeting, False
 
     def pre_forward(
         self,
@@ -188,8 +145,9 @@ class UnitHook(ModelHook):  # type: ignore[misc] # Accelerate's hooks are untype
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._paused = self._meeting.pause()
         for weight in self._streamed:
-            weight.bring(self.execution_device)
+            weight.bring()
         moved = {
             key: value if key in self._skip_keys else self._copies.move(value, self.execution_device)
             for key, value in kwargs.items()
@@ -199,4 +157,7 @@ class UnitHook(ModelHook):  # type: ignore[misc] # Accelerate's hooks are untype
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         for weight in self._streamed:
             weight.drop()
-        return output if self._leave_on is None else self._copies.move(output, self._leave_on)
+        moved = output if self._leave_on is None else self._copies.move(output, self._leave_on)
+        if self._paused:
+            self._meeting.resume()
+        return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.specs import LayerSpec
@@ -11,15 +12,26 @@ from trimtab.specs import LayerSpec
 _TAPS = re.compile(r"deepstack|merger_list")
 
 
-def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> tuple[frozenset[int], str | None]:
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where not to cut."""
+
+    forbidden: frozenset[int]  # into pipeline stages
+    reason: str | None
+    joined: frozenset[int]  # into devices that serve: what crosses there meets outside of any layer
+
+
+def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> Cuts:
     """Forbidden cuts and why, in one sentence.
 
     DeepStack: from the first tap up to the decoder block that takes the last of them; where the decoder does not say
     how it takes them, up to its last block. Several hidden states of the tower: from the first that is read up to the
     projector. Cross-attention to the tower's rows: up to the last block that reads them. Encoder and decoder with
-    cross-attention: in the decoder, for every block reads the encoder's rows.
+    cross-attention: in the decoder, for every block reads the encoder's rows. Where the model serves, only states that
+    are joined, bare parameters and modules that it calls `_no_split_modules` stay together.
     """
     cuts: set[int] = set()
+    joined: set[int] = set()
     reasons = []
     blocks = [i for i, x in enumerate(layers) if x.tower == "language" and x.kind == "block" and _numbered(x.name)]
     taps = [i for i, x in enumerate(layers) if x.tower == "projector" and _TAPS.search(x.name)]
@@ -35,7 +47,7 @@ def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> tuple[frozenset[int], 
             (i for i, x in enumerate(layers) if i > vision[-1] and x.tower != "vision" and not x.unread),
             len(layers) - 1,
         )
-        cuts.update(range(vision[max(min(states) - 1, 0)] + 1, after + 1))
+        joined.update(range(vision[max(min(states) - 1, 0)] + 1, after + 1))
         reasons.append("the projector joins several hidden states of the vision tower")
     crossing = [
         i for i, x in enumerate(layers) if x.attention is not None and x.attention.cross and x.tower == "language"
@@ -46,16 +58,19 @@ def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> tuple[frozenset[int], 
         cuts.update(range(max(start, 1), max(crossing) + 1))
         reasons.append("cross-attention blocks read other rows than the hidden states")
     for i, x in enumerate(layers):
-        if _is_bare(model, x.name):
-            cuts.update({i, i + 1} if x.tower == "vision" else {i})
+        if x.bare:
+            joined.update({i, i + 1} if x.tower == "vision" else {i})
             reasons.append(f"{x.name} is a bare parameter and cannot run without its neighbour")
-    inside = frozenset(x for x in cuts if 0 < x < len(layers))
-    return inside, "; ".join(reasons) or None
-
-
-def _is_bare(model: Any, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last in model.get_submodule(parent)._parameters
+    cuts |= joined
+    for name, module in model.named_modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            inside = [i for i, x in enumerate(layers) if x.name.startswith(f"{name}.")]
+            joined.update(range(min(inside) + 1, max(inside) + 1) if inside else ())
+    return Cuts(
+        forbidden=frozenset(x for x in cuts if 0 < x < len(layers)),
+        reason="; ".join(reasons) or None,
+        joined=frozenset(x for x in joined if 0 < x < len(layers)),
+    )
 
 
 def _numbered(name: str) -> bool:

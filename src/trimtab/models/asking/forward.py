@@ -46,6 +46,7 @@ class Ran:
     kept_bytes: float = 0.0  # between forward and backward, parameters aside
     num_together: int = 1  # images that one call of attention holds beside each other
     attention: SeenAttention | None = None
+    cache_bytes: float = 0.0  # that the cache grew by
 
 
 @dataclass(slots=True)
@@ -155,12 +156,14 @@ class Watch:
                 return tensor
 
             self.stack.append(unit.path)
+            cached = _cache_bytes([args, kwargs])
             try:
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                     result = forward(*args, **kwargs)
             finally:
                 self.stack.pop()
             ran.kept_bytes += float(sum(kept.values()))
+            ran.cache_bytes += _cache_bytes([args, kwargs]) - cached
             if entering is not None:
                 ran.rows_in, ran.width_in = ran.rows_in + _rows(entering), int(entering.shape[-1])
             leaving = _first_rows(result)
@@ -232,6 +235,20 @@ def _as_made_by(path: str, value: Any) -> Any:
         notes: Any = copied.grad_fn.metadata  # a dict, typed as a method
         notes["unit"] = path
     return copied
+
+
+def _cache_bytes(given: Any) -> int:
+    """Bytes of all tensors in the caches among a layer's arguments, each layer's part of them an object of its own."""
+    total, todo = 0, [x for x in tree_leaves(given) if hasattr(x, "get_seq_length")]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Tensor):
+            total += part.numel() * part.element_size()
+        elif isinstance(part, (list, tuple, dict)):
+            todo += part.values() if isinstance(part, dict) else part
+        elif type(part).__module__.endswith("cache_utils"):
+            todo += vars(part).values()
+    return total
 
 
 def _is_weight(tensor: Tensor) -> bool:

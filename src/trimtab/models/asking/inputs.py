@@ -44,7 +44,8 @@ def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16) -
             yield {"pixel_values": flat, name: which}
             yield {"pixel_values": flat, name: which, "image_merge_sizes": torch.tensor([merge])}
             yield {"pixel_values": flat[:, : channels * patch * patch], name: which}
-            yield {"pixel_values": flat.view(rows, frames * channels, patch, patch)[:, :channels], name: which}
+            if flat.shape[1] == frames * channels * patch * patch:
+                yield {"pixel_values": flat.view(rows, frames * channels, patch, patch)[:, :channels], name: which}
     shapes = torch.tensor([[high, wide]])
     for name in ("spatial_shapes", "target_sizes", "tgt_sizes"):
         if name in names:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from trimtab.errors import ConfigError
 from trimtab.models.asking.build import build, check_size, complete
 from trimtab.models.asking.cuts import find_cuts
+from trimtab.models.asking.extras import extra_bytes, with_extras
 from trimtab.models.asking.forward import Pass, Watch, make_weightless
 from trimtab.models.asking.inputs import image_calls, text_calls
 from trimtab.models.asking.layers import Passes, describe_units, main_lists
@@ -56,14 +57,14 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
         )
     check_size(model)
     family = str(getattr(model.config, "model_type", type(model).__name__))
+    extra = extra_bytes(model)
     with _quietly():
         units = split_units(model.to(torch.bfloat16).eval())  # what is kept between the passes is counted in 16 bits
         passes, notes = _run(model, units)
         layers = describe_units(model, units, passes)
     order, entered = _sort(units, passes)
-    layers = [layers[i] for i in order]
-    sorted_units = [units[i] for i in order]
-    cuts, reason = find_cuts(model, layers)
+    layers = with_extras([layers[i] for i in order], extra)
+    cuts = find_cuts(model, layers)
     if not entered:
         notes.append("The order of the layers is that of their modules: no forward pass could be made.")
     return ModelSpec(
@@ -72,9 +73,10 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
         layers=tuple(layers),
         image_rule=UnsettledRule(reason=UNSETTLED),
         vocab_size=_vocab_size(model),
-        tied=_tied(sorted_units),
-        forbidden_cuts=cuts,
-        forbidden_cut_reason=reason,
+        tied=_tied(units),
+        forbidden_cuts=cuts.forbidden,
+        forbidden_cut_reason=cuts.reason,
+        joined_cuts=cuts.joined,
         asked_of=(("torch", torch.__version__), ("transformers", transformers.__version__)),
         notes=(
             f"Layers were asked of Transformers {transformers.__version__} with torch {torch.__version__}.",
@@ -120,6 +122,7 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
     else:
         long = short = None
         notes.append("Its decoder cannot be run without an image: work of its blocks is taken from their matrices.")
+    cached = [_first(watch, target, _cached(text_calls(model, n))) for n in (NUM_TOKENS // 2, NUM_TOKENS)]
     encode = find_encoder(model)
     if encode is not None:
         image = _first(watch, encode, image_calls(model, units, encode))
@@ -138,9 +141,15 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
             num_long=NUM_TOKENS,
             image=image if num_patches else None,
             num_patches=num_patches,
+            short_cached=cached[0],
+            long_cached=cached[1],
         ),
         notes,
     )
+
+
+def _cached(calls: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return ({**given, "use_cache": True} for given in calls)
 
 
 def find_encoder(model: Any) -> Callable[..., Any] | None:
@@ -214,7 +223,14 @@ def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
 
 
 def _tied(units: list[Unit]) -> tuple[tuple[str, str], ...]:
-    return tuple((x.borrows, x.path) for x in units if x.borrows is not None and x.num_params == 0)
+    """(owner, borrower) of every weight that several units read; its owner is the first in module order."""
+    owner: dict[int, str] = {}
+    pairs: dict[tuple[str, str], None] = {}
+    for unit in units:
+        for parameter in unit.parameters.values():
+            first = owner.setdefault(id(parameter), unit.path)
+            pairs.update({} if first == unit.path else {(first, unit.path): None})
+    return tuple(pairs)
 
 
 def _vocab_size(model: Any) -> int:

@@ -29,35 +29,28 @@ class Unit:
     parameters: dict[str, nn.Parameter]  # all of them, shared ones too
     num_params: int  # those that no earlier unit holds
     list_path: str | None  # of the list of blocks it is an element of
-    borrows: str | None  # the unit whose weight it uses, where it owns none
 
 
 def split_units(model: Any) -> list[Unit]:
     """Units in module order; `num_params` sum up to the model's, a shared weight counted once, where it comes first."""
     roots = _Roots.of(model)
     found: list[Unit] = []
-    owner: dict[int, str] = {}
+    counted: set[int] = set()
     for path, module, list_path in _walk(model, "", None, roots.head):
         if isinstance(module, nn.Parameter):
             parameters, unit_module = {"": module}, None
         else:
             parameters, unit_module = dict(module.named_parameters()), module
-        num_params, borrowed = 0, None
-        for parameter in parameters.values():
-            if id(parameter) in owner:
-                borrowed = owner[id(parameter)]
-            else:
-                owner[id(parameter)] = path
-                num_params += parameter.numel()
+        own = {id(x): x.numel() for x in parameters.values() if id(x) not in counted}
+        counted.update(own)
         found.append(
             Unit(
                 path=path,
                 tower=roots.tower_of(path, unit_module),
                 module=unit_module,
                 parameters=parameters,
-                num_params=num_params,
+                num_params=sum(own.values()),
                 list_path=list_path,
-                borrows=borrowed,
             )
         )
     assert sum(x.num_params for x in found) == sum(p.numel() for p in model.parameters()), "a parameter is in no unit"

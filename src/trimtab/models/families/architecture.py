@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,12 @@ class Block:
     norm: NormKind
     num_norms: int = 2
     layer_scale: bool = False
+    extra_bytes: int = 0
+
+
+def rotary_bytes(rotated: int) -> int:
+    """Buffers of one rotary table: the frequencies of every second dimension, and as they were at first, in fp32."""
+    return 2 * 4 * -(-rotated // 2)
 
 
 def named_layer(
@@ -69,6 +76,9 @@ def named_layer(
     layer_scale: bool = False,
     attention: AttentionSpec | None = None,
     mlp: MlpSpec | None = None,
+    extra_bytes: int = 0,
+    beside: tuple[str, ...] = (),
+    bare: bool = False,
 ) -> LayerSpec:
     """A LayerSpec; the rows that leave are as many and as wide as those that enter unless said otherwise."""
     return LayerSpec(
@@ -86,6 +96,9 @@ def named_layer(
         layer_scale=layer_scale,
         attention=attention,
         mlp=mlp,
+        extra_bytes=extra_bytes,
+        beside=beside,
+        bare=bare,
     )
 
 
@@ -101,6 +114,7 @@ def named_block(name: str, tower: Tower, block: Block, hidden_size: int) -> Laye
         layer_scale=block.layer_scale,
         attention=block.attention,
         mlp=block.mlp,
+        extra_bytes=block.extra_bytes,
     )
 
 
@@ -113,7 +127,13 @@ class Architecture:
     tied: tuple[tuple[str, str], ...] = ()
     forbidden_cuts: frozenset[int] = frozenset()
     forbidden_cut_reason: str | None = None
+    joined_cuts: frozenset[int] | None = None  # None: all forbidden ones
     notes: tuple[str, ...] = ()
+
+
+def whole_tower(layers: Sequence[LayerSpec]) -> frozenset[int]:
+    """Cuts in a tower of remote code alone, which nothing here has run with its blocks apart."""
+    return frozenset(range(1, sum(x.tower != "language" for x in layers)))
 
 
 def check_projector(config: Fields, *shapes: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ def describe_glm4v_moe(config: Fields) -> Architecture:
     text = read_text(language, "glm4v_moe_text")
     check_width(vision, "out_hidden_size", out, language, text.hidden_size)
 
-    layers = [read_patch_embed(vision, H, bias=True)]
+    layers = [read_patch_embed(vision, H, heads, bias=True)]
     rms = norm(H, "rms_norm")
     layers.append(
         named_layer("model.visual.post_conv_layernorm", "vision", "norm", rms, hidden_size=H, norm="rms_norm")

@@ -17,6 +17,7 @@ from trimtab.models.families.architecture import (
     named_layer,
     norm,
     vector,
+    whole_tower,
 )
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
@@ -61,7 +62,11 @@ def describe_internvl_chat(config: Fields) -> Architecture:
             f"and set {switch} to 0",
         )
     return Architecture(
-        layers=tuple(layers), vocab_size=text.vocab_size, tied=tied_pair(layers, tied=tied), notes=taps.notes
+        layers=tuple(layers),
+        vocab_size=text.vocab_size,
+        tied=tied_pair(layers, tied=tied),
+        joined_cuts=whole_tower(layers),
+        notes=taps.notes,
     )
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from trimtab.models.families.architecture import Architecture, linear, named_block, named_layer, norm, vector
+from trimtab.models.families.architecture import (
+    Architecture,
+    linear,
+    named_block,
+    named_layer,
+    norm,
+    vector,
+    whole_tower,
+)
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import check_heads, read_channels, vit_block
@@ -46,6 +54,7 @@ def describe_kimi_vl(config: Fields) -> Architecture:
         layers=tuple(layers),
         vocab_size=text.vocab_size,
         tied=tied_pair(layers, tied=tied),
+        joined_cuts=whole_tower(layers),
         notes=(
             "Kimi-VL is described after public copies of its remote code; the total is not checked against it, and the "
             "router's correction bias (one number an expert) is counted as a buffer.",

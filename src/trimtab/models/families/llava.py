@@ -64,7 +64,16 @@ def _describe(
         cuts.add(len(layers))
         reasons.append("model.image_newline is a bare parameter beside the projector and cannot run without it")
         layers.append(
-            named_layer("model.image_newline", "projector", "embed", vector(H), hidden_size=H, rows=rows, rows_out=rows)
+            named_layer(
+                "model.image_newline",
+                "projector",
+                "embed",
+                vector(H),
+                hidden_size=H,
+                rows=rows,
+                rows_out=rows,
+                bare=True,
+            )
         )
     tied = read_tied(config, language, either=either_ties)
     layers += text_layers(text, "model.language_model", "lm_head", tied=tied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.models.families.architecture import Architecture, Weights, linear, named_layer, norm, vector
+from trimtab.models.families.architecture import Architecture, Weights, linear, named_layer, norm, vector, whole_tower
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import read_clip
@@ -48,6 +48,7 @@ def describe_minicpmv(config: Fields) -> Architecture:
         layers=tuple(layers),
         vocab_size=text.vocab_size,
         tied=tied_pair(layers, tied=tied),
+        joined_cuts=whole_tower(layers),
         notes=(
             "MiniCPM-V is described after public copies of its remote code; the total is not checked against it.",
             f"The resampler's work on its {queries} query rows a slice is not counted (under a tenth of its whole); "

@@ -68,6 +68,7 @@ def describe_mllama(config: Fields) -> Architecture:
         forbidden_cuts=frozenset(range(1, last + 1)),
         forbidden_cut_reason="the vision tower hands on the hidden states of several blocks together, and every "
         "cross-attention layer reads its result: a cut in front of the last one would have to carry that too",
+        joined_cuts=frozenset(range(1, first_block)),
         notes=(
             "Every image takes max_num_tiles tiles in the vision tower: the processor pads to them.",
             "Cross-attention layers are described for inference; their training is not planned.",
@@ -133,7 +134,7 @@ def _vision_layers(vision: Fields) -> list[LayerSpec]:
             f"{path}.pre_tile_positional_embedding", "vision", "embed", tile_positions, hidden_size=H, rows=bare
         ),
         # a bare parameter of the tower, so a layer of its own without work
-        named_layer(f"{path}.class_embedding", "vision", "embed", vector(H), hidden_size=H, rows=classed),
+        named_layer(f"{path}.class_embedding", "vision", "embed", vector(H), hidden_size=H, rows=classed, bare=True),
         named_layer(f"{path}.gated_positional_embedding", "vision", "embed", positions, hidden_size=H, rows=classed),
         named_layer(
             f"{path}.layernorm_pre",

@@ -25,7 +25,7 @@ def describe_qwen2_5_vl(config: Fields) -> Architecture:
     text = read_text(language, "qwen2_5_vl_text")
     check_width(vision, "out_hidden_size", out, language, text.hidden_size)
     check_merger(config, [H * merge * merge, H * merge * merge, text.hidden_size])
-    layers = [read_patch_embed(vision, H, bias=False)]
+    layers = [read_patch_embed(vision, H, heads, bias=False)]
     full = vit_block(H, heads, F, norm_kind="rms_norm", gated=True, fused_qkv=True)
     local = windowed(full, window)
     layers += [

@@ -10,6 +10,7 @@ from trimtab.models.families.architecture import (
     named_block,
     named_layer,
     norm,
+    rotary_bytes,
 )
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
@@ -28,7 +29,7 @@ def describe_qwen2_vl(config: Fields) -> Architecture:
     check_width(vision, "hidden_size", out, language, text.hidden_size)
     merge = vision.size("spatial_merge_size")
     check_merger(config, [E * merge * merge, E * merge * merge, text.hidden_size])
-    layers = [read_patch_embed(vision, E, bias=False)]
+    layers = [read_patch_embed(vision, E, heads, bias=False)]
     quick_gelu = reads_quick_gelu(vision, absent=True)
     block = vit_block(E, heads, max(int(E * ratio), 1), norm_kind="layer_norm", fused_qkv=True, quick_gelu=quick_gelu)
     layers += [named_block(f"model.visual.blocks.{i}", "vision", block, E) for i in range(depth)]
@@ -51,12 +52,18 @@ def text_section(config: Fields, model_type: str) -> Fields:
     return language
 
 
-def read_patch_embed(vision: Fields, hidden_size: int, *, bias: bool) -> LayerSpec:
-    """A convolution over `temporal_patch_size` frames; an image is repeated to fill them."""
+def read_patch_embed(vision: Fields, hidden_size: int, num_heads: int, *, bias: bool) -> LayerSpec:
+    """A convolution over `temporal_patch_size` frames, an image repeated to fill them; the rotary table beside it."""
     height, width = vision.pair("patch_size")
     volume = read_channels(vision) * vision.size("temporal_patch_size") * height * width
     return named_layer(
-        "model.visual.patch_embed", "vision", "embed", linear(volume, hidden_size, bias=bias), hidden_size=hidden_size
+        "model.visual.patch_embed",
+        "vision",
+        "embed",
+        linear(volume, hidden_size, bias=bias),
+        hidden_size=hidden_size,
+        extra_bytes=rotary_bytes(hidden_size // num_heads // 2),  # rows and columns have a half each
+        beside=("model.visual.rotary_pos_emb",),
     )
 
 

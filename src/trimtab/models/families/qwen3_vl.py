@@ -33,7 +33,7 @@ def _describe(config: Fields, text_model_type: str) -> Architecture:
     text = read_text(language, text_model_type)
     check_width(vision, "out_hidden_size", out, language, text.hidden_size)
 
-    layers = [read_patch_embed(vision, H, bias=True)]
+    layers = [read_patch_embed(vision, H, heads, bias=True)]
     layers.append(named_layer("model.visual.pos_embed", "vision", "embed", vector(positions * H), hidden_size=H))
     block = vit_block(H, heads, F, norm_kind="layer_norm", fused_qkv=True)
     first_tapped = None
@@ -63,4 +63,5 @@ def _describe(config: Fields, text_model_type: str) -> Architecture:
         tied=tied_pair(layers, tied=tied),
         forbidden_cuts=cuts,
         forbidden_cut_reason=reason,
+        joined_cuts=frozenset(),  # where a model serves, the features move to the layers that read them
     )

@@ -18,6 +18,7 @@ from trimtab.models.families.architecture import (
     named_block,
     named_layer,
     norm,
+    rotary_bytes,
     vector,
 )
 from trimtab.models.families.fields import Fields
@@ -99,6 +100,7 @@ class TextTower:
     vocab_size: int
     blocks: tuple[Block, ...]
     norm: NormKind  # of the last norm, as in the blocks
+    rotary_bytes: int  # of the rotary tables, one for each kind of layer
 
 
 def text_type(fields: Fields, allowed: Sequence[str]) -> str:
@@ -130,8 +132,10 @@ def read_text(fields: Fields, model_type: str) -> TextTower:
     dense_at, dense, sparse = _feed_forward(fields, kind, H, num_layers, mlp_bias=mlp_bias)
     norms = norm(H, kind.norm) * kind.norms_per_block
     blocks = []
-    for i, window in enumerate(_windows(fields, kind, num_layers)):
+    windows = _windows(fields, kind, num_layers)
+    for i, window in enumerate(windows):
         mlp, weights = dense if i in dense_at else sparse
+        corrected = kind.experts == "deepseek" and mlp.num_experts is not None  # a buffer beside the router
         blocks.append(
             Block(
                 weights=attention_weights + weights + norms,
@@ -139,9 +143,24 @@ def read_text(fields: Fields, model_type: str) -> TextTower:
                 mlp=mlp,
                 norm=kind.norm,
                 num_norms=kind.norms_per_block,
+                extra_bytes=4 * (mlp.num_experts or 0) if corrected else 0,
             )
         )
-    return TextTower(model_type=model_type, hidden_size=H, vocab_size=vocab_size, blocks=tuple(blocks), norm=kind.norm)
+    num_tables = len({window is None for window in windows}) if kind.windows == "layer_types" else 1
+    return TextTower(
+        model_type=model_type,
+        hidden_size=H,
+        vocab_size=vocab_size,
+        blocks=tuple(blocks),
+        norm=kind.norm,
+        rotary_bytes=num_tables * rotary_bytes(_rotated(fields, attention.head_dim)),
+    )
+
+
+def _rotated(fields: Fields, head_dim: int) -> int:
+    """Dimensions of a head that are turned by position."""
+    share = fields.raw("rope_parameters.partial_rotary_factor") or fields.raw("partial_rotary_factor") or 1.0
+    return int(head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else head_dim
 
 
 def _grouped_attention(fields: Fields, hidden_size: int, model_type: str) -> tuple[AttentionSpec, Weights]:
@@ -341,8 +360,12 @@ def _sliding_window(fields: Fields, *, required: bool) -> int | None:
 def text_layers(text: TextTower, model: str, head: str, *, tied: bool, embed: str = "embed_tokens") -> list[LayerSpec]:
     """Embedding, blocks, last norm and vocabulary head under the module `model`; a tied head owns no parameters."""
     H, V = text.hidden_size, text.vocab_size
-    layers = [named_layer(f"{model}.{embed}", "language", "embed", vector(V * H), hidden_size=H)]
+    scale = 2 if text.model_type == "gemma3_text" else 0  # a buffer of the embedding
+    layers = [named_layer(f"{model}.{embed}", "language", "embed", vector(V * H), hidden_size=H, extra_bytes=scale)]
     layers += [named_block(f"{model}.layers.{i}", "language", b, H) for i, b in enumerate(text.blocks)]
+    if text.model_type not in ("internlm2", "deepseek_v3"):  # whose remote code keeps the tables inside the blocks
+        size = layers[1].extra_bytes + text.rotary_bytes
+        layers[1] = replace(layers[1], beside=(f"{model}.rotary_emb",), extra_bytes=size)
     layers.append(named_layer(f"{model}.norm", "language", "norm", norm(H, text.norm), hidden_size=H, norm=text.norm))
     head_weights = Weights(0 if tied else H * V, H * V)
     layers.append(named_layer(head, "language", "head", head_weights, hidden_size=H, output_size=V))

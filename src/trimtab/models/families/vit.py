@@ -144,7 +144,10 @@ def read_clip(
     embed = linear(channels * patch[0] * patch[1], H, bias=not is_clip) + vector(rows * H)
     if is_clip:
         embed += vector(H)
-    layers = [named_layer(f"{prefix}.embeddings", "vision", "embed", embed, hidden_size=H, rows=N / rows, rows_out=1.0)]
+    name, positions = f"{prefix}.embeddings", 8 * rows  # their numbers are a buffer of int64
+    layers = [
+        named_layer(name, "vision", "embed", embed, hidden_size=H, rows=N / rows, rows_out=1.0, extra_bytes=positions)
+    ]
     layer_norm = norm(H, "layer_norm")
     if is_clip:  # Transformers spells it without the e
         name = f"{prefix}.pre_layrnorm"
