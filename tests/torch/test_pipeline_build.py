@@ -85,8 +85,9 @@ def test_deepstack_features_cross_until_their_layer_has_read_them():
     first, second = "deepstack_merger_list.0", "deepstack_merger_list.1"
     assert names("model.visual.blocks.2") == {"blocks.1", first}
     assert names("model.visual.merger") == {"blocks.3", first, second}
-    assert names(f"{TEXT}.embed_tokens") == {"merger", first, second}
-    assert names(f"{TEXT}.layers.0") == {"language_model.embed_tokens", "merger", first, second}
+    images, first, second = "image features", "image features 1", "image features 2"
+    assert names(f"{TEXT}.embed_tokens") == {images, first, second}
+    assert names(f"{TEXT}.layers.0") == {"language_model.embed_tokens", images, first, second}
     assert names(f"{TEXT}.layers.1") == {"language_model.layers.0", first, second}
     assert names(f"{TEXT}.layers.2") == {"language_model.layers.1", second}
     assert names(f"{TEXT}.norm") == {"language_model.layers.2"}
@@ -103,7 +104,7 @@ def test_only_what_lies_behind_a_trained_layer_carries_a_gradient():
         return {wire.name.rpartition("visual.")[2] for wire in wires if wire.requires_grad}
 
     assert graded("model.visual.blocks.2", images) == {"deepstack_merger_list.0"}  # its merger is trained
-    assert graded(f"{TEXT}.layers.2", images) == {"deepstack_merger_list.1", f"{TEXT}.layers.1"}
+    assert graded(f"{TEXT}.layers.2", images) == {"image features 2", f"{TEXT}.layers.1"}
     assert graded(f"{TEXT}.layers.1", text) == set()
 
 

@@ -43,7 +43,7 @@ def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
     stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
     assert verify_pipeline(model, stages, batches).largest <= EXACT
     alive = Way.alive
-    monkeypatch.setattr(Way, "alive", lambda way, cut: tuple(x for x in alive(way, cut) if "deepstack" not in x))
+    monkeypatch.setattr(Way, "alive", lambda way, cut: tuple(x for x in alive(way, cut) if "features" not in x))
     with pytest.raises(
         UnsupportedPlanError, match=r"cut in front of .*layers.1, this model's loss is .* off the whole"
     ):

@@ -31,7 +31,14 @@ class Way:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.layers)}
+        """Of each layer in the plan; image features are made where the last layer is that they are made of."""
+        found = {name: i for i, name in enumerate(self.layers)}
+        written = dict(found)
+        for call in self.trace.calls:
+            if call.layer not in found:
+                found[call.layer] = max((written[x] for x in call.reads), default=0)
+            written |= {x.name: found[call.layer] for x in call.outputs}
+        return found
 
     @cached_property
     def writer(self) -> dict[str, int]:
@@ -50,22 +57,26 @@ class Way:
     def outputs(self) -> dict[str, Output]:
         return {x.name: x for call in self.trace.calls for x in call.outputs}
 
-    @cached_property
+    @property
     def read(self) -> frozenset[str]:
         """Layers that the logits depend on."""
+        return self._needed & set(self.layers)
+
+    @cached_property
+    def _needed(self) -> frozenset[str]:
         needed, layers = set(self.trace.result), set()
         for call in reversed(self.trace.calls):
             if needed & {x.name for x in call.outputs}:
                 needed |= call.reads
                 layers.add(call.layer)
-        return frozenset(layers | (needed & set(self.layers)))
+        return frozenset(layers | needed)
 
     @cached_property
     def last_reader(self) -> dict[str, int]:
         """Output -> place of the last layer that reads it; behind all layers where the logits do."""
         found = {name: len(self.layers) for name in self.trace.result}
         for call in self.trace.calls:
-            if call.layer in self.read:
+            if call.layer in self._needed:
                 for name in call.reads:
                     found[name] = max(found.get(name, 0), self.place[call.layer])
         return found
@@ -191,7 +202,7 @@ class Cuts:
 def _follow(trace: Trace, trained: Mapping[str, bool]) -> frozenset[str]:
     graded = {name for name, is_trained in trained.items() if is_trained}  # bare parameters
     for call in trace.calls:
-        if trained[call.layer] or graded & call.reads:
+        if trained.get(call.layer, False) or graded & call.reads:
             graded |= {x.name for x in call.outputs if x.dtype.is_floating_point}
         else:
             graded -= {x.name for x in call.outputs}

@@ -29,14 +29,19 @@ class Encoded:
     """What other ranks have encoded of a micro-batch."""
 
     outputs: Mapping[str, Any]  # "image" and "video" -> what the function that encodes them returns
-    layers: Mapping[str, Tensor]  # outputs of the tower's layers that are one of the features, as rows
+    rows: Mapping[str, Tensor]  # the same as rows, by `feature_name`
+
+
+def feature_name(kind: str, column: int) -> str:
+    """Of image features, 0, and those of DeepStack layers, as one tensor across a cut."""
+    return f"{kind} features" + (f" {column}" if column else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     """One tensor across a cut, for one micro-batch."""
 
-    name: str  # of the layer that made it
+    name: str  # of the layer that made it, or of image features
     shape: tuple[int, ...]
     requires_grad: bool
 

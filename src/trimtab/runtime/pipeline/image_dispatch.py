@@ -26,7 +26,7 @@ from torch import Tensor
 from trimtab.balance.images import Rule, TowerCost, share_images
 from trimtab.errors import TrimtabError
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, has_images
+from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
@@ -34,7 +34,7 @@ from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.families import Family, GridFamily, Kind, find_family, tower_flops
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
-from trimtab.runtime.vision.outputs import Features, columns_of, read_features, write_features
+from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.runtime.vision.seams import Seam, find_seams
 from trimtab.runtime.zero_weight import filler_sample
 from trimtab.specs import IntArray
@@ -69,7 +69,6 @@ class ImageDispatch:
     """The first stage's side of it; made by `dispatch_images`."""
 
     seam: Seam  # of the first stage: where image features come out
-    columns: dict[str, int]  # layer -> which of the features are what it returned
     group: Any  # data-parallel ranks of the first stage
     control: Control
     family: Family
@@ -163,19 +162,19 @@ class ImageDispatch:
         return _encode(self.seam, inputs)
 
     def _named(self, features: Features, rows: Tensor, num_rows: IntArray, atoms: tuple[int, int]) -> Encoded:
-        """Rows of one micro-batch as what the functions of images and of videos return, and their layers."""
+        """Rows of one micro-batch as what the functions of images and of videos return."""
         outputs: dict[str, Any] = {}
-        layers: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         start = row = 0
         kinds = [(kind, num) for kind, num in zip(("image", "video"), atoms, strict=True) if num]
-        for number, (kind, num) in enumerate(kinds):
+        for kind, num in kinds:
             mine = num_rows[start : start + num]
             part = rows[row : row + int(mine.sum())]
             start, row = start + num, row + len(part)
             outputs[kind] = write_features(features, part, mine)
             own = torch.split(part, list(features.widths), dim=-1)
-            layers |= {name + (f"@{number}" if number else ""): own[i] for name, i in self.columns.items()}
-        return Encoded(outputs=outputs, layers=layers)
+            columns |= {feature_name(kind, i): x for i, x in enumerate(own)}
+        return Encoded(outputs=outputs, rows=columns)
 
     def _count(self, inputs: VisionInputs | None, batch: Batch) -> tuple[int, int]:
         if inputs is None:
@@ -255,36 +254,6 @@ def _encode(seam: Seam, inputs: VisionInputs) -> Any:
     return seam.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
 
 
-def _find_columns(module: StageModule, seam: Seam, template: VisionInputs) -> dict[str, int]:
-    """Layers whose whole result is one of the features: text layers of other stages may read it from a wire."""
-    seen: dict[str, Tensor] = {}
-
-    def watch(name: str) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                seen[name] = output
-
-        return module.model.get_submodule(name).register_forward_hook(hook)
-
-    layers = [x for x in module.cuts.images if module.cuts.units[x].module is not None]
-    hooks = [watch(name) for name in layers]
-    try:
-        with torch.no_grad():
-            columns = columns_of(_encode(seam, template))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    flat = [
-        torch.cat([y.reshape(-1, y.shape[-1]) for y in (x if isinstance(x, (list, tuple)) else [x])]) for x in columns
-    ]
-    return {
-        name: i
-        for name, rows in seen.items()
-        for i, column in enumerate(flat)
-        if rows.numel() == column.numel() and torch.equal(rows.reshape(column.shape), column)
-    }
-
-
 def dispatch_images(
     module: StageModule,
     layout: PipelineLayout,
@@ -308,7 +277,6 @@ def dispatch_images(
     seam = next(x for x in find_seams(module.model, "features") if x.kind == "image")
     return ImageDispatch(
         seam=seam,
-        columns=_find_columns(module, seam, smallest.to(device)),
         group=group,
         control=open_control(group, TIMEOUT_S),
         family=family,

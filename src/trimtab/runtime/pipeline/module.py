@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.runtime.pipeline.cuts import Cuts, Way
-from trimtab.runtime.pipeline.flow import ENCODED, Batch, Encoded, Sealed, Wire, arguments_of, has_images
+from trimtab.runtime.pipeline.flow import ENCODED, Batch, Encoded, Sealed, Wire, arguments_of, feature_name, has_images
 from trimtab.runtime.pipeline.hollow import find_layer, hollow_copy
-from trimtab.runtime.pipeline.trace import Output
-from trimtab.runtime.vision.seams import find_seams
+from trimtab.runtime.pipeline.trace import Output, as_features, feature_rows, seams_of
+from trimtab.runtime.vision.seams import Seam
 
 
 class _Done(Exception):  # noqa: N818 - no error
@@ -61,6 +60,8 @@ class StageModule(nn.Module):
             for name, layer in layers.items()
             if isinstance(layer, nn.Module)
         ]
+        for seam in seams_of(self.model):
+            seam.put(functools.partial(self._encode, seam))
         self._run: _Run | None = None
 
     def release(self) -> None:
@@ -103,8 +104,7 @@ class StageModule(nn.Module):
         sees = has_images(run.batch) and bool(images & {*own, *writers})
         self._run = run
         try:
-            with _answering(self.model, run.encoded):
-                result = self.model(**arguments_of(run.batch, with_images=sees))
+            result = self.model(**arguments_of(run.batch, with_images=sees))
         except _Done:
             return None
         finally:
@@ -114,13 +114,7 @@ class StageModule(nn.Module):
 
     def _as_sent(self, wire: Wire, run: _Run) -> Tensor:
         is_given = wire.name in run.received
-        if is_given:
-            tensor = run.received[wire.name]
-        elif run.encoded is not None and wire.name in run.encoded.layers:
-            tensor = run.encoded.layers[wire.name].reshape(wire.shape)
-        else:
-            tensor = run.made[wire.name]
-        tensor = tensor.to(self.dtype)
+        tensor = (run.received if is_given else run.made)[wire.name].to(self.dtype)
         if tensor._is_view() or is_given or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if tensor.shape != wire.shape:
@@ -158,6 +152,25 @@ class StageModule(nn.Module):
             return run.received[leaf.name].clone()  # some code writes into what a layer returned
         return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
 
+    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
+        run, name = self._run, feature_name(seam.kind, 0)
+        calls = [] if run is None else run.way.calls.get(name, [])
+        if run is None or not calls:
+            return seam.original(*args, **kwargs)
+        names = [x.name for x in calls[0].outputs]
+        if run.encoded is not None and seam.kind in run.encoded.outputs:
+            run.made |= {x: run.encoded.rows[x] for x in names}
+            return run.encoded.outputs[seam.kind]
+        if run.way.place[name] < self.start:
+            shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
+            rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
+            return as_features(run.way.trace.samples[name], rows)
+        result = seam.original(*args, **kwargs)
+        if not run.kept.isdisjoint(names):
+            run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
+        return result
+
     def _keep(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
         """Of an own layer what is sent on."""
         run = self._run
@@ -169,22 +182,3 @@ class StageModule(nn.Module):
             for leaf, seen in zip(tree_leaves(output), calls[number].returned, strict=True):
                 if isinstance(seen, Output) and seen.name in run.kept:
                     run.made[seen.name] = leaf
-
-
-@contextmanager
-def _answering(model: nn.Module, encoded: Encoded | None) -> Iterator[None]:
-    """The functions that encode images answer with what was encoded already."""
-    seams = find_seams(model, "features") if encoded is not None else ()
-    for seam in seams:
-        assert encoded is not None
-        if seam.kind in encoded.outputs:
-            seam.put(functools.partial(_answer, encoded.outputs[seam.kind]))
-    try:
-        yield
-    finally:
-        for seam in seams:
-            seam.put_back()
-
-
-def _answer(output: Any, *_: Any, **__: Any) -> Any:
-    return output

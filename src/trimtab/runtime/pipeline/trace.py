@@ -3,7 +3,8 @@
 Layers are hollow: each is run alone, on fake weights, for the shapes of what it returns, and hands on zeros. All code
 between layers is run as it is, and autograd records what it makes of those zeros: from what enters a layer its graph
 leads back to the layers that made it. So it is not written down for any family which tensors cross a cut: hidden
-states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias.
+states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias. What the functions
+that encode images return counts as made by one more layer, so that nothing of the tower is run behind it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from trimtab.errors import UnsupportedPlanError
+from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, split_units
-from trimtab.runtime.pipeline.flow import Batch, arguments_of
+from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy
+from trimtab.runtime.vision.outputs import columns_of, fill_features
+from trimtab.runtime.vision.seams import Seam, find_seams
 
 _RANK = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
 
@@ -57,6 +61,7 @@ class Trace:
 
     calls: list[Call] = field(default_factory=list)
     result: frozenset[str] = frozenset()  # what the logits were made of
+    samples: dict[str, Any] = field(default_factory=dict)  # "image features" -> what the function returned
     hidden: list[tuple[str, str]] = field(default_factory=list)  # (reader, writer) of what no layer returns
 
 
@@ -77,6 +82,8 @@ class Tracer:
         for config in configs.values():
             _choose_kernels(config)
         self._model = hollow_copy(model, forwards, own={**leaves, **configs}, device=self.device)
+        for seam in seams_of(self._model):
+            seam.put(functools.partial(self._encode, seam))
         self._trace = Trace()
         self._leaves: dict[int, tuple[Tensor, str]] = {}
         self._made: dict[Any, Any] = {}
@@ -115,14 +122,33 @@ class Tracer:
             which = next(count)
             name = path + (f"@{number}" if number else "") + (f"#{which}" if which else "")
             returned.append(Output(name=name, shape=tuple(leaf.shape), dtype=leaf.dtype))
-            made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
-            if made.is_floating_point():
-                made.requires_grad_()
-                self._leaves[id(made)] = (made, name)
-                made = made.clone()  # some code writes into what a layer returned
-            handed.append(made)
+            handed.append(self._new_leaf(leaf, name))
         self._trace.calls.append(Call(layer=path, reads=reads, returned=tuple(returned), spec=spec))
         return torch.utils._pytree.tree_unflatten(handed, spec)
+
+    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        """What a function that encodes images returned, as leaves."""
+        result = seam.original(*args, **kwargs)
+        columns = feature_rows(result)
+        if columns is None:
+            return result
+        names = [feature_name(seam.kind, i) for i in range(len(columns))]
+        returned = tuple(
+            Output(name=name, shape=tuple(x.shape), dtype=x.dtype) for name, x in zip(names, columns, strict=True)
+        )
+        spec = tree_flatten(returned)[1]
+        self._trace.calls.append(Call(layer=names[0], reads=self._made_of(columns), returned=returned, spec=spec))
+        made = [self._new_leaf(x, name) for name, x in zip(names, columns, strict=True)]
+        self._trace.samples[names[0]] = result
+        return as_features(result, made, pieces=_pieces(result))
+
+    def _new_leaf(self, like: Tensor, name: str) -> Tensor:
+        made = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        if not made.is_floating_point():
+            return made
+        made.requires_grad_()
+        self._leaves[id(made)] = (made, name)
+        return made.clone()  # some code writes into what a layer returned
 
     def _run(self, path: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Layers that are built and called alike return alike: they are run once."""
@@ -179,6 +205,38 @@ class Tracer:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 hooks.clear()
         return made
+
+
+def seams_of(model: nn.Module) -> tuple[Seam, ...]:
+    """The functions that encode images; none where the model has no such function, or several."""
+    try:
+        return find_seams(model, "features")
+    except TrimtabError:
+        return ()
+
+
+def feature_rows(output: Any) -> list[Tensor] | None:
+    """Image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
+    try:
+        columns = columns_of(output)
+    except TrimtabError:
+        return None
+    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns]
+    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for piece in pieces for x in piece):
+        return None
+    rows = [torch.cat([x.reshape(-1, x.shape[-1]) for x in piece]) for piece in pieces]
+    return rows if len({len(x) for x in rows}) == 1 else None
+
+
+def as_features(sample: Any, columns: Sequence[Tensor], *, pieces: Sequence[int] | None = None) -> Any:
+    """An output like `sample` that holds these rows; `pieces`: of each image. None: all in one."""
+    num_rows = np.array([len(columns[0])] if pieces is None else pieces, np.int64)
+    return fill_features(sample, columns, num_rows)
+
+
+def _pieces(output: Any) -> list[int] | None:
+    first = columns_of(output)[0]
+    return [x.numel() // x.shape[-1] for x in first] if isinstance(first, (list, tuple)) else None
 
 
 def forward_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
     """For a model of your own, before a run: do these stages give its loss and gradients? Needs no process group.
 
     `stages`: module paths, as in `PipelineLayout`; `batches`: micro-batches with and without images, as
-    `PackedCollator` makes them. The model is small enough to run here; its gradients are used, and None afterwards. A model that cannot
-    be cut there, or whose stages compute something else, is refused with an `UnsupportedPlanError`.
+    `PackedCollator` makes them. The model is small enough to run here; its gradients are used, and None afterwards. A
+    model that cannot be cut there, or whose stages compute something else, is refused by an `UnsupportedPlanError`.
     """
     expected_loss, expected = _run(model, lambda batch: _call_model(model, batch), batches)
     ends = list(itertools.accumulate(len(stage) for stage in stages))
