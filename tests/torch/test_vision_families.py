@@ -11,7 +11,7 @@ from vision_families import NAMES, make_arguments, make_model  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.vision import BatchFamily, GridFamily, check_family  # noqa: E402
-from trimtab.runtime.vision.families import INDIVISIBLE, find_family  # noqa: E402
+from trimtab.runtime.vision.families import find_family  # noqa: E402
 from trimtab.runtime.vision.seams import find_seams  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
@@ -60,15 +60,10 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
     tiles = find_family(config, of_tiles)
     assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
     assert tiles.beside == ("image_sizes",)
-    with pytest.raises(TrimtabError, match="nothing says how a call of the 'nobody_knows' vision tower divides .*neither"):
+    with pytest.raises(
+        TrimtabError, match="nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
+    ):
         find_family(config, of_words)
-
-
-def test_a_family_whose_images_cannot_be_encoded_apart_is_refused(monkeypatch):
-    model = make_model("qwen2_vl")
-    monkeypatch.setitem(INDIVISIBLE, "qwen2_vl", "its tower normalises over all images of a call")
-    with pytest.raises(TrimtabError, match="images of 'qwen2_vl' were to be shared among ranks, but its tower normal"):
-        find_family(model.config)
 
 
 def test_a_declaration_that_does_not_hold_is_found():

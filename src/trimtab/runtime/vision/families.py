@@ -169,9 +169,6 @@ FAMILIES: dict[str, Family] = {
 }
 """By `config.model_type` of the module that has the seam: what asking does not tell. Add your own model's line here."""
 
-INDIVISIBLE: dict[str, str] = {}
-"""By `config.model_type`: families whose images cannot be encoded apart, and why, as `check_family` found."""
-
 _BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|num_frames")
 """Arguments with a row for each image or clip, by their names; others describe the whole batch."""
 
@@ -180,11 +177,6 @@ def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family
     """Declared, or asked of `encode`: the seam's function; None: what the configuration's model class has."""
     model_type = str(getattr(config, "model_type", None))
     for name in (model_type, model_type.removesuffix("_text"), model_type.removesuffix("_vision")):
-        if name in INDIVISIBLE:
-            raise TrimtabError(
-                f"images of '{name}' were to be shared among ranks, but {INDIVISIBLE[name]}: train without vision data "
-                "parallel"
-            )
         if name in FAMILIES:
             return FAMILIES[name]
     try:
@@ -199,17 +191,16 @@ def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family
 def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
     """What the arguments of the function that encodes images say."""
     names = list(inspect.signature(inspect.unwrap(encode)).parameters)
-    if grids := {"image_grid_thw", "video_grid_thw", "grid_thw"} & set(names):
-        merge = next(
-            (x for x in ("spatial_merge_size", "merge_kernel_size") if hasattr(_vision_config(config), x)), None
-        )
-        kinds = {"image": "image_", "video": "video_", "tower": ""}
-        sizes = "merge_sizes" in " ".join(names)  # a side of its own for each image
-        beside: dict[Kind, tuple[str, ...]] = {}
-        if sizes:
-            merge, beside = None, {kind: (f"{prefix}merge_sizes",) for kind, prefix in kinds.items()}  # type: ignore[misc]
-        assert grids
-        return GridFamily(merge=merge, beside=beside or None)
+    if not set(GRIDS.values()).isdisjoint(names):
+        if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image
+            beside: dict[Kind, tuple[str, ...]] = {
+                "image": ("image_merge_sizes",),
+                "video": ("video_merge_sizes",),
+                "tower": ("merge_sizes",),
+            }
+            return GridFamily(merge=None, beside=beside)
+        fields = ("spatial_merge_size", "merge_kernel_size")
+        return GridFamily(merge=next((x for x in fields if hasattr(_vision_config(config), x)), None))
     if not any("pixel_values" in name for name in names):
         raise TrimtabError("it takes neither pixel_values nor a table of grids")
     beside_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
