@@ -17,7 +17,6 @@ from tiny_packs import TinyPacks
 from trimtab.balance.images import keep_at_home, share_images
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
-from trimtab.runtime.pipeline.families import flow_of
 from trimtab.runtime.pipeline.image_dispatch import read_images
 from trimtab.runtime.vision.families import find_family, tower_flops
 from trimtab.runtime.vision.inputs import join_inputs
@@ -34,7 +33,7 @@ def run_all(rank: int) -> None:
 
 def build(packs: TinyPacks, own: Any, *, pooling: int = 1, num: int = 4, **more: Any) -> Pipeline:
     layout = PipelineLayout(
-        stages=(flow_of(packs.model).layers,),
+        stages=(packs.layers,),
         schedule="1F1B",
         num_microbatches=num,
         images=dispatch_by(pooling),
@@ -53,7 +52,7 @@ def run_step(rank: int, own: Any, family: str, contents: Sequence[Sequence[Seque
     dispatch = pipeline.stages[0].images
     assert dispatch is not None
     seen: list[int] = []
-    first = pipeline.stages[0].model.get_submodule(flow_of(packs.model).layers[0])
+    first = pipeline.stages[0].model.get_submodule(packs.layers[0])
     hook = first.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     result = pipeline.step(collate(packs, contents[rank]))
     hook.remove()
@@ -108,7 +107,7 @@ def run_disagreements(rank: int, own: Any) -> None:
 def run_cut_tower(rank: int, _own: Any) -> None:
     """Refused before anything is built, whichever stage a rank has."""
     packs = make_packs("qwen2_5_vl")
-    layers = flow_of(packs.model).layers
+    layers = packs.layers
     stages = (layers[:3], layers[3:])
     layout = PipelineLayout(stages=stages, schedule="1F1B", num_microbatches=2, images=dispatch_by(1))
     both = dist.group.WORLD

@@ -18,7 +18,6 @@ from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.collate import PackedCollator
 from trimtab.runtime.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
-from trimtab.runtime.pipeline.families import flow_of
 from trimtab.runtime.pipeline.layout import Recompute
 
 WORLD = 4
@@ -154,7 +153,7 @@ def dispatch_by(pooling: int, dp: int = 2) -> VisionDecision:
 
 
 def build(packs: TinyPacks, case: Case, num_microbatches: int, rank: int, groups: Groups) -> Pipeline:
-    layers = flow_of(packs.model).layers
+    layers = packs.layers
     blocks = [x for x in layers if ".blocks." in x or ".layer" in x]
     layout = PipelineLayout(
         stages=layer_groups(layers, case.cuts),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -324,6 +325,59 @@ def _images(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     yield {"pixel_values": tile}
     if "image_sizes" in keys:  # tiles and the whole
         yield {"pixel_values": torch.randn(1, 3, channels, size, size), "image_sizes": torch.tensor([[2 * size, size]])}
+
+
+def draw_several_images(model: Any, encode: Callable[..., Any]) -> dict[str, torch.Tensor] | None:
+    """Three images, of different sizes where the family takes such, in the first shape that `encode` takes."""
+    for images in _several(model, set(inspect.signature(inspect.unwrap(encode)).parameters)):
+        given = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in images.items()}
+        try:
+            with torch.no_grad():
+                encode(**given)
+        except Exception:  # another family's shape
+            continue
+        return given
+    return None
+
+
+def _several(model: Any, keys: set[str]) -> Iterator[dict[str, torch.Tensor]]:
+    vision = getattr(model.config, "vision_config", model.config)
+    patch, size = _side(getattr(vision, "patch_size", 14)), _side(getattr(vision, "image_size", None) or 56)
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3)) or 3
+    torch.manual_seed(4)
+    if "image_grid_thw" in keys:
+        side = _side(getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None) or 2)
+        grids = torch.tensor([[1, side * h, side * w] for h, w in ((2, 4), (4, 4), (1, 2))])
+        more = {"image_merge_sizes": torch.tensor([side] * 3)} if "image_merge_sizes" in keys else {}
+        frames = getattr(vision, "temporal_patch_size", None) or 1
+        widths = dict.fromkeys(channels * num * patch**2 for num in (frames, 1, 2))
+        for shape in (*((width,) for width in widths), (channels, patch, patch)):
+            yield {"pixel_values": torch.randn(int(grids.prod(1).sum()), *shape), "image_grid_thw": grids, **more}
+    if "spatial_shapes" in keys:
+        shapes = torch.tensor([[4, 4], [2, 4], [4, 2]])
+        mask = (torch.arange(16) < shapes.prod(1)[:, None]).long()
+        pixels = torch.randn(3, 16, channels * patch**2)
+        yield {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+    tiles = torch.randn(3, channels, size, size)
+    if "image_position_ids" in keys:
+        where = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, 16, 2)
+        yield {"pixel_values": torch.randn(3, 16, channels * patch**2), "image_position_ids": where.repeat(3, 1, 1)}
+    if "high_res_pixel_values" in keys:
+        yield {"pixel_values": tiles, "high_res_pixel_values": torch.randn_like(tiles)}
+    points = getattr(model.config, "image_grid_pinpoints", None)
+    if points and "image_sizes" in keys:
+        chosen = torch.tensor([*points, *points, *points][:3])
+        most = max(high * wide for high, wide in points) // size**2 + 1
+        yield {"pixel_values": torch.randn(3, most, channels, size, size), "image_sizes": chosen}
+    if "image_sizes" in keys:
+        sizes = torch.tensor([[size, size], [size // 2, size], [size, size // 2]])
+        yield {"pixel_values": tiles, "image_sizes": sizes}
+    if "pixel_attention_mask" in keys:
+        pixels = torch.randn(3, 2, channels, size, size)
+        pixels[1, 1] = 0.0  # padding of a sample with one image
+        yield {"pixel_values": pixels}
+    yield {"pixel_values": tiles}
+    yield {"pixel_values": tiles[:, None]}
 
 
 def _side(size: Any) -> int:

@@ -16,15 +16,15 @@ pytest.importorskip("transformers", reason="holds the models that are cut")
 import torch.distributed as dist  # noqa: E402
 from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
+from tiny_packs import TinyPacks, one_thread  # noqa: E402, F401
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from trimtab.errors import UnsupportedPlanError  # noqa: E402
+from trimtab.models.asking.units import split_units  # noqa: E402
 from trimtab.plan.file import load_plan  # noqa: E402
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout  # noqa: E402
+from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout  # noqa: E402
 from trimtab.runtime.pipeline import build as builder  # noqa: E402
-from trimtab.runtime.pipeline.families import flow_of  # noqa: E402
-from trimtab.runtime.pipeline.flow import find_cuts  # noqa: E402
+from trimtab.runtime.pipeline.cuts import Cuts  # noqa: E402
 from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
 from trimtab.runtime.recompute import apply  # noqa: E402
 
@@ -43,66 +43,81 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def layout_of(model: Any, *cuts: str, **options: Any) -> PipelineLayout:
-    stages = layer_groups(flow_of(model).layers, cuts)
+def layout_of(packs: TinyPacks, *cuts: str, **options: Any) -> PipelineLayout:
+    stages = layer_groups(packs.layers, cuts)
     return PipelineLayout(**{"stages": stages, "schedule": "GPipe", "num_microbatches": 4, **options})
 
 
-# -- flows ------------------------------------------------------------------------------------------------------------
+# -- what crosses -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_flow_has_the_layers_of_the_description_and_reads_those_it_says_are_read(family):
-    tiny = make_tiny_model(FAMILIES[family])
-    flow = flow_of(tiny.model)
-    assert list(flow.layers) == [layer.name for layer in tiny.spec.layers]
-    assert find_cuts(flow, tiny.model).read == {layer.name for layer in tiny.spec.layers if not layer.unread}
+def test_a_model_has_the_layers_of_the_description_and_reads_those_it_says_are_read(family):
+    packs, tiny = make_packs(family), make_tiny_model(FAMILIES[family])
+    (batch,) = collate(packs, [[0]])
+    assert layers_of(packs.model, batch) == packs.layers
+    assert Cuts(packs.model, packs.layers).way(batch).read == {x.name for x in tiny.spec.layers if not x.unread}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_something_crosses_every_cut_with_images_and_text_alone_behind_the_embedding(family):
     packs = make_packs(family)
-    flow = flow_of(packs.model)
-    cuts = find_cuts(flow, packs.model)
+    cuts = Cuts(packs.model, packs.layers)
     images, text = collate(packs, [[0, 2], [1]])
-    embedded = flow.layers.index(f"{TEXT}.embed_tokens")
-    for cut in range(1, len(flow.layers)):
+    embedded = packs.layers.index(f"{TEXT}.embed_tokens")
+    for cut in range(1, len(packs.layers)):
         assert cuts.wires(cut, images)
         assert all(wire.requires_grad and all(wire.shape) for wire in cuts.wires(cut, images))
-        assert [wire.name for wire in cuts.wires(cut, text)] == (["hidden"] if cut > embedded else [])
-    assert cuts.wires(0, images) == cuts.wires(len(flow.layers), images) == ()
+        assert [wire.name for wire in cuts.wires(cut, text)] == ([packs.layers[cut - 1]] if cut > embedded else [])
+    assert cuts.wires(0, images) == cuts.wires(len(packs.layers), images) == ()
 
 
 def test_deepstack_features_cross_until_their_layer_has_read_them():
     packs = make_packs("qwen3_vl")
-    flow = flow_of(packs.model)
-    cuts = find_cuts(flow, packs.model)
+    cuts = Cuts(packs.model, packs.layers)
     (batch,) = collate(packs, [[0]])
 
     def names(layer: str) -> set[str]:
-        return {wire.name for wire in cuts.wires(flow.layers.index(layer), batch)}
+        wires = cuts.wires(packs.layers.index(layer), batch)
+        return {wire.name.removeprefix("model.").removeprefix("visual.") for wire in wires}
 
-    assert names("model.visual.blocks.2") == {"patches", "deepstack.0"}
-    assert names("model.visual.merger") == {"patches", "deepstack.0", "deepstack.1"}
-    assert names(f"{TEXT}.embed_tokens") == {"images", "deepstack.0", "deepstack.1"}
-    assert names(f"{TEXT}.layers.0") == {"hidden", "deepstack.0", "deepstack.1"}
-    assert names(f"{TEXT}.layers.1") == {"hidden", "deepstack.1"}
-    assert names(f"{TEXT}.layers.2") == {"hidden"}
+    first, second = "deepstack_merger_list.0", "deepstack_merger_list.1"
+    assert names("model.visual.blocks.2") == {"blocks.1", first}
+    assert names("model.visual.merger") == {"blocks.3", first, second}
+    images, first, second = "image features", "image features 1", "image features 2"
+    assert names(f"{TEXT}.embed_tokens") == {images, first, second}
+    assert names(f"{TEXT}.layers.0") == {"language_model.embed_tokens", images, first, second}
+    assert names(f"{TEXT}.layers.1") == {"language_model.layers.0", first, second}
+    assert names(f"{TEXT}.layers.2") == {"language_model.layers.1", second}
+    assert names(f"{TEXT}.norm") == {"language_model.layers.2"}
 
 
 def test_only_what_lies_behind_a_trained_layer_carries_a_gradient():
     packs = make_packs("qwen3_vl")
     freeze(packs.model, ("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks", TEXT))
-    flow = flow_of(packs.model)
-    cuts = find_cuts(flow, packs.model)
+    cuts = Cuts(packs.model, packs.layers)
     images, text = collate(packs, [[0], [1]])
 
-    def graded(layer: str, batch: Any) -> list[str]:
-        return [wire.name for wire in cuts.wires(flow.layers.index(layer), batch) if wire.requires_grad]
+    def graded(layer: str, batch: Any) -> set[str]:
+        wires = cuts.wires(packs.layers.index(layer), batch)
+        return {wire.name.rpartition("visual.")[2] for wire in wires if wire.requires_grad}
 
-    assert graded("model.visual.blocks.2", images) == ["deepstack.0"]  # its merger is trained
-    assert graded(f"{TEXT}.layers.1", images) == ["deepstack.1", "hidden"]
-    assert graded(f"{TEXT}.layers.1", text) == []
+    assert graded("model.visual.blocks.2", images) == {"deepstack_merger_list.0"}  # its merger is trained
+    assert graded(f"{TEXT}.layers.2", images) == {"image features 2", f"{TEXT}.layers.1"}
+    assert graded(f"{TEXT}.layers.1", text) == set()
+
+
+def test_sizes_are_foretold_once_micro_batches_of_several_sizes_were_seen(monkeypatch):
+    packs = make_packs("qwen3_vl")
+    cuts, runs = Cuts(packs.model, packs.layers), []
+    run = cuts.tracer.run
+    monkeypatch.setattr(cuts.tracer, "run", lambda batch: runs.append(1) or run(batch))
+    batches = collate(packs, [[0], [2], [3], [4], [0, 2], [2, 3], [0, 1, 3], [4, 5]])
+    for batch in batches:
+        right = {x.name: x.shape for call in run(batch).calls for x in call.outputs}
+        for cut in range(1, len(packs.layers)):
+            assert all(wire.shape == right[wire.name] for wire in cuts.wires(cut, batch))
+    assert len(runs) <= 4
 
 
 # -- one stage --------------------------------------------------------------------------------------------------------
@@ -122,7 +137,7 @@ def test_a_pipeline_on_one_device_is_the_model(alone, schedule, cuts):
     batches = collate(packs, [[0], [1], [2], [3, 4]])
     expected_loss = step_alone(packs.model, batches)
     expected = {name: p.grad.clone() for name, p in packs.model.named_parameters()}
-    layout = layout_of(packs.model, *cuts, schedule=schedule, num_chunks=len(cuts) + 1)
+    layout = layout_of(packs, *cuts, schedule=schedule, num_chunks=len(cuts) + 1)
     pipeline = build_pipeline(packs.model, layout)
     result = pipeline.step(batches)
     assert float(result.loss) == expected_loss
@@ -138,7 +153,7 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
     with torch.no_grad():
         for parameter in second.model.parameters():
             parameter.zero_()
-    pipeline = build_pipeline(second.model, layout_of(second.model))
+    pipeline = build_pipeline(second.model, layout_of(second))
     pipeline.load_state_dict(state)
     assert pipeline.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
@@ -150,7 +165,7 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
 def test_shapes_are_those_of_the_micro_batch(alone):
     packs = make_packs("internvl")
     (batch,) = collate(packs, [[0, 1]])
-    (wires,) = build_pipeline(packs.model, layout_of(packs.model)).shapes_of(batch)
+    (wires,) = build_pipeline(packs.model, layout_of(packs)).shapes_of(batch)
     assert (wires.stage, wires.received, wires.sent) == (0, (), ())
 
 
@@ -173,11 +188,11 @@ def test_exactly_the_listed_layers_run_again(alone):
     packs = make_packs("qwen3_vl")
     listed = ("model.visual.blocks.1", f"{TEXT}.layers.0", f"{TEXT}.layers.2")
     calls: Counter[str] = Counter()
-    layers = [x for x in flow_of(packs.model).layers if ".blocks." in x or ".layers." in x]
+    layers = [x for x in packs.layers if ".blocks." in x or ".layers." in x]
     for name in layers:
         mlp = packs.model.get_submodule(name).mlp
         mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-    layout = layout_of(packs.model, num_microbatches=1, recompute=(Recompute(modules=listed),))
+    layout = layout_of(packs, num_microbatches=1, recompute=(Recompute(modules=listed),))
     build_pipeline(packs.model, layout).step(collate(packs, [[0]]))
     assert calls == {name: 2 if name in listed else 1 for name in layers}
 
@@ -186,7 +201,7 @@ def test_selective_recompute_runs_no_matrix_product_again():
     counts, gradients = {}, {}
     for granularity in (None, "selective", "full"):
         packs = make_packs("internvl")
-        blocks = [x for x in flow_of(packs.model).layers if ".layer" in x and "norm" not in x]
+        blocks = [x for x in packs.layers if ".layer" in x and "norm" not in x]
         if granularity is not None:
             apply(packs.model, blocks, granularity=granularity)
         with Products() as products:
@@ -202,18 +217,9 @@ def test_selective_recompute_runs_no_matrix_product_again():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_family_is_refused(alone):
-    model = make_tiny_model("gemma3").model
-    layout = PipelineLayout(stages=(("lm_head",),), schedule="GPipe", num_microbatches=1)
-    with pytest.raises(
-        UnsupportedPlanError, match=r"model_type 'gemma3' .* known for internvl, llava, .* only: use one"
-    ):
-        build_pipeline(model, layout)
-
-
 def test_stages_that_are_not_the_models_layers_are_refused(alone):
     packs = make_packs("internvl")
-    layers = flow_of(packs.model).layers
+    layers = packs.layers
     wrong = (*layers[1:3], "model.vision_tower.encoder.layer.7", layers[4], *layers[4:])
     layout = PipelineLayout(stages=(wrong,), schedule="GPipe", num_microbatches=4)
     with pytest.raises(UnsupportedPlanError) as caught:
@@ -237,7 +243,7 @@ def test_stages_that_are_not_the_models_layers_are_refused(alone):
 
 def test_a_group_of_another_size_and_recompute_of_strangers_are_refused(alone):
     packs = make_packs("llava")
-    layout = layout_of(packs.model, "lm_head", recompute=(Recompute(modules=("model.visual.blocks.0",)),))
+    layout = layout_of(packs, "lm_head", recompute=(Recompute(modules=("model.visual.blocks.0",)),))
     with pytest.raises(UnsupportedPlanError) as caught:
         build_pipeline(packs.model, layout)
     assert str(caught.value) == (
@@ -251,27 +257,27 @@ def test_parameters_outside_of_the_layers_are_refused(alone):
     packs = make_packs("llava")
     packs.model.model.adapter = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(
-        UnsupportedPlanError, match=r"model.adapter.weight lies in none of its layers: remove it, or tr"
+        UnsupportedPlanError, match=r"the plan's stages leave out: model.adapter; the model has \d+ layers, and each"
     ):
-        build_pipeline(packs.model, layout_of(packs.model))
+        build_pipeline(packs.model, layout_of(packs))
 
 
 def test_several_weights_shared_across_devices_are_refused():
     packs = make_packs("llava tied")
     blocks = packs.model.model.language_model.layers
     blocks[2].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
-    layout = layout_of(packs.model, f"{TEXT}.layers.1")
+    layout = layout_of(packs, f"{TEXT}.layers.1")
     with pytest.raises(UnsupportedPlanError, match=r"2 weights are shared across stages, by up to 2 devices, but a pi"):
-        builder._check(layout, flow_of(packs.model), packs.model, num_ranks=2, shares_images=False)
+        builder.check_layout(layout, split_units(packs.model), packs.model, num_ranks=2, shares_images=False)
 
 
-def test_an_experts_balancing_loss_is_refused():
+def test_an_experts_balancing_loss_is_refused(alone):
     packs = make_packs("qwen3_vl")
     packs.model.config.get_text_config().output_router_logits = True
     with pytest.raises(
         UnsupportedPlanError, match="experts' balancing loss over all layers, which no stage sees whole"
     ):
-        flow_of(packs.model)
+        build_pipeline(packs.model, layout_of(packs))
 
 
 STAGES = (("a", "b"), ("c",), ("d",), ("e",))
@@ -310,7 +316,7 @@ def test_layouts_that_torch_cannot_run_are_refused(options, message):
 
 def test_a_step_of_another_number_of_micro_batches_is_refused(alone):
     packs = make_packs("internvl")
-    pipeline = build_pipeline(packs.model, layout_of(packs.model))
+    pipeline = build_pipeline(packs.model, layout_of(packs))
     with pytest.raises(
         ValueError, match=r"a step of 1 micro-batches was given, but the pipeline was built for 4: give"
     ):

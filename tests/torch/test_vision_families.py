@@ -1,4 +1,4 @@
-"""Every declared family: images apart are encoded as together, features and gradients. Needs torch, Transformers."""
+"""Families asked and declared: images apart are encoded as together, features and gradients. Needs torch, Transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="runs tiny vision towers")
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
-from vision_families import make_arguments, make_model  # noqa: E402
+from vision_families import NAMES, make_arguments, make_model  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.vision import FAMILIES, BatchFamily, GridFamily, check_family  # noqa: E402
+from trimtab.runtime.vision import BatchFamily, GridFamily, check_family  # noqa: E402
 from trimtab.runtime.vision.families import find_family  # noqa: E402
 from trimtab.runtime.vision.seams import find_seams  # noqa: E402
 
@@ -29,23 +29,41 @@ IN_FLOAT32 = {  # towers that compute positions, or a norm, in float32 whatever 
 }
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_images_apart_are_encoded_as_together(name):
     model = make_model(name)
     check = check_family(model, make_arguments(name, model), at="features")
     assert check.num_atoms >= 3
     assert check.features <= IN_FLOAT32.get(name, EXACT)
     assert check.gradients <= IN_FLOAT32.get(name, EXACT)
-    if isinstance(FAMILIES[name], GridFamily) and hasattr(model, "get_video_features"):
+    family = find_family(model.config)
+    if isinstance(family, GridFamily) and hasattr(model, "get_video_features"):
         clips = check_family(model, make_arguments(name, model, video=True), kind="video", at="features")
-        assert clips.num_atoms == (6 if FAMILIES[name].frames else 2)
+        assert clips.num_atoms == (6 if family.frames else 2)
         assert clips.features <= IN_FLOAT32.get(name, EXACT)
         assert clips.gradients <= IN_FLOAT32.get(name, EXACT)
 
 
-def test_there_are_as_many_families_as_the_documentation_says():
-    assert sum(isinstance(family, GridFamily) for family in FAMILIES.values()) >= 20
-    assert sum(isinstance(family, BatchFamily) for family in FAMILIES.values()) >= 10
+def test_arguments_of_the_function_that_encodes_say_how_it_divides():
+    def of_grids(pixel_values, image_grid_thw, image_merge_sizes, cu_seqlens=None): ...
+
+    def of_samples(pixel_values, pixel_attention_mask=None, vision_feature_layer=-1): ...
+
+    def of_tiles(pixel_values, image_sizes, batch_num_images=None): ...
+
+    def of_words(input_ids): ...
+
+    config = make_model("llava_next").config
+    config.model_type = "nobody_knows"
+    assert find_family(config, of_grids).beside["image"] == ("image_merge_sizes",)
+    assert find_family(config, of_samples) == BatchFamily(beside=("pixel_attention_mask",), padded=True)
+    tiles = find_family(config, of_tiles)
+    assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
+    assert tiles.beside == ("image_sizes",)
+    with pytest.raises(
+        TrimtabError, match="nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
+    ):
+        find_family(config, of_words)
 
 
 def test_a_declaration_that_does_not_hold_is_found():
@@ -114,13 +132,7 @@ def test_what_belongs_to_the_text_is_left_out():
     read("qwen2_5_vl", cu_seq_lens_q=torch.zeros(2), video_position_ids=torch.zeros(2))
 
 
-def test_an_unknown_family_names_the_known_ones():
-    model = make_model("qwen2_vl")
-    model.config.model_type = "blip"
-    with pytest.raises(
-        TrimtabError, match=r"no declaration says how a call of the 'blip' vision tower divides .*idefics3"
-    ):
-        find_family(model.config)
+def test_a_module_without_a_seam_is_refused():
     with pytest.raises(
         TrimtabError, match="Linear has 0 modules with get_image_features, and exactly one can be shared"
     ):

@@ -42,6 +42,7 @@ class TinyPacks:
 
     model: torch.nn.Module
     samples: list[Sample]
+    layers: tuple[str, ...]  # as its description lists them
 
 
 def make_tiny_packs(case: str, *, attention: str = "sdpa", seed: int = 0) -> TinyPacks:
@@ -70,7 +71,7 @@ def make_tiny_packs(case: str, *, attention: str = "sdpa", seed: int = 0) -> Tin
     ]
     if model.config.model_type.startswith("qwen"):
         samples.append(_video(tiny, draw))
-    return TinyPacks(model, samples)
+    return TinyPacks(model, samples, tuple(layer.name for layer in tiny.spec.layers))
 
 
 @dataclass(frozen=True)

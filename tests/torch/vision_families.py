@@ -1,4 +1,4 @@
-"""A tiny model of every declared family, with images for it: configurations shrunk by field name. Needs torch."""
+"""Tiny models of many families, with images for them: configurations shrunk by field name. Needs torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from trimtab.runtime.vision.families import FAMILIES, GridFamily
+from trimtab.runtime.vision.families import GridFamily, find_family
 
 TEXT = {
     "hidden_size": 64,
@@ -105,6 +105,16 @@ TINY: dict[str, Tiny] = {
 }  # fmt: skip
 
 
+NAMES = (
+    *("cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm5_next"),
+    *("glm_ocr", "hyperclovax_vision_v2", "lfm3_vl", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "video_llama_3"),
+    *("aya_vision", "cohere2_vision", "gemma3", "idefics2", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next"),
+    *("llava_onevision", "mistral3", "ovis2", "paligemma", "smolvlm", "vipllava"),
+)
+"""Those tried with clips and images of several sizes; `bench/columns/vision_dp.py` tries all."""
+
+
 def make_model(family: str) -> nn.Module:
     """float64, two layers of every kind."""
     tiny = TINY.get(family, Tiny())
@@ -123,7 +133,7 @@ def make_model(family: str) -> nn.Module:
 
 def make_arguments(family: str, model: nn.Module, *, video: bool = False) -> dict[str, Tensor]:
     """Three images of different sizes for `get_image_features`, or a clip of four frames and one of two."""
-    tiny, declaration = TINY.get(family, Tiny()), FAMILIES[family]
+    tiny, declaration = TINY.get(family, Tiny()), find_family(model.config)
     torch.manual_seed(1)
     if not isinstance(declaration, GridFamily):
         shape = tiny.pixels or (3, *SIDE)

@@ -3,5 +3,15 @@
 from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.verify import PipelineCheck, layers_of, verify_pipeline
 
-__all__ = ["Pipeline", "PipelineLayout", "StepResult", "build_pipeline", "read_layout"]
+__all__ = [
+    "Pipeline",
+    "PipelineCheck",
+    "PipelineLayout",
+    "StepResult",
+    "build_pipeline",
+    "layers_of",
+    "read_layout",
+    "verify_pipeline",
+]

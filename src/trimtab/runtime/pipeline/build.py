@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,15 +14,18 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.models.asking.layers import main_lists
+from trimtab.models.asking.units import Unit
 from trimtab.plan.plan import Plan
-from trimtab.runtime.pipeline.families import flow_of
-from trimtab.runtime.pipeline.flow import Flow, find_cuts
+from trimtab.runtime.pipeline.cuts import Cuts
 from trimtab.runtime.pipeline.gradients import TiedWeight
+from trimtab.runtime.pipeline.hollow import find_layer, parameters_of
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
 from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
-from trimtab.runtime.pipeline.module import StageModule, take_stage
+from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage
+from trimtab.runtime.pipeline.trace import Tracer
 from trimtab.runtime.recompute import apply
 
 
@@ -50,26 +53,27 @@ def build_pipeline(
     layout = plan if isinstance(plan, PipelineLayout) else read_layout(plan)
     pp_group = pp_group or dist.group.WORLD
     assert pp_group is not None, "torch.distributed is not initialised"
-    flow = flow_of(model)
     several = dp_group is not None and dist.get_world_size(dp_group) > 1
-    _check(layout, flow, model, num_ranks=dist.get_world_size(pp_group), shares_images=several)
+    tracer = Tracer(model)
+    check_layout(layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=several)
 
-    cuts, rank, device = find_cuts(flow, model), dist.get_rank(pp_group), torch.device(device)
+    cuts, rank, device = Cuts(model, layout.modules, tracer=tracer), dist.get_rank(pp_group), torch.device(device)
     ends = list(accumulate(len(stage) for stage in layout.stages))
+    cuts.forbid(ends[:-1])
     own = layout.stages_of(rank)
-    models = {i: take_stage(model, flow.layers, layout.stages[i]) for i in own}
-    tied = _tied_weight(model, layout, rank)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]  # Transformers' property
+    modules = {
+        i: StageModule(model, cuts, ends[i] - len(layout.stages[i]), ends[i], dtype=dtype, device=device) for i in own
+    }
+    tied = _tied_weight(model, layout, rank)
     _drop_weights(model, [name for i, stage in enumerate(layout.stages) if i not in own for name in stage])
 
     stages = []
     for i in own:
-        start = ends[i] - len(layout.stages[i])
-        models[i].to(device)
+        module = modules[i].to(device)
         for choice in layout.recompute:
-            held = tuple(name for name in choice.modules if name in layout.stages[i] and name in cuts.read)
-            apply(models[i], held, granularity=choice.granularity)
-        module = StageModule(models[i], cuts, start, ends[i], dtype=dtype)
+            held = tuple(name for name in choice.modules if name in layout.stages[i])
+            apply(module.model, held, granularity=choice.granularity)
         stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
         if i == 0 and several and layout.images is not None:
             assert dp_group is not None
@@ -115,7 +119,7 @@ def _shared(model: nn.Module, layout: PipelineLayout) -> list[tuple[nn.Parameter
     parameters = {}
     for i, stage in enumerate(layout.stages):
         for name in stage:
-            for parameter in model.get_submodule(name).parameters():
+            for parameter in parameters_of(find_layer(model, name)):
                 holders.setdefault(id(parameter), []).append(i)
                 parameters[id(parameter)] = parameter
     return [(parameters[key], stages) for key, stages in holders.items() if len(stages) > 1]
@@ -124,14 +128,27 @@ def _shared(model: nn.Module, layout: PipelineLayout) -> list[tuple[nn.Parameter
 def _drop_weights(model: nn.Module, layers: Sequence[str]) -> None:
     """Moves the layers to the meta device; a weight they share with another layer stays there."""
     for name in layers:
-        model.get_submodule(name).to("meta")
+        layer = find_layer(model, name)
+        if isinstance(layer, nn.Module):
+            layer.to("meta")
+        else:
+            parent, _, last = name.rpartition(".")
+            model.get_submodule(parent)._parameters[last] = nn.Parameter(layer.to("meta"))
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(layout: PipelineLayout, flow: Flow, model: nn.Module, *, num_ranks: int, shares_images: bool) -> None:
-    problems, layers = [], flow.layers
+def check_layout(
+    layout: PipelineLayout, units: Sequence[Unit], model: Any, *, num_ranks: int, shares_images: bool
+) -> None:
+    """Raises `UnsupportedPlanError` with all in which plan, model and ranks do not fit each other."""
+    problems, layers = [], {unit.path: unit for unit in units}
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        problems.append(
+            "output_router_logits asks for an experts' balancing loss over all layers, which no stage sees whole: "
+            "set it to False"
+        )
     if num_ranks != layout.num_devices:
         problems.append(
             f"a pipeline of {layout.num_devices} devices was planned, but its group has {num_ranks} processes: start "
@@ -144,16 +161,15 @@ def _check(layout: PipelineLayout, flow: Flow, model: nn.Module, *, num_ranks: i
             f"recompute was asked for {', '.join(strangers[:3])}, which the model lacks: plan with its own config"
         )
     if layout.images is not None and shares_images:
-        problems += _tower_problems(layout, flow)
+        problems += _tower_problems(layout, layers)
     if not problems:
-        problems += _ownership_problems(layout, layers, model)
+        problems += _ownership_problems(layout, model)
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
 
 
-def _module_problems(planned: tuple[str, ...], layers: tuple[str, ...]) -> list[str]:
-    if planned == layers:
-        return []
+def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> list[str]:
+    """Blocks of a list run in its order; that the others come in forward order, the first micro-batches tell."""
     problems = []
     missing, unknown = set(layers) - set(planned), set(planned) - set(layers)
     repeated = [name for name, count in Counter(planned).items() if count > 1]
@@ -165,16 +181,20 @@ def _module_problems(planned: tuple[str, ...], layers: tuple[str, ...]) -> list[
                 "plan with the config of the model that is trained"
             )
     if not problems:
-        first = next(a for a, b in zip(planned, layers, strict=True) if a != b)
-        problems.append(
-            f"the plan's stages take {first} out of forward order, but a stage sends to the next one alone: "
-            "list the modules in the order in which the model runs them"
-        )
+        for path in filter(None, main_lists(list(layers.values())).values()):
+            right = [name for name, unit in layers.items() if unit.list_path == path]
+            found = [name for name in planned if name in right]
+            late = [a for a, b in zip(found, right, strict=True) if a != b]
+            if late:
+                problems.append(
+                    f"the plan's stages take {late[0]} out of forward order, but a stage sends to the next one alone: "
+                    "list the modules in the order in which the model runs them"
+                )
     return problems
 
 
-def _tower_problems(layout: PipelineLayout, flow: Flow) -> list[str]:
-    tower = [step.layer for step in flow.steps if step.part == "images"]
+def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[str]:
+    tower = [name for name in layout.modules if name in layers and layers[name].tower != "language"]
     elsewhere = [name for name in tower if name not in layout.stages[0]]
     if not elsewhere:
         return []
@@ -185,21 +205,15 @@ def _tower_problems(layout: PipelineLayout, flow: Flow) -> list[str]:
     ]
 
 
-def _ownership_problems(layout: PipelineLayout, layers: tuple[str, ...], model: nn.Module) -> list[str]:
-    """Parameters outside of every layer would train on no stage, weights shared by three ranks on unequal sums."""
-    prefixes = tuple(f"{name}." for name in layers)
-    loose = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
-    problems = [
-        f"a pipeline of this model was asked for, but {name} lies in none of its layers: remove it, or train without pp"
-        for name in loose
-    ]
+def _ownership_problems(layout: PipelineLayout, model: nn.Module) -> list[str]:
+    """Weights that three ranks share would train on unequal sums."""
     crossing = [
         (parameter, {layout.device_of(stage) for stage in stages}) for parameter, stages in _shared(model, layout)
     ]
     several = [ranks for _, ranks in crossing if len(ranks) > 1]
     if len(several) > 1 or any(len(ranks) > 2 for ranks in several):
-        problems.append(
+        return [
             f"{len(several)} weights are shared across stages, by up to {max(map(len, several))} devices, but a "
             "pipeline can sum the gradients of one weight on two devices (tied embeddings): untie the others"
-        )
-    return problems
+        ]
+    return []

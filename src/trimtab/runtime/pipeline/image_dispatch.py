@@ -26,7 +26,7 @@ from torch import Tensor
 from trimtab.balance.images import Rule, TowerCost, share_images
 from trimtab.errors import TrimtabError
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.pipeline.flow import PIXELS, Batch, has_images
+from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
@@ -34,8 +34,10 @@ from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.families import Family, GridFamily, Kind, find_family, tower_flops
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
-from trimtab.runtime.vision.outputs import read_features, write_features
+from trimtab.runtime.vision.outputs import Features, read_features, write_features
+from trimtab.runtime.vision.seams import Seam, find_seams
 from trimtab.runtime.zero_weight import filler_sample
+from trimtab.specs import IntArray
 
 TIMEOUT_S = 600.0
 _REFUSED = -1
@@ -55,7 +57,7 @@ class _Call:
 
     inputs: VisionInputs | None  # this rank's own images; None: none
     pool: Pool
-    atoms: list[int]  # own, of each micro-batch
+    atoms: list[tuple[int, int]]  # own, of each micro-batch: of images, of videos behind them
     waiting: set[int]  # micro-batches whose backward is to come
     has_run: bool = False
     rows: Tensor | None = None  # own rows as they came back, until their backward
@@ -66,7 +68,7 @@ class _Call:
 class ImageDispatch:
     """The first stage's side of it; made by `dispatch_images`."""
 
-    module: StageModule
+    seam: Seam  # of the first stage: where image features come out
     group: Any  # data-parallel ranks of the first stage
     control: Control
     family: Family
@@ -79,7 +81,7 @@ class ImageDispatch:
     settings_mark: int  # of what makes ranks run their calls in one order, with one assignment
     load: ImageLoad | None = None  # of the latest step
     _calls: list[_Call] = field(default_factory=list)
-    _features: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    _features: dict[int, Encoded] = field(default_factory=dict)
 
     def expect(self, microbatches: Sequence[Batch]) -> None:
         """Before each step; collective over the group. A rank that disagrees raises on all of them."""
@@ -97,7 +99,7 @@ class ImageDispatch:
                 _Call(
                     inputs=own,
                     pool=pool,
-                    atoms=[0 if x is None else len(x) for x in part],
+                    atoms=[self._count(x, batch) for x, batch in zip(part, microbatches[number * k :], strict=False)],
                     waiting=set(range(number * k, number * k + len(part))),
                 )
             )
@@ -106,8 +108,8 @@ class ImageDispatch:
         encoded = sum(np.array([pool.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
         self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
 
-    def features(self, microbatch: int) -> dict[str, Tensor] | None:
-        """What the tower's layers would have written for this micro-batch, as leaves; None: it has no images."""
+    def features(self, microbatch: int) -> Encoded | None:
+        """What the tower would have returned for this micro-batch, as leaves; None: it has no images."""
         number = microbatch // self.num_pooled
         call = self._calls[number]
         if not call.has_run:
@@ -143,33 +145,46 @@ class ImageDispatch:
         rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
         own_rows, start, end = num_rows[pool.home == rank], 0, 0
         for number, atoms in enumerate(call.atoms, first):
-            mine = own_rows[start : start + atoms]
-            start += atoms
+            mine = own_rows[start : start + sum(atoms)]
+            start += sum(atoms)
             leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
             end += len(leaf)
             if rows.requires_grad:
                 call.leaves.append(leaf)
-            if atoms:
-                self._features[number] = self._named(write_features(features, leaf, mine))
+            if sum(atoms):
+                self._features[number] = self._named(features, leaf, mine, atoms)
         if rows.requires_grad:
             call.rows = rows
 
     # -- the tower ----------------------------------------------------------------------------------------------------
 
     def _encode(self, inputs: VisionInputs) -> Any:
-        """As a vision tower returns it: the projector's rows, and a list of what DeepStack layers take."""
-        batch = {_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts}
-        values = self.module.run_images(batch)
-        deep = [values[name] for name in self._deepstack]
-        return (values["images"], deep) if deep else values["images"]
+        return _encode(self.seam, inputs)
 
-    def _named(self, output: Any) -> dict[str, Tensor]:
-        images, deep = output if isinstance(output, tuple) else (output, [])
-        return {"images": images, **dict(zip(self._deepstack, deep, strict=True))}
+    def _named(self, features: Features, rows: Tensor, num_rows: IntArray, atoms: tuple[int, int]) -> Encoded:
+        """Rows of one micro-batch as what the functions of images and of videos return."""
+        outputs: dict[str, Any] = {}
+        columns: dict[str, Tensor] = {}
+        start = row = 0
+        kinds = [(kind, num) for kind, num in zip(("image", "video"), atoms, strict=True) if num]
+        for kind, num in kinds:
+            mine = num_rows[start : start + num]
+            part = rows[row : row + int(mine.sum())]
+            start, row = start + num, row + len(part)
+            outputs[kind] = write_features(features, part, mine)
+            own = torch.split(part, list(features.widths), dim=-1)
+            columns |= {feature_name(kind, i): x for i, x in enumerate(own)}
+        return Encoded(outputs=outputs, rows=columns)
 
-    @property
-    def _deepstack(self) -> list[str]:
-        return [name for name in self.module.cuts.written_by_images if name != "images"]
+    def _count(self, inputs: VisionInputs | None, batch: Batch) -> tuple[int, int]:
+        if inputs is None:
+            return 0, 0
+        images = {key: x for key, x in batch.items() if key != "pixel_values_videos"}
+        if images.get("pixel_values") is None:
+            return 0, len(inputs)
+        alone = read_images(images, self.family, self.config)
+        assert alone is not None
+        return len(alone), len(inputs) - len(alone)
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -235,6 +250,10 @@ def read_images(batch: Batch, family: Family, config: Any) -> VisionInputs | Non
     return family.read(tower, {"pixel_values": pixels, "grid_thw": grids}, config)
 
 
+def _encode(seam: Seam, inputs: VisionInputs) -> Any:
+    return seam.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
+
+
 def dispatch_images(
     module: StageModule,
     layout: PipelineLayout,
@@ -255,8 +274,9 @@ def dispatch_images(
     smallest = read_images(filler_sample(config, with_image=True), family, config)
     assert smallest is not None
     order = [layout.stages, layout.schedule, layout.num_chunks]
+    seam = next(x for x in find_seams(module.model, "features") if x.kind == "image")
     return ImageDispatch(
-        module=module,
+        seam=seam,
         group=group,
         control=open_control(group, TIMEOUT_S),
         family=family,

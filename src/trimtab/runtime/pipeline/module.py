@@ -1,55 +1,78 @@
-"""One stage as a module: the whole model's tree, with weights for the stage's own layers only."""
+"""One stage as a module: the whole model's tree and its own forward, with weights for the stage's own layers only."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from trimtab.runtime.pipeline.families import NORM, run_text_blocks, skip_absent_features
-from trimtab.runtime.pipeline.flow import ENCODED, LOGITS, Batch, Cuts, Run, Sealed, Step, has_images
-
-
-class Elsewhere(nn.Module):
-    """Stands for a layer of another stage: no weights, hands its first argument on."""
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
+from trimtab.errors import UnsupportedPlanError
+from trimtab.runtime.pipeline.cuts import Cuts, Way
+from trimtab.runtime.pipeline.flow import ENCODED, Batch, Encoded, Sealed, Wire, arguments_of, feature_name, has_images
+from trimtab.runtime.pipeline.hollow import find_layer, hollow_copy
+from trimtab.runtime.pipeline.trace import Output, as_features, feature_rows, seams_of
+from trimtab.runtime.vision.seams import Seam
 
 
-def take_stage(model: nn.Module, layers: Sequence[str], kept: Sequence[str]) -> nn.Module:
-    """The model's tree with `Elsewhere` in place of those of its `layers` that are not `kept`.
-
-    Modules inside the kept layers, parameters, buffers and the configuration are the model's own, not copies: two
-    stages of one rank that hold a tied weight share it. Names in the state dict are the model's.
-    """
-    memo: dict[int, Any] = {id(x): x for module in model.modules() for x in _tensors(module)}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        memo[id(config)] = config
-    for name in layers:
-        layer = model.get_submodule(name)
-        memo[id(layer)] = layer if name in kept else Elsewhere()
-    taken: nn.Module = copy.deepcopy(model, memo)
-    skip_absent_features(taken.get_submodule("model.language_model"))
-    return taken
+class _Done(Exception):  # noqa: N818 - no error
+    """The rest of the forward is other stages'."""
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Run:
+    """One micro-batch in one stage."""
+
+    batch: Batch
+    way: Way
+    received: dict[str, Tensor]
+    kept: frozenset[str]  # outputs of own layers that are sent on
+    encoded: Encoded | None  # images that other ranks encoded
+    made: dict[str, Tensor] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 class StageModule(nn.Module):
-    """Runs the steps `start <= i < stop` of a flow: tensors alive at the first cut in, those at the last cut out."""
+    """Runs the layers `start <= i < stop` of the model's own forward: wires of the first cut in, of the last cut out.
 
-    def __init__(self, model: nn.Module, cuts: Cuts, start: int, stop: int, *, dtype: torch.dtype) -> None:
+    Layers of other stages are hollow. One in front of the stage hands on what was received of it, or zeros where
+    nothing behind the cut reads it; the first one of the text behind the stage ends the forward.
+    """
+
+    def __init__(
+        self, model: nn.Module, cuts: Cuts, start: int, stop: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.cuts, self.start, self.stop, self.dtype = cuts, start, stop, dtype
-        self.is_last = stop == len(cuts.flow.steps)
+        self.cuts, self.start, self.stop, self.dtype, self.device = cuts, start, stop, dtype, device
+        self.is_last = stop == len(cuts.layers)
+        own = cuts.layers[start:stop]
+        others = {x: functools.partial(self._elsewhere, x) for x in cuts.layers if x not in own}
+        layers = {name: find_layer(model, name) for name in own}
+        kept = {id(x): x for x in layers.values() if isinstance(x, nn.Module)}
+        self.model = hollow_copy(model, others, own=kept, device=device)
+        self._hooks = [
+            layer.register_forward_hook(functools.partial(self._keep, name))
+            for name, layer in layers.items()
+            if isinstance(layer, nn.Module)
+        ]
+        for seam in seams_of(self.model):
+            seam.put(functools.partial(self._encode, seam))
+        self._run: _Run | None = None
+
+    def release(self) -> None:
+        """Leaves the model's own layers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def named_own(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Of (name, tensor) pairs of `model` those that are no other stage's."""
+        others = tuple(f"{name}." for i, name in enumerate(self.cuts.layers) if not self.start <= i < self.stop)
+        return ((name, x) for name, x in pairs if not f"{name}.".startswith(others))
 
     def forward(self, *received: Tensor, sealed: Sealed) -> Tensor | tuple[Tensor, ...]:
         """Logits on the last stage, elsewhere the tensors of `Cuts.wires`, in their order, sizes and `dtype`.
@@ -58,46 +81,104 @@ class StageModule(nn.Module):
         """
         batch = sealed.batch
         wires = self.cuts.wires(self.start, batch)
-        values = {wire.name: tensor for wire, tensor in zip(wires, received, strict=True)}
-        given = (*received, *batch.get(ENCODED, {}).values())
-        self._run_steps(values, Run(model=self.model, batch=batch))
+        given = {wire.name: tensor for wire, tensor in zip(wires, received, strict=True)}
+        sent = self.cuts.wires(self.stop, batch)
+        run = _Run(
+            batch=batch,
+            way=self.cuts.way(batch),
+            received=given,
+            kept=frozenset(x.name for x in sent) - given.keys(),
+            encoded=batch.get(ENCODED),
+        )
+        logits = self._run_model(run)
         if self.is_last:
-            return values[LOGITS]
-        sent = []
-        for wire in self.cuts.wires(self.stop, batch):
-            tensor = values[wire.name].to(self.dtype)
-            if tensor._is_view() or any(tensor is x for x in given) or not tensor.is_contiguous():
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
-            assert tensor.shape == wire.shape, f"{wire.name} is {tuple(tensor.shape)}, expected was {wire.shape}"
-            graded = wire.requires_grad and torch.is_grad_enabled()
-            assert tensor.requires_grad == graded, f"{wire.name} has requires_grad {tensor.requires_grad}"
-            sent.append(tensor)
-        return tuple(sent)
+            assert logits is not None
+            return logits
+        return tuple(self._as_sent(wire, run) for wire in sent)
 
-    def run_images(self, batch: Batch) -> dict[str, Tensor]:
-        """What the text reads of a batch's images; for a stage that holds the whole tower."""
-        run, values = Run(model=self.model, batch=batch), dict[str, Tensor]()
-        for step in self.cuts.flow.steps[: self.cuts.num_image_steps]:
-            if step.layer in self.cuts.read:
-                self._run_step(step, values, run)
-        return {name: values[name] for name in self.cuts.written_by_images}
+    def _run_model(self, run: _Run) -> Tensor | None:
+        """The model's own forward; None where another stage ends it."""
+        images = {name for name in self.cuts.images if name in run.way.read}
+        own = self.cuts.layers[self.start : self.stop]
+        writers = {self.cuts.layers[run.way.writer[name]] for name in run.received}
+        sees = has_images(run.batch) and bool(images & {*own, *writers})
+        self._run = run
+        try:
+            result = self.model(**arguments_of(run.batch, with_images=sees))
+        except _Done:
+            return None
+        finally:
+            self._run = None
+        logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
+        return logits
 
-    def _run_step(self, step: Step, values: dict[str, Tensor], run: Run) -> None:
-        assert step.run is not None
-        result = step.run(self.model.get_submodule(step.layer), run, *(values.get(name) for name in step.reads))
-        values.update(dict.fromkeys(step.writes, result))
+    def _as_sent(self, wire: Wire, run: _Run) -> Tensor:
+        is_given = wire.name in run.received
+        tensor = (run.received if is_given else run.made)[wire.name].to(self.dtype)
+        if tensor._is_view() or is_given or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.shape != wire.shape:
+            raise UnsupportedPlanError(
+                f"{wire.name} is {tuple(tensor.shape)} and {wire.shape} was expected behind it: its size follows from "
+                "nothing that all stages know; cut elsewhere"
+            )
+        graded = wire.requires_grad and torch.is_grad_enabled()
+        assert tensor.requires_grad == graded, f"{wire.name} has requires_grad {tensor.requires_grad}"
+        return tensor
 
-    def _run_steps(self, values: dict[str, Tensor], run: Run) -> None:
-        """Layers whose result nothing reads are left out."""
-        images, text_done = has_images(run.batch) and ENCODED not in run.batch, False
-        values.update(run.batch.get(ENCODED, {}))
-        steps = self.cuts.flow.steps[self.start : self.stop]
-        for step in steps:
-            if step.layer not in self.cuts.read or not (images or step.part == "text"):
-                continue
-            if step.run is not None and not (step.layer == NORM and text_done):  # the text model calls its norm itself
-                self._run_step(step, values, run)
-            elif not text_done:
-                read = {name for block in steps if block.run is None for name in block.reads} - {"hidden"}
-                values["hidden"] = run_text_blocks(run, values["hidden"], {x: values[x] for x in read if x in values})
-                text_done = True
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def _elsewhere(self, path: str, *_: Any, **__: Any) -> Any:
+        run = self._run
+        assert run is not None, "a layer of another stage is called in a forward of this one alone"
+        calls, number = run.way.calls.get(path, []), run.counts[path]
+        run.counts[path] += 1
+        if number >= len(calls):
+            raise UnsupportedPlanError(
+                f"{path} lies on another stage, but the model calls it more often for this micro-batch than for the "
+                "first of its kind: put the stages' cut behind the vision tower"
+            )
+        call = calls[number]
+        is_text = self.cuts.units[path].tower == "language"
+        if is_text and call.reads and run.way.place[path] >= self.stop:
+            raise _Done
+        shapes = self.cuts.shapes(run.batch, [x.name for x in call.outputs if x.name not in run.received])
+        return tree_unflatten([self._stand_in(leaf, run, shapes) for leaf in call.returned], call.spec)
+
+    def _stand_in(self, leaf: Any, run: _Run, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        if not isinstance(leaf, Output):
+            return leaf
+        if leaf.name in run.received:
+            return run.received[leaf.name].clone()  # some code writes into what a layer returned
+        return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
+
+    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
+        run, name = self._run, feature_name(seam.kind, 0)
+        calls = [] if run is None else run.way.calls.get(name, [])
+        if run is None or not calls:
+            return seam.original(*args, **kwargs)
+        names = [x.name for x in calls[0].outputs]
+        if run.encoded is not None and seam.kind in run.encoded.outputs:
+            run.made |= {x: run.encoded.rows[x] for x in names}
+            return run.encoded.outputs[seam.kind]
+        if run.way.place[name] < self.start:
+            shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
+            rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
+            return as_features(run.way.trace.samples[name], rows)
+        result = seam.original(*args, **kwargs)
+        if not run.kept.isdisjoint(names):
+            run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
+        return result
+
+    def _keep(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+        """Of an own layer what is sent on."""
+        run = self._run
+        if run is None or not run.kept:
+            return
+        calls, number = run.way.calls.get(path, []), run.counts[path]
+        run.counts[path] += 1
+        if number < len(calls):
+            for leaf, seen in zip(tree_leaves(output), calls[number].returned, strict=True):
+                if isinstance(seen, Output) and seen.name in run.kept:
+                    run.made[seen.name] = leaf

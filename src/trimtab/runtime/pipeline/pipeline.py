@@ -142,7 +142,7 @@ class Pipeline:
         """This rank's parameters under their names in the whole model; one that two stages share comes once."""
         seen: set[int] = set()
         for stage in self.stages:
-            for name, parameter in stage.model.named_parameters():
+            for name, parameter in stage.module.named_own(stage.model.named_parameters(remove_duplicate=False)):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
@@ -153,7 +153,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the whole model's state dict."""
-        return {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
+        return {
+            name: value
+            for stage in self.stages
+            for name, value in stage.module.named_own(stage.model.state_dict().items())
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's part out of `state`, which may be the whole model's; `KeyError` for a name it lacks."""

@@ -136,6 +136,9 @@ class PackedStage(PipelineStage):
             self._finish_images(bwd_chunk_id)
             return
         self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # private: only its length is read
+        if not full_backward and any(wire.requires_grad for wire in received):
+            way = self.module.cuts.way(self.microbatches[bwd_chunk_id])
+            full_backward = not way.is_fed(self.module.start, self.module.stop)  # torch would lose what is not
         if full_backward or any(wire.requires_grad for wire in received):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             self._finish_images(bwd_chunk_id)

@@ -46,8 +46,12 @@ class ProbedRank:
 
     def static(self) -> list[Tensor]:
         """Tensors that outlive a step, gradients aside."""
-        parts = [stage.model for stage in self.pipeline.stages]
-        tensors = [x for part in parts for x in (*part.parameters(), *part.buffers()) if x.device.type != "meta"]
+        tensors = [
+            x
+            for stage in self.pipeline.stages
+            for named in (stage.model.named_parameters(), stage.model.named_buffers())
+            for _, x in stage.module.named_own(named)
+        ]
         tensors += [
             x
             for state in self.optimizer.state.values()
@@ -76,7 +80,7 @@ def run_trial(
     with ExitStack() as stack:
         for stage in pipeline.stages:
             for granularity in sorted(set(choice.values())):
-                own = [x for x, how in choice.items() if how == granularity and _holds(pipeline, stage, x)]
+                own = [x for x, how in choice.items() if how == granularity and _holds(pipeline, stage, x, batch)]
                 stack.callback(apply(stage.model, own, granularity=granularity).remove)
         watch = stack.enter_context(_Watch(pipeline, meter))
         pipeline_parameters = list(pipeline.parameters())
@@ -269,9 +273,9 @@ def _any_failed(watch: _Watch, pipeline: Pipeline) -> bool:
     return bool(failed)
 
 
-def _holds(pipeline: Pipeline, stage: PackedStage, name: str) -> bool:
+def _holds(pipeline: Pipeline, stage: PackedStage, name: str, batch: Batch) -> bool:
     """Whether the stage holds the layer, and something reads its result."""
-    return name in pipeline.layout.stages[stage.stage_index] and name in stage.module.cuts.read
+    return name in pipeline.layout.stages[stage.stage_index] and name in stage.module.cuts.way(batch).read
 
 
 def _watching(rank: ProbedRank, batch: Batch, limit_bytes: int | None) -> AbstractContextManager[Any]:

@@ -79,7 +79,7 @@ def vision_dp(
         group=group,
         control=None,
         settings=settings,
-        family=family or find_family(config),
+        family=family or find_family(config, seams[0].original),
         config=config,
         seams=seams,
         over=heartbeat
@@ -109,7 +109,7 @@ def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 
         settings=Settings(
             exchange="gather", rule="balanced", cost=tower_flops(config), loss=None, reduction=None, check=True
         ),
-        family=find_family(config),
+        family=find_family(config, seams[0].original),
         config=config,
         seams=seams,
         over=group or dist.group.WORLD,

@@ -1,12 +1,15 @@
-"""How each family's call of the vision tower divides into atoms: short declarations, one line a family.
+"""How a call of the vision tower divides into atoms: asked of the function that is called, declared where it is odd.
 
 A *seam* is the function that is replaced on the instance: `get_image_features` or `get_video_features` of the model, or
-the tower's own `forward`. Each declaration holds for what `check_family` verifies on real modules: encoding atoms
-apart gives what encoding them together gives, features and gradients.
+the tower's own `forward`. Its arguments tell, by the conventions of Transformers: a table `image_grid_thw` counts the
+patches of each image, which stand in one tensor; without it the first dimension is images. `check_family` decides
+whether that holds for a model: encoding atoms apart gives what encoding them together gives, features and gradients.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -161,65 +164,62 @@ def _count_next_tiles(image_sizes: Tensor, config: Any) -> IntArray:
     return np.array(counts, np.int64)
 
 
-_MASKED = BatchFamily(beside=("pixel_attention_mask",), padded=True)
-_SIZED = BatchFamily(beside=("image_sizes",))
-_NEXT = BatchFamily(beside=("image_sizes",), tiles=_count_next_tiles)
-
 FAMILIES: dict[str, Family] = {
-    # grid towers
-    "cosmos3_edge": GridFamily(),
-    "cosmos3_omni": GridFamily(),
     "ernie4_5_vl_moe": GridFamily(frames=False),  # its resampler joins two frames
-    "exaone4_5": GridFamily(),
-    "glm46v": GridFamily(),
-    "glm4v": GridFamily(),
-    "glm4v_moe": GridFamily(),
-    "glm5_next": GridFamily(),
-    "glm_ocr": GridFamily(),
-    "hyperclovax_vision_v2": GridFamily(),
-    "lfm3_vl": GridFamily(),
-    "paddleocr_vl": GridFamily(),
-    "qwen2_5_omni_thinker": GridFamily(),
-    "qwen2_5_vl": GridFamily(),
-    "qwen2_vl": GridFamily(),
-    "qwen3_5": GridFamily(),
-    "qwen3_5_moe": GridFamily(),
-    "qwen3_omni_moe_thinker": GridFamily(),
-    "qwen3_vl": GridFamily(),
-    "qwen3_vl_moe": GridFamily(),
-    "qwen4_exp": GridFamily(),
-    "video_llama_3": GridFamily(
-        merge=None, beside={"image": ("image_merge_sizes",), "video": ("video_merge_sizes",), "tower": ("merge_sizes",)}
-    ),
-    # batches of images
-    "aya_vision": BatchFamily(),
-    "cohere2_vision": BatchFamily(),
-    "gemma3": BatchFamily(),
-    "idefics2": _MASKED,
-    "idefics3": _MASKED,
-    "internvl": BatchFamily(),
-    "lfm2_vl": BatchFamily(beside=("spatial_shapes", "pixel_attention_mask")),
-    "llava": _SIZED,
-    "llava_next": _NEXT,
-    "llava_onevision": _NEXT,
-    "mistral3": _SIZED,
-    "ovis2": BatchFamily(),
-    "paligemma": BatchFamily(),
-    "smolvlm": _MASKED,
-    "vipllava": BatchFamily(),
 }
-"""By `config.model_type` of the module that has the seam. Add your own model's line here; `check_family` tests it."""
+"""By `config.model_type` of the module that has the seam: what asking does not tell. Add your own model's line here."""
+
+_BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|num_frames")
+"""Arguments with a row for each image or clip, by their names; others describe the whole batch."""
 
 
-def find_family(config: Any) -> Family:
+def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family:
+    """Declared, or asked of `encode`: the seam's function; None: what the configuration's model class has."""
     model_type = str(getattr(config, "model_type", None))
     for name in (model_type, model_type.removesuffix("_text"), model_type.removesuffix("_vision")):
         if name in FAMILIES:
             return FAMILIES[name]
-    raise TrimtabError(
-        f"no declaration says how a call of the '{model_type}' vision tower divides into images: "
-        f"pass `family=GridFamily(...)` or `BatchFamily(...)`; known are {', '.join(sorted(FAMILIES))}"
+    try:
+        return ask_family(config, encode or _encoder_of(config))
+    except TrimtabError as error:
+        raise TrimtabError(
+            f"nothing says how a call of the '{model_type}' vision tower divides into images ({error}): pass "
+            "`family=GridFamily(...)` or `BatchFamily(...)`"
+        ) from error
+
+
+def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
+    """What the arguments of the function that encodes images say."""
+    names = list(inspect.signature(inspect.unwrap(encode)).parameters)
+    if not set(GRIDS.values()).isdisjoint(names):
+        if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image
+            beside: dict[Kind, tuple[str, ...]] = {
+                "image": ("image_merge_sizes",),
+                "video": ("video_merge_sizes",),
+                "tower": ("merge_sizes",),
+            }
+            return GridFamily(merge=None, beside=beside)
+        fields = ("spatial_merge_size", "merge_kernel_size")
+        return GridFamily(merge=next((x for x in fields if hasattr(_vision_config(config), x)), None))
+    if not any("pixel_values" in name for name in names):
+        raise TrimtabError("it takes neither pixel_values nor a table of grids")
+    beside_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
+    tiled = "image_sizes" in names and getattr(config, "image_grid_pinpoints", None)
+    return BatchFamily(
+        beside=beside_names,
+        padded="pixel_attention_mask" in names and "spatial_shapes" not in names,
+        tiles=_count_next_tiles if tiled else None,
     )
+
+
+def _encoder_of(config: Any) -> Callable[..., Any]:
+    from trimtab.runtime.formats import model_classes
+
+    core, outer = model_classes(config)
+    found = getattr(core, "get_image_features", None) or getattr(outer, "get_image_features", None)
+    if found is None:
+        raise TrimtabError("its class has no get_image_features")
+    return found  # type: ignore[no-any-return]
 
 
 def tower_flops(config: Any) -> TowerCost:

@@ -55,13 +55,12 @@ def write_features(features: Features, rows: Tensor, num_rows: IntArray, *, whol
     """
     if not whole:
         num_rows = np.array([len(rows)])
-    filled = [
-        _fill(like, column, num_rows, whole)
-        for like, column in zip(
-            columns_of(features.sample), torch.split(rows, list(features.widths), dim=-1), strict=True
-        )
-    ]
-    sample = features.sample
+    return fill_features(features.sample, torch.split(rows, list(features.widths), dim=-1), num_rows, whole=whole)
+
+
+def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray, *, whole: bool = True) -> Any:
+    """An output like `sample` that holds these columns, the features and those of DeepStack layers, as rows."""
+    filled = [_fill(like, x, num_rows, whole) for like, x in zip(columns_of(sample), columns, strict=True)]
     if isinstance(sample, Tensor):
         return filled[0]
     if isinstance(sample, tuple):

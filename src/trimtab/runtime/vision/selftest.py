@@ -39,7 +39,7 @@ def check_family(
     """
     seam = next(s for s in find_seams(model, at) if s.kind == kind)
     config = seam.module.config
-    family = family or find_family(config)
+    family = family or find_family(config, seam.original)
     inputs = family.read(kind, seam.bind((), dict(arguments)), config)
     whole = _rows(seam.call(seam.bind((), dict(arguments))))
     pieces = [_encode(seam, inputs, np.array([atom])) for atom in range(len(inputs))]

@@ -1,0 +1,209 @@
+"""What crosses each cut of a model, for the micro-batch at hand: `Cuts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.models.asking.units import Unit
+from trimtab.runtime.pipeline.flow import Batch, Wire, is_pixels, tensors_of
+from trimtab.runtime.pipeline.hollow import find_layer, parameters_of
+from trimtab.runtime.pipeline.sizes import SizeRules
+from trimtab.runtime.pipeline.trace import Call, Output, Trace, Tracer, try_trace
+
+Kind = tuple[str, ...]
+"""Keys of images that a micro-batch has: another kind runs other layers, or some of them again."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Way:
+    """The forward of one kind of micro-batch, as the layers of a plan."""
+
+    layers: tuple[str, ...]
+    trace: Trace
+    graded: frozenset[str]  # outputs that a trained parameter lies in front of
+    sizes: SizeRules = field(default_factory=SizeRules)
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Of each layer in the plan; image features are made where the last layer is that they are made of."""
+        found = {name: i for i, name in enumerate(self.layers)}
+        written = dict(found)
+        for call in self.trace.calls:
+            if call.layer not in found:
+                found[call.layer] = max((written[x] for x in call.reads), default=0)
+            written |= {x.name: found[call.layer] for x in call.outputs}
+        return found
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """Output -> place of the layer that returns it."""
+        written = {x.name: self.place[call.layer] for call in self.trace.calls for x in call.outputs}
+        return {**self.place, **written}  # bare parameters by their own names
+
+    @cached_property
+    def calls(self) -> dict[str, list[Call]]:
+        found: dict[str, list[Call]] = {}
+        for call in self.trace.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
+
+    @cached_property
+    def outputs(self) -> dict[str, Output]:
+        return {x.name: x for call in self.trace.calls for x in call.outputs}
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Layers that the logits depend on."""
+        return self._needed & set(self.layers)
+
+    @cached_property
+    def _needed(self) -> frozenset[str]:
+        needed, layers = set(self.trace.result), set()
+        for call in reversed(self.trace.calls):
+            if needed & {x.name for x in call.outputs}:
+                needed |= call.reads
+                layers.add(call.layer)
+        return frozenset(layers | needed)
+
+    @cached_property
+    def last_reader(self) -> dict[str, int]:
+        """Output -> place of the last layer that reads it; behind all layers where the logits do."""
+        found = {name: len(self.layers) for name in self.trace.result}
+        for call in self.trace.calls:
+            if call.layer in self._needed:
+                for name in call.reads:
+                    found[name] = max(found.get(name, 0), self.place[call.layer])
+        return found
+
+    def alive(self, cut: int) -> tuple[str, ...]:
+        """Outputs of layers in front of the cut that are read behind it; none at either end."""
+        if not 0 < cut < len(self.layers):
+            return ()
+        return tuple(x for x, last in self.last_reader.items() if self.writer[x] < cut <= last)
+
+    def is_fed(self, start: int, stop: int) -> bool:
+        """Whether all that these layers send on with a gradient was made of something received with one."""
+        received = set(self.alive(start)) & self.graded
+        fed = set(received)
+        for call in self.trace.calls:
+            if start <= self.place[call.layer] < stop and call.reads & fed:
+                fed |= {x.name for x in call.outputs}
+        return not (set(self.alive(stop)) & self.graded) - fed
+
+
+class Cuts:
+    """Made from the whole model, on every rank alike; `layers` in the order of the plan. Cut c lies before layer c."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], *, tracer: Tracer | None = None) -> None:
+        self.layers = tuple(layers)
+        self.tracer = tracer or Tracer(model)
+        self.units: dict[str, Unit] = {unit.path: unit for unit in self.tracer.units}
+        self.config: Any = model.config
+        self._trained = {x: any(p.requires_grad for p in parameters_of(find_layer(model, x))) for x in self.layers}
+        self._ways: dict[Kind, Way] = {}
+        self._ends: tuple[int, ...] = ()
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Layers that only images pass: all but the language model's."""
+        return tuple(x for x in self.layers if self.units[x].tower != "language")
+
+    def forbid(self, cuts: Sequence[int]) -> None:
+        """From now on micro-batches are refused in which something crosses one of these that cannot travel."""
+        self._ends = tuple(cuts)
+
+    def way(self, batch: Batch) -> Way:
+        kind = tuple(sorted(key for key, x in batch.items() if is_pixels(key) and x is not None and len(x)))
+        if kind not in self._ways:
+            trace = try_trace(self.tracer, batch)
+            way = Way(layers=self.layers, trace=trace, graded=_follow(trace, self._trained))
+            problems = self._problems(way)
+            if problems:
+                raise UnsupportedPlanError(join_problems(problems))
+            self._observe(way, trace, batch)
+            self._ways[kind] = way
+        return self._ways[kind]
+
+    def wires(self, cut: int, batch: Batch) -> tuple[Wire, ...]:
+        """Tensors that cross the cut for this micro-batch; none in front of the first layer and behind the last."""
+        if not 0 < cut < len(self.layers):
+            return ()
+        way = self.way(batch)
+        names = way.alive(cut)
+        shapes = self.shapes(batch, names)
+        return tuple(Wire(name=name, shape=shapes[name], requires_grad=name in way.graded) for name in names)
+
+    def shapes(self, batch: Batch, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
+        way = self.way(batch)
+        quantities = self._measure(batch)
+        found = {name: way.sizes.foretell(name, quantities) for name in names}
+        if any(shape is None for shape in found.values()):
+            trace = try_trace(self.tracer, batch)
+            self._observe(way, trace, batch)
+            seen = {x.name: x.shape for call in trace.calls for x in call.outputs}
+            missing = [name for name in names if name not in seen]
+            if missing:
+                raise UnsupportedPlanError(
+                    f"{missing[0]} was to cross a cut, but the model calls this layer more often for some "
+                    "micro-batches than for others: cut behind the vision tower"
+                )
+            found = {name: seen[name] for name in names}
+        return {name: shape for name, shape in found.items() if shape is not None}
+
+    def _observe(self, way: Way, trace: Trace, batch: Batch) -> None:
+        way.sizes.observe({x.name: x.shape for call in trace.calls for x in call.outputs}, self._measure(batch))
+
+    def _measure(self, batch: Batch) -> dict[str, int]:
+        """What sizes may be in proportion to: dimensions of the arguments, and tokens of each special kind."""
+        found = {f"{key}.{i}": n for key, x in tensors_of(batch).items() for i, n in enumerate(x.shape)}
+        ids = batch["input_ids"]
+        for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
+            token = getattr(self.config, name, None)
+            if isinstance(token, int):
+                found[name] = int((ids == token).sum())
+        return found
+
+    def _problems(self, way: Way) -> list[str]:
+        """Sentences on what would have to cross a cut of the layout and cannot: backwards, or no layer's output."""
+        found = []
+        for call in way.trace.calls:
+            reader = way.place[call.layer]
+            late = [x for x in call.reads if any(reader < cut <= way.writer[x] for cut in self._ends)]
+            if late:
+                found.append(
+                    f"the plan's stages take {call.layer} out of forward order, but it reads {sorted(late)[0]}, and a "
+                    "stage sends to the next one alone: list the modules in the order in which the model runs them"
+                )
+        for cut in self._ends:
+            for name in way.alive(cut):
+                if name not in way.outputs:
+                    found.append(
+                        f"a stage begins at {self.layers[cut]}, but {name} in front of it is a bare parameter, read "
+                        "behind it: put both on one stage"
+                    )
+                elif not way.outputs[name].dtype.is_floating_point:
+                    found.append(f"a stage begins at {self.layers[cut]}, but {name} hands whole numbers across the cut")
+            apart = [(x, y) for x, y in way.trace.hidden if way.place[y] < cut <= way.place[x]]
+            if apart:
+                found.append(
+                    f"a stage begins at {self.layers[cut]}, but {apart[0][0]} is handed what {apart[0][1]} in front of "
+                    "it keeps beside its hidden states (shared keys and values): put both on one stage"
+                )
+        return found
+
+
+def _follow(trace: Trace, trained: Mapping[str, bool]) -> frozenset[str]:
+    graded = {name for name, is_trained in trained.items() if is_trained}  # bare parameters
+    for call in trace.calls:
+        if trained.get(call.layer, False) or graded & call.reads:
+            graded |= {x.name for x in call.outputs if x.dtype.is_floating_point}
+        else:
+            graded -= {x.name for x in call.outputs}
+    return frozenset(graded)

@@ -1,0 +1,313 @@
+"""What each layer reads of the others, found by one run of the model's own forward on zeros.
+
+Layers are hollow: each is run alone, on fake weights, for the shapes of what it returns, and hands on zeros. All code
+between layers is run as it is, and autograd records what it makes of those zeros: from what enters a layer its graph
+leads back to the layers that made it. So it is not written down for any family which tensors cross a cut: hidden
+states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias. What the functions
+that encode images return counts as made by one more layer, so that nothing of the tower is run behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.models.asking.units import Unit, split_units
+from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
+from trimtab.runtime.pipeline.hollow import hollow_copy
+from trimtab.runtime.vision.outputs import columns_of, fill_features
+from trimtab.runtime.vision.seams import Seam, find_seams
+
+_RANK = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor of what a call of a layer returned."""
+
+    name: str  # the layer's path, with the number of the call and of the tensor where there are several
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call of a layer."""
+
+    layer: str
+    reads: frozenset[str]  # names of outputs and of bare parameters that what it was given was made of
+    returned: tuple[Any, ...]  # leaves: an `Output` in place of each tensor
+    spec: TreeSpec
+
+    @property
+    def outputs(self) -> list[Output]:
+        return [leaf for leaf in self.returned if isinstance(leaf, Output)]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trace:
+    """One run, in the order of its calls."""
+
+    calls: list[Call] = field(default_factory=list)
+    result: frozenset[str] = frozenset()  # what the logits were made of
+    samples: dict[str, Any] = field(default_factory=dict)  # "image features" -> what the function returned
+    hidden: list[tuple[str, str]] = field(default_factory=list)  # (reader, writer) of what no layer returns
+
+
+class Tracer:
+    """Made of a model before its weights are dropped; holds none itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.units: tuple[Unit, ...] = tuple(split_units(model))
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._layers = {x.path: self._weightless(x.module) for x in self.units if x.module is not None}
+        self._kinds = {path: _kind_of(layer) for path, layer in self._layers.items()}
+        forwards = {path: functools.partial(self._call, path) for path in self._layers}
+        bare = {id(x.parameters[""]): torch.zeros_like(x.parameters[""]) for x in self.units if x.module is None}
+        leaves = {key: nn.Parameter(value) for key, value in bare.items()}
+        self._bare = {id(leaves[id(x.parameters[""])]): x.path for x in self.units if x.module is None}
+        self.device = next(model.parameters()).device
+        configs = {id(c): copy.deepcopy(c) for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        for config in configs.values():
+            _choose_kernels(config)
+        self._model = hollow_copy(model, forwards, own={**leaves, **configs}, device=self.device)
+        for seam in seams_of(self._model):
+            seam.put(functools.partial(self._encode, seam))
+        self._trace = Trace()
+        self._leaves: dict[int, tuple[Tensor, str]] = {}
+        self._made: dict[Any, Any] = {}
+        self._inside: dict[int, tuple[Tensor, str]] = {}
+
+    def run(self, batch: Batch) -> Trace:
+        """The calls of one forward; whatever the model's own code raises of the batch is the caller's."""
+        self._trace, self._leaves, self._made, self._inside = Trace(), {}, {}, {}
+        given = {key: _moved(value, self.device) for key, value in arguments_of(batch).items()}
+        with torch.enable_grad():
+            result = self._model(**given)
+        logits = result.logits if hasattr(result, "logits") else result[0]
+        trace, self._trace = self._trace, Trace()
+        trace.result = self._made_of([logits])
+        self._leaves, self._made, self._inside = {}, {}, {}
+        return trace
+
+    # -- one layer ----------------------------------------------------------------------------------------------------
+
+    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        given = list(_leaves([args, kwargs]))
+        for leaf in given:
+            if id(leaf) in self._inside:
+                self._trace.hidden.append((path, self._inside[id(leaf)][1]))
+        reads = self._made_of(given)
+        number = sum(call.layer == path for call in self._trace.calls)
+        leaves, spec = tree_flatten(self._run(path, args, kwargs))
+        self._note_inside(path, args, kwargs)
+        returned, handed = [], []
+        count = itertools.count()
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                returned.append(leaf)
+                handed.append(leaf)
+                continue
+            which = next(count)
+            name = path + (f"@{number}" if number else "") + (f"#{which}" if which else "")
+            returned.append(Output(name=name, shape=tuple(leaf.shape), dtype=leaf.dtype))
+            handed.append(self._new_leaf(leaf, name))
+        self._trace.calls.append(Call(layer=path, reads=reads, returned=tuple(returned), spec=spec))
+        return torch.utils._pytree.tree_unflatten(handed, spec)
+
+    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        """What a function that encodes images returned, as leaves."""
+        result = seam.original(*args, **kwargs)
+        columns = feature_rows(result)
+        if columns is None:
+            return result
+        names = [feature_name(seam.kind, i) for i in range(len(columns))]
+        returned = tuple(
+            Output(name=name, shape=tuple(x.shape), dtype=x.dtype) for name, x in zip(names, columns, strict=True)
+        )
+        spec = tree_flatten(returned)[1]
+        self._trace.calls.append(Call(layer=names[0], reads=self._made_of(columns), returned=returned, spec=spec))
+        made = [self._new_leaf(x, name) for name, x in zip(names, columns, strict=True)]
+        self._trace.samples[names[0]] = result
+        return as_features(result, made, pieces=_pieces(result))
+
+    def _new_leaf(self, like: Tensor, name: str) -> Tensor:
+        made = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        if not made.is_floating_point():
+            return made
+        made.requires_grad_()
+        self._leaves[id(made)] = (made, name)
+        return made.clone()  # some code writes into what a layer returned
+
+    def _run(self, path: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Layers that are built and called alike return alike: they are run once."""
+        given, spec = tree_flatten([args, kwargs])
+        plain = not any(isinstance(x, MutableMapping) for x in (*args, *kwargs.values()))  # it may be written into
+        sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x)[:80] for x in given)
+        key = (self._kinds[path], sizes, str(spec)) if plain else None
+        if key is None or key not in self._made:
+            with torch.no_grad():
+                result = self._layers[path](*_detached(args), **{k: _detached(x) for k, x in kwargs.items()})
+            if key is None:
+                return result
+            self._made[key] = result
+        return self._made[key]
+
+    def _note_inside(self, path: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """Tensors that the layer left in what it was given, for others to read."""
+        for leaf in _leaves([args, kwargs]):
+            if isinstance(leaf, FakeTensor) and id(leaf) not in self._inside:
+                self._inside[id(leaf)] = (leaf, path)
+
+    def _made_of(self, values: Sequence[Any]) -> frozenset[str]:
+        """Names of the leaves that autograd finds behind them."""
+        todo: list[Any] = []
+        found = set()
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                todo.append(value.grad_fn)
+                found.add(self._name_of(value))
+        visited = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            found.add(self._name_of(getattr(node, "variable", None)))
+            todo += [x for x, _ in node.next_functions]
+        return frozenset(x for x in found if x is not None)
+
+    def _name_of(self, leaf: Any) -> str | None:
+        known = self._leaves.get(id(leaf))
+        return known[1] if known is not None else self._bare.get(id(leaf))
+
+    def _weightless(self, layer: nn.Module) -> nn.Module:
+        """A copy with fake parameters."""
+        memo: dict[int, Any] = {}
+        for parameter in layer.parameters():
+            with self._fake:
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
+        made = copy.deepcopy(layer, memo)
+        for module in made.modules():
+            _choose_kernels(getattr(module, "config", None))
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                hooks.clear()
+        return made
+
+
+def seams_of(model: nn.Module) -> tuple[Seam, ...]:
+    """The functions that encode images; none where the model has no such function, or several."""
+    try:
+        return find_seams(model, "features")
+    except TrimtabError:
+        return ()
+
+
+def feature_rows(output: Any) -> list[Tensor] | None:
+    """Image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
+    try:
+        columns = columns_of(output)
+    except TrimtabError:
+        return None
+    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns]
+    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for piece in pieces for x in piece):
+        return None
+    rows = [torch.cat([x.reshape(-1, x.shape[-1]) for x in piece]) for piece in pieces]
+    return rows if len({len(x) for x in rows}) == 1 else None
+
+
+def as_features(sample: Any, columns: Sequence[Tensor], *, pieces: Sequence[int] | None = None) -> Any:
+    """An output like `sample` that holds these rows; `pieces`: of each image. None: all in one."""
+    num_rows = np.array([len(columns[0])] if pieces is None else pieces, np.int64)
+    return fill_features(sample, columns, num_rows)
+
+
+def _pieces(output: Any) -> list[int] | None:
+    first = columns_of(output)[0]
+    return [x.numel() // x.shape[-1] for x in first] if isinstance(first, (list, tuple)) else None
+
+
+def forward_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:
+    """Paths of all layers as plans list them: towers first, embeddings of text in front of its blocks."""
+    times: dict[str, float] = {}
+    for number, call in enumerate(trace.calls):
+        times.setdefault(call.layer, number)
+        for name in call.reads:
+            times.setdefault(name, number - 0.5)  # a bare parameter, in front of what reads it first
+    return tuple(unit.path for _, unit in sorted(_keys(units, times), key=lambda pair: pair[0]))
+
+
+def _keys(units: Sequence[Unit], times: dict[str, float]) -> Iterator[tuple[tuple[int, float, int], Unit]]:
+    last = dict.fromkeys(_RANK.values(), -1.0)
+    for i, unit in enumerate(units):
+        rank = _RANK[unit.tower]
+        time = times.get(unit.path, last[rank])
+        if unit.tower == "language" and isinstance(unit.module, nn.Embedding):
+            time = -1.0  # text is embedded beside the images
+        else:
+            last[rank] = time
+        yield (rank, time, i), unit
+
+
+def try_trace(tracer: Tracer, batch: Batch) -> Trace:
+    """A trace, or one sentence on what of the model cannot be followed."""
+    try:
+        return tracer.run(batch)
+    except Exception as error:  # of any class that the model's own code likes
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        raise UnsupportedPlanError(
+            f"a pipeline of this model was asked for, but its forward cannot be followed without weights "
+            f"({type(error).__name__}: {said}): give micro-batches that the model takes, or train without pp"
+        ) from error
+
+
+def _kind_of(layer: nn.Module) -> tuple[object, ...]:
+    """Layers of one kind return tensors of the same sizes."""
+    parts = tuple((name, type(x).__name__) for name, x in layer.named_modules())
+    return type(layer), parts, tuple(tuple(x.shape) for x in layer.parameters())
+
+
+def _choose_kernels(config: Any) -> None:
+    """Attention and experts by operations that fake tensors know."""
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"
+    if "flash" in str(getattr(config, "_attn_implementation", None)):
+        config._attn_implementation = "sdpa"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Those inside mappings of a model's own class, too."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Mapping):
+            yield from _leaves(list(leaf.values()))
+        else:
+            yield leaf
+
+
+def _detached(value: Any) -> Any:
+    """The same containers where nothing in them needs a gradient: a layer may write into them."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if type(value) in (tuple, list):
+        return type(value)(_detached(x) for x in value)
+    if type(value) is dict and any(isinstance(x, Tensor) and x.requires_grad for x in value.values()):
+        return {key: _detached(x) for key, x in value.items()}
+    return value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: _moved(x, device) for key, x in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value

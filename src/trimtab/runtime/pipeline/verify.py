@@ -1,0 +1,136 @@
+"""Are the stages of a cut model the model? `verify_pipeline` runs them one after the other in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import UnsupportedPlanError
+from trimtab.runtime.loss import label_weights, packed_loss
+from trimtab.runtime.pipeline.cuts import Cuts
+from trimtab.runtime.pipeline.flow import Batch, Sealed, arguments_of
+from trimtab.runtime.pipeline.module import StageModule
+from trimtab.runtime.pipeline.trace import Tracer, forward_order, try_trace
+
+Links: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Tensors that one stage sent, and the same as the next one received them."""
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Largest relative error that rounding may leave: a layer that is skipped or seen twice is off by 1e-2 and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCheck:
+    """Relative errors of the stages beside the model's own forward and backward."""
+
+    loss: float
+    gradients: float  # of all parameters as one vector
+    worst: float  # of one parameter; small ones are held against a thousandth of the largest
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.worst)
+
+
+def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """Module paths of all layers in forward order, as plans list them, for a micro-batch with an image.
+
+    Use it to make a `PipelineLayout` by hand.
+    """
+    tracer = Tracer(model)
+    return forward_order(tracer.units, try_trace(tracer, batch))
+
+
+def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: Sequence[Batch]) -> PipelineCheck:
+    """For a model of your own, before a run: do these stages give its loss and gradients? Needs no process group.
+
+    `stages`: module paths, as in `PipelineLayout`; `batches`: micro-batches with and without images, as
+    `PackedCollator` makes them. The model is small enough to run here; its gradients are used, and None afterwards. A
+    model that cannot be cut there, or whose stages compute something else, is refused by an `UnsupportedPlanError`.
+    """
+    expected_loss, expected = _run(model, lambda batch: _call_model(model, batch), batches)
+    ends = list(itertools.accumulate(len(stage) for stage in stages))
+    cuts = Cuts(model, [name for stage in stages for name in stage])
+    cuts.forbid(ends[:-1])
+    parameter = next(model.parameters())
+    made = [
+        StageModule(model, cuts, start, stop, dtype=parameter.dtype, device=parameter.device)
+        for start, stop in itertools.pairwise([0, *ends])
+    ]
+    try:
+        loss, found = _run(model, lambda batch: _call_stages(made, batch), batches)
+    finally:
+        for stage in made:
+            stage.release()
+    check = _compare(loss, expected_loss, found, expected)
+    if not check.largest <= BOUNDS[parameter.dtype]:
+        raise UnsupportedPlanError(
+            f"cut in front of {', '.join(stage[0] for stage in stages[1:])}, this model's loss is {check.loss:.2g} and "
+            f"its gradients are {check.gradients:.2g} off the whole model's: something of its forward depends on "
+            "layers of other stages in a way that cannot be followed; train without pp"
+        )
+    return check
+
+
+def _run(
+    model: nn.Module, call: Callable[[Batch], tuple[Tensor, list[Links]]], batches: Sequence[Batch]
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and gradients of a step."""
+    total = sum(float(label_weights(batch).sum()) for batch in batches)
+    model.zero_grad(set_to_none=True)
+    loss = 0.0
+    for batch in batches:
+        logits, links = call(batch)
+        own = packed_loss(logits, batch, denominator=total)
+        loss += float(own.detach())
+        own.backward()  # type: ignore[no-untyped-call]
+        for link in reversed(links):
+            reached = [(sent, received.grad) for sent, received in link if received.grad is not None]
+            torch.autograd.backward([x for x, _ in reached], [x for _, x in reached])
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return loss, found
+
+
+def _call_model(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Links]]:
+    result = model(**arguments_of(batch))
+    return (result.logits if hasattr(result, "logits") else result[0]), []
+
+
+def _call_stages(stages: Sequence[StageModule], batch: Batch) -> tuple[Tensor, list[Links]]:
+    links: list[Links] = []
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        made = stage(*values, sealed=Sealed(batch))
+        if stage.is_last:
+            return made, links
+        values = tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
+        links.append(list(zip(made, values, strict=True)))
+    raise AssertionError("no stage is the last")
+
+
+def _compare(
+    loss: float, expected_loss: float, found: dict[str, Tensor | None], expected: dict[str, Tensor | None]
+) -> PipelineCheck:
+    floor = 1e-3 * max((float(x.norm()) for x in expected.values() if x is not None), default=1.0)
+    worst = difference = square = 0.0
+    for name, right in expected.items():
+        own = found[name]
+        if right is None and own is None:
+            continue
+        right = torch.zeros_like(own) if right is None and own is not None else right  # a gradient of zeros is none
+        own = torch.zeros_like(right) if own is None and right is not None else own
+        assert own is not None
+        assert right is not None
+        apart, norm = float((own - right).norm()), float(right.norm())
+        worst = max(worst, apart / max(norm, floor))
+        difference, square = difference + apart**2, square + norm**2
+    return PipelineCheck(
+        loss=abs(loss - expected_loss) / max(abs(expected_loss), 1e-30),
+        gradients=(difference / square) ** 0.5 if square else 0.0,
+        worst=worst,
+    )

@@ -1,0 +1,95 @@
+"""Models of families without a line here, cut into stages that run in one process. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs small models")
+pytest.importorskip("transformers", minversion="5", reason="holds the models that are cut")
+
+import shrunk_models  # noqa: E402
+from cut_models import blocks_of, cut_at, draw_batches  # noqa: E402
+from rounding import BOUNDS  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
+
+from trimtab.errors import UnsupportedPlanError  # noqa: E402
+from trimtab.runtime.pipeline import layers_of, verify_pipeline  # noqa: E402
+from trimtab.runtime.pipeline.cuts import Way  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+EXACT = BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "family", ["glm4v", "smolvlm", "qwen3_5", "lfm2_vl", "paligemma", "ernie4_5_vl_moe", "idefics2", "llava_onevision"]
+)
+def test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients(family):
+    model = make_shrunk(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    batches, with_images = draw_batches(model)
+    assert with_images
+    layers = layers_of(model, batches[0])
+    firsts = [blocks_of(model, "vision", layers)[-1], blocks_of(model, "language", layers)[1], layers[-1]]
+    for cuts in (firsts[1:2], firsts[::2], firsts):
+        assert verify_pipeline(model, cut_at(layers, cuts), batches).largest <= EXACT
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
+    model = make_shrunk("qwen3_vl")
+    batches, _ = draw_batches(model)
+    layers = layers_of(model, batches[0])
+    stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
+    assert verify_pipeline(model, stages, batches).largest <= EXACT
+    alive = Way.alive
+    monkeypatch.setattr(Way, "alive", lambda way, cut: tuple(x for x in alive(way, cut) if "features" not in x))
+    with pytest.raises(
+        UnsupportedPlanError, match=r"cut in front of .*layers.1, this model's loss is .* off the whole"
+    ):
+        verify_pipeline(model, stages, batches)
+
+
+def test_per_layer_embeddings_travel_with_the_hidden_states():
+    model = make_shrunk("gemma4")
+    batches, _ = draw_batches(model)
+    layers = layers_of(model, batches[0])
+    stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
+    assert verify_pipeline(model, stages, batches).largest <= EXACT
+
+
+def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkeypatch):
+    kinds = ["full_attention", "full_attention", "full_attention"]
+    text = {**shrunk_models.GIVEN["gemma4"]["text_config"], "layer_types": kinds, "num_kv_shared_layers": 1}
+    monkeypatch.setitem(shrunk_models.GIVEN, "gemma4", {"text_config": text})
+    monkeypatch.setattr(shrunk_models, "_cut_layers", lambda config, num: None)
+    model = make_shrunk("gemma4")
+    batches, _ = draw_batches(model)
+    layers = layers_of(model, batches[0])
+    blocks = blocks_of(model, "language", layers)
+    assert verify_pipeline(model, cut_at(layers, blocks[1:2]), batches).largest <= EXACT
+    with pytest.raises(
+        UnsupportedPlanError, match=r"begins at .*layers.2, but .*layers.2 is handed what .*layers.1 in"
+    ):
+        verify_pipeline(model, cut_at(layers, blocks[2:]), batches)
+
+
+def test_a_tower_behind_the_text_that_reads_it_is_refused():
+    model = make_shrunk("internvl")
+    batches, _ = draw_batches(model)
+    layers = layers_of(model, batches[0])
+    text = layers.index("model.language_model.layers.1")
+    swapped = [layers[text:-1], (*layers[:text], layers[-1])]
+    with pytest.raises(
+        UnsupportedPlanError, match=r"take model.language_model.layers.1 out of forward order, but it re"
+    ):
+        verify_pipeline(model, swapped, batches)
+
+
+def test_micro_batches_that_the_model_does_not_take_are_one_sentence():
+    model = make_shrunk("internvl")
+    batches, _ = draw_batches(model)
+    with pytest.raises(
+        UnsupportedPlanError, match=r"cannot be followed without weights \(\w+: .*\): give micro-batches"
+    ):
+        layers_of(model, {**batches[0], "pixel_values": torch.zeros(3, 5, 7)})
