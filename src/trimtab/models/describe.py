@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from trimtab.errors import ConfigError, UnknownModelError, join_problems
@@ -27,6 +26,7 @@ from trimtab.models.families.qwen2_vl import describe_qwen2_vl
 from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
 from trimtab.models.images import UnsettledRule, clip_rule, image_rule_by_processor, image_rule_or_reason, with_limits
 from trimtab.models.quote import quote
+from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
 
 FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
@@ -78,6 +78,9 @@ def describe(
     """
     path, config = _read_source(source)
     origin = _origin(source, preprocessor, max_pixels, max_tiles)
+    carried = config.get("config") if "description_version" in config else None
+    if preprocessor is not None and isinstance(carried, Mapping):
+        config = carried  # images cut otherwise than the description says
     if "description_version" in config:
         model = _read_described(config, preprocessor, whence=str(path or "the description"))
     else:
@@ -192,16 +195,13 @@ def _origin(
     return ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
 
 
-def shipped_models() -> tuple[str, ...]:
-    """Names that `describe` knows without a file."""
-    files = resources.files("trimtab.models").joinpath("zoo").iterdir()
-    return tuple(sorted(x.name.removesuffix(".json") for x in files if x.name.endswith(".json")))
-
-
 def read_config(source: str | Path | Config) -> Config:
     """The configuration that `describe` reads from `source`."""
     config = _read_source(source)[1]
     if "description_version" in config:
+        carried = config.get("config")
+        if isinstance(carried, Mapping):
+            return carried
         raise ConfigError(
             f"{str(source)[:200]!r} is a description, and the model itself has to be built: give its config.json"
         )
@@ -219,18 +219,18 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
         raise ConfigError(
             f"{type(source).__name__} does not describe a model: give a config.json, its folder or its content"
         )
-    if isinstance(source, str) and source in shipped_models():
-        shipped = resources.files("trimtab.models").joinpath("zoo", f"{source}.json")
-        return Path(f"{source}.json"), _parse(shipped.read_bytes(), source)
     path = Path(source)
+    shipped = find_shipped(source) if isinstance(source, str) else None
+    if shipped is not None and (shipped == source or not path.exists()):
+        return None, read_shipped(shipped)
     try:
         if path.is_dir():
             path = path / "config.json"
         return path, _parse(_read_file(path), str(path))
     except FileNotFoundError:
         raise ConfigError(
-            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description: "
-            f"give a path, or one of {', '.join(shipped_models())}"
+            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description"
+            f"{suggest_shipped(str(source)[:200])}: give a path, or one of {', '.join(shipped_models())}"
         ) from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

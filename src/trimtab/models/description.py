@@ -46,6 +46,7 @@ RULES: Mapping[str, type] = MappingProxyType(
 )
 """Image rules that a file may name: a class and its settings, nothing that runs."""
 
+_RULES_AND_LAYERS = ("image_rule", "clip_rule", "layers")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -122,7 +123,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
             f"reads {VERSION!r}: write it again with `trimtab describe MODEL --out`"
         )
     problems: list[str] = []
-    plain = {k: v for k, v in data.items() if k not in ("description_version", "image_rule", "clip_rule", "layers")}
+    plain = {k: v for k, v in data.items() if k not in ("description_version", "config", *_RULES_AND_LAYERS)}
     head = read_typed(_File, plain, "", problems, read_number=_read_number)
     rule = _read_rule(data.get("image_rule"), "image_rule", problems)
     clips = data.get("clip_rule")

@@ -101,11 +101,13 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
             f"Transformers {transformers.__version__} makes no {kind.__name__} of these files "
             f"({type(error).__name__}: {text[:200]}): correct or add what it asks for"
         ) from None
+    tokenizer = processor.tokenizer
     for name, value in list(vars(processor).items()):
         if name.endswith("token") and (isinstance(value, str) or hasattr(value, "content")):
-            number = processor.tokenizer.convert_tokens_to_ids(str(value))
-            if isinstance(getattr(processor, f"{name}_id", None), int):
-                setattr(processor, f"{name}_id", number)  # with a real tokenizer the two are one
+            number = tokenizer.convert_tokens_to_ids(str(value))
+            made_up = getattr(tokenizer, f"{name}_id", None)
+            if made_up is not None and getattr(processor, f"{name}_id", None) == made_up:
+                setattr(processor, f"{name}_id", number)  # of its own text
     return processor
 
 
