@@ -6,7 +6,7 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -142,6 +142,26 @@ class ImageCounts:
     tiles: int  # separate images the tower sees (crops and thumbnail)
     patches_sq: int  # sum over the tower's full-attention segments of rows squared
     patches_windowed: int  # the same sum over windows, for towers with window attention; else equal to patches_sq
+    # what its processor writes, each run of image tokens once; None: as for every image of the model
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageMarkup:
+    """How one image stands in the text: once as a placeholder, then as markers around its image tokens.
+
+    A processor replaces every `placeholder` of the rendered chat by `before` + n x `soft` + `after`, n being the
+    image rule's tokens, or by a text of the image's own (`ImageCounts.text`), and encodes the result. `soft` is an
+    added token: the tokenizer cuts the text at it, so n copies are n tokens and change nothing to either side. So the
+    count is exact with one copy encoded and n - 1 added.
+    """
+
+    placeholder: str
+    soft: str
+    before: str = ""
+    after: str = ""
+    written: str | None = None  # by us, for a template that takes plain strings only; None: the placeholder
+    crops: tuple[str, str] | None = None  # text before a cropped image, text between it and its crops
 
 
 class ImageRule(Protocol):
@@ -164,6 +184,23 @@ class ImageRuleBySample(ImageRule, Protocol):
         ...
 
 
+@runtime_checkable
+class AskedRule(ImageRule, Protocol):
+    """A rule that asks another program, and so for many sizes at once."""
+
+    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """Asks for all (width, height) that it does not know."""
+        ...
+
+
+class ClipRule(Protocol):
+    """A family's preprocessing of clips: which frames are sampled, and what each becomes."""
+
+    def count_clip(self, width: int, height: int, num_frames: int, fps: float) -> ImageCounts:
+        """Patches and tokens of a clip of `num_frames` frames at `fps`; `ImageError` where the processor raises."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOrigin:
     """Where a model was described from: enough to describe it again."""
@@ -183,6 +220,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     image_rule: ImageRule
     vocab_size: int
+    clip_rule: ClipRule | None = None  # None: no file of its processor is known
+    image_markup: ImageMarkup | None = None  # asked of the processor; None: that of the family, or of the template
     tied: tuple[tuple[str, str], ...] = ()  # (owner, borrower) module paths that share one weight
     forbidden_cuts: frozenset[int] = frozenset()
     forbidden_cut_reason: str | None = None

@@ -5,10 +5,11 @@ import subprocess
 
 import pytest
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models import ask
 from trimtab.models.describe import describe
-from trimtab.models.images import image_rule_by_processor
+from trimtab.models.images import AskedImages, FixedImage, SmartResize, image_rule_by_processor
+from trimtab.models.images.asked import STANDARD
 
 CONFIG = {"model_type": "widget"}
 
@@ -127,14 +128,73 @@ def test_the_child_gets_no_network_and_an_empty_home(monkeypatch):
     assert seen["timeout"] == ask.MAX_WALL_S
 
 
-def test_images_of_an_asked_family_are_counted_where_a_known_processor_cuts_them():
+PROCESSOR = {
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "merge_size": 2,
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+}
+FILES = {"preprocessor_config.json": PROCESSOR}
+
+
+def answered(rows, texts=("",), **more):
+    common = {"patch_size": 16, "extra_rows": 0, "token": "<i>", "soft": "<i>", "markup": None, "by_sample": False}
+    return json.dumps({"answer": {**common, "rows": rows, "texts": list(texts), **more}}).encode()
+
+
+def test_a_formula_is_taken_where_it_equals_the_processor_on_every_standard_size(child):
+    _, reply = child
     config = {"model_type": "qwen3_5", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
-    limits = {"shortest_edge": 65536, "longest_edge": 16777216}
-    settings = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2, "size": limits}
-    rule = image_rule_by_processor(config, settings)
-    assert rule.count(640, 480).tokens == 300
-    assert image_rule_by_processor(config, {**settings, "image_processor_type": "CLIPImageProcessor"}) is None
-    assert image_rule_by_processor(config, None) is None
-    lacking = image_rule_by_processor({**config, "model_type": "glm4v"}, None)
+    formula = SmartResize(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
+    rows = [[c.patches, c.tokens, 1, c.patches_sq, 1] for c in (formula.count(*size) for size in STANDARD)]
+    reply["content"] = answered(rows)
+    assert image_rule_by_processor(config, FILES, PROCESSOR) == (formula, None)
+    other = {**config, "vision_config": {**config["vision_config"], "depth": 1}}  # asked anew
+    rows[7][1] += 1
+    reply["content"] = answered(rows)
+    rule, _ = image_rule_by_processor(other, FILES, PROCESSOR)
+    assert isinstance(rule, AskedImages)
+    assert rule.count(*STANDARD[7]).tokens == rows[7][1]
+
+
+def test_equal_counts_of_every_size_are_a_constant_rule(child):
+    _, reply = child
+    reply["content"] = answered([[576, 144, 1, 576**2, 1]] * len(STANDARD))
+    assert image_rule_by_processor(CONFIG, FILES, PROCESSOR)[0] == FixedImage(rows=576, tokens=144)
+
+
+def test_missing_sizes_are_asked_in_one_question_and_refusals_are_theirs_alone(child, monkeypatch):
+    asked, reply = child
+    rule = AskedImages(question=json.dumps({**CONFIG, "files": FILES}), patch_size=16, extra_rows=0)
+    reply["content"] = answered([[4, 1, 1, 16, 2], "too long", [8, 2, 1, 64, 1]], ("", "<a><i>"))
+    rule.prepare([(10, 10), (1, 999), (20, 10), (10, 10)])
+    assert len(asked) == 1
+    assert (rule.count(10, 10).text, rule.count(20, 10).text, rule.count(20, 10).tokens) == ("<a><i>", None, 2)
+    with pytest.raises(ImageError, match=r"1 x 999 pixels, its processor says: too long"):
+        rule.count(1, 999)
+    assert len(asked) == 1
+    monkeypatch.setattr(ask, "_versions", lambda: None)
+    with pytest.raises(ConfigError, match=r"counts 3 image sizes, and 7 x 7 is none of them: install Transformers"):
+        rule.count(7, 7)
+
+
+def test_images_that_share_a_sample_are_asked_as_such(child):
+    asked, reply = child
+    rule = AskedImages(question=json.dumps(CONFIG), patch_size=16, extra_rows=0, by_sample=True)
+    reply["content"] = answered([[4, 1, 1, 16, 1]])
+    rule.prepare([(10, 10)])
+    assert sorted(json.loads(x)[1]["copies"] for x in asked) == [1, 2]
+    assert rule.in_sample(1) is rule
+    assert rule.in_sample(5).count(10, 10).tokens == 1
+    assert len(asked) == 2
+
+
+def test_without_files_images_wait_and_the_sentence_says_for_what():
+    rule, _ = image_rule_by_processor({"model_type": "widget"}, {}, None)
+    with pytest.raises(ConfigError, match=r"processor were not given: put preprocessor_config\.json"):
+        rule.count(640, 480)
+    vision = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    rule, _ = image_rule_by_processor({"model_type": "glm4v", "vision_config": vision}, {}, None)
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
-        lacking.count(640, 480)
+        rule.count(640, 480)

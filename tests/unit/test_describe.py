@@ -3,6 +3,7 @@ import copy
 import json
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
-from trimtab.models.describe import FAMILIES, MAX_CONFIG_BYTES, shipped_models
+from trimtab.models.describe import FAMILIES, MAX_CONFIG_BYTES, read_config
 from trimtab.models.describe import describe as describe_or_ask
 from trimtab.models.families.architecture import Architecture
 from trimtab.models.images import count_many, with_limits
+from trimtab.models.shipped import shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
-SHIPPED = Path(__file__).parents[2] / "src/trimtab/models/zoo"
 GLM_LIMITS = {"min_pixels": 12544, "max_pixels": 9633792}  # the table has no pixel limits for this family
 
 
@@ -34,12 +35,12 @@ def describe(source: object, **options: object) -> ModelSpec:
 
 @pytest.fixture
 def internvl() -> dict:
-    return json.loads((SHIPPED / "InternVL-Chat-V1-5.json").read_text())
+    return copy.deepcopy(dict(read_config("InternVL-Chat-V1-5")))
 
 
 @pytest.fixture
 def qwen() -> dict:
-    return json.loads((SHIPPED / "Qwen2.5-VL-7B.json").read_text())
+    return copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
 
 
 def qwen3(**changes: object) -> dict:
@@ -364,7 +365,7 @@ def test_processor_config_of_transformers_5_is_found(tmp_path):
 
 def test_flat_text_fields_are_read_from_the_top():
     """Files of Qwen2-VL and Qwen2.5-VL as first published: no `text_config`."""
-    nested = json.loads((SHIPPED / "Qwen2.5-VL-7B.json").read_text())
+    nested = copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
     flat = copy.deepcopy(nested)
     text = flat.pop("text_config")
     text.pop("model_type")
@@ -387,10 +388,57 @@ def test_digest_is_of_the_content_alone(qwen):
     assert describe(qwen).config_blake2b != describe(backwards | {"extra": 1}).config_blake2b
 
 
-def test_shipped_models_name_their_sources():
-    assert shipped_models() == ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B")
+def test_shipped_models_are_descriptions_of_named_sources():
+    assert len(shipped_models()) >= 20
     for name in shipped_models():
-        assert json.loads((SHIPPED / f"{name}.json").read_text())["source"]
+        assert read_config(name)["source"], name
+        model = describe(name)
+        again = describe(read_config(name), name=name)
+        assert (model.layers, model.image_rule, model.tied) == (again.layers, again.image_rule, again.tied)
+        assert model.config_blake2b == again.config_blake2b
+        assert model.image_rule.count(1024, 768).tokens > 0
+    files = resources.files("trimtab.models").joinpath("zoo").iterdir()
+    assert sum(len(x.read_bytes()) for x in files) < 2**20
+
+
+@needs_zoo
+def test_shipped_models_have_the_published_parameters():
+    """The zoo counts matrices alone; norms and biases, positions and Gemma's second norms are the difference."""
+    published = {k.partition(" (")[0]: v for k, v in json.loads(ZOO.read_text())["models"].items()}
+    for name in shipped_models():
+        model = describe(name)
+        counted = published[name]["computed_params_b"]["total"]
+        assert model.num_params / 1e9 == pytest.approx(counted, rel=0.01, abs=0.006), name
+        if "vision" in published[name]["size_label_b"]:  # a table of towers; elsewhere the size in a name
+            table = published[name]["size_label_b"]["total"]
+            assert round(model.num_params / 1e9, 1) == pytest.approx(table, abs=0.051), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shipped"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-7B"),
+        ("qwen2.5-vl-7b", "Qwen2.5-VL-7B"),
+        ("google/gemma-3-27b-it", "Gemma3-27B"),
+        ("llava-hf/llava-1.5-7b-hf", "LLaVA-1.5-7B"),
+        ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "LLaVA-OneVision-7B"),
+        ("OpenGVLab/InternVL3_5-8B", "InternVL3_5-8B"),
+        ("Qwen3-VL-235B-A22B-Thinking", "Qwen3-VL-235B-A22B"),
+    ],
+)
+def test_shipped_models_are_found_by_the_names_in_use(name, shipped):
+    assert describe(name) == describe(shipped)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"nor a shipped description \(did you mean Qwen2\.5-VL-7B\?\): give a path"):
+        describe("Qwen/Qwen2.5-VL-7")
+    with pytest.raises(ConfigError, match=r"nor a shipped description: give a path"):
+        describe("my-own-model")
+    monkeypatch.chdir(tmp_path)  # a folder of that name is the user's own
+    (tmp_path / "qwen2.5-vl-7b").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        describe("qwen2.5-vl-7b")
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -627,7 +675,7 @@ def paths(config: dict, prefix: str = "") -> list[str]:
 @given(st.data())
 def test_damage_gives_a_model_or_a_config_error(data):
     config = data.draw(
-        st.sampled_from([qwen3(), llava(), *(json.loads(x.read_text()) for x in SHIPPED.glob("*.json"))])
+        st.sampled_from([qwen3(), llava(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))])
     )
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths(config)))
@@ -645,7 +693,7 @@ HUGE = [4096, 4097, 10**6, 2**30, 2**31 - 1, 10**9, 10**18, 10**400, 1e300, 5e-3
 @given(st.data())
 def test_huge_numbers_end_at_once_in_a_model_or_an_error_that_is_short(data):
     config = data.draw(
-        st.sampled_from([qwen3(), llava(), *(json.loads(x.read_text()) for x in SHIPPED.glob("*.json"))])
+        st.sampled_from([qwen3(), llava(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))])
     )
     for _ in range(data.draw(st.integers(1, 4))):
         fields = [*paths(config), *(f"preprocess.{key}" for key in config.get("preprocess", {}))]

@@ -34,6 +34,7 @@ TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
     *("costs/traced_weights.py", "costs/traced_inputs.py", "costs/timed.py", "costs/timed_model.py"),
     *(f"models/asking/{x}.py" for x in ("build", "units", "forward", "inputs", "blocks", "layers", "model")),
+    *(f"models/asking/{x}.py" for x in ("blank", "images", "processors")),
 }
 FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "ray", "pandas"}
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "registry.py", "constants.py", "helpers.py"}

@@ -14,8 +14,8 @@ from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, talk, write_to
 from trimtab.errors import ConfigError  # noqa: E402
 from trimtab.samples.problems import BadRecordError  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
-from trimtab.samples.tokens import MARKUPS, ImageMarkup, TokenCounter, read_tokenizer  # noqa: E402
-from trimtab.specs import ImageCounts  # noqa: E402
+from trimtab.samples.tokens import MARKUPS, TokenCounter, read_tokenizer  # noqa: E402
+from trimtab.specs import ImageCounts, ImageMarkup  # noqa: E402
 
 
 def image(tokens, tiles=1):

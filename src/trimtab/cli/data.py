@@ -94,7 +94,7 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
             image_rule=model.image_rule,
             tokenizer=reading.tokenizer,
             chat_template=reading.chat_template,
-            image_markup=MARKUPS.get(model.family),
+            image_markup=MARKUPS.get(model.family) or model.image_markup,
             special_tokens=reading.special_tokens,
             media_root=reading.media_root,
             allow_outside=reading.allow_outside,

@@ -10,7 +10,7 @@ import typer
 
 from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
 from trimtab.cli.output import JsonOption, print_json
-from trimtab.errors import ImageError
+from trimtab.errors import ConfigError, ImageError
 
 
 def image_size(
@@ -19,16 +19,26 @@ def image_size(
     preprocessor: PreprocessorOption = None,
     max_pixels: MaxPixelsOption = None,
     max_tiles: MaxTilesOption = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Of a clip: how many frames it has.")] = None,
+    fps: Annotated[float, typer.Option(min=0.01, help="Of a clip: its frames a second.")] = 24.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Print ViT patches and LLM tokens of an image of SIZE pixels."""
+    """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
     from trimtab.models.describe import describe as describe_model
 
     match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", size.strip())
     if match is None:
         raise ImageError(f"{size!r} is not an image size: write width x height in pixels, as in 1920x1080")
     model = describe_model(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
-    counts = model.image_rule.count(int(match[1]), int(match[2]))
+    if frames is None:
+        counts = model.image_rule.count(int(match[1]), int(match[2]))
+    elif model.clip_rule is None:
+        raise ConfigError(
+            f"a clip was to be counted, and the files of {model.name}'s processor were not given: put "
+            "preprocessor_config.json or processor_config.json beside config.json"
+        )
+    else:
+        counts = model.clip_rule.count_clip(int(match[1]), int(match[2]), frames, fps)
     if as_json:
         print_json({"model": model.name, "rule": model.image_rule.name, **asdict(counts)})
         return

@@ -21,7 +21,7 @@ from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.files import write_atomically
 from trimtab.models.quote import quote
 
-Question = Literal["complete", "describe"]
+Question = Literal["complete", "describe", "images"]
 MAX_CPU_S = 60  # largest published models take under 10
 MAX_WALL_S = 300  # disks of clusters are slow to import from
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB

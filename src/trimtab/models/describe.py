@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from trimtab.errors import ConfigError, UnknownModelError, join_problems
@@ -25,8 +24,9 @@ from trimtab.models.families.mllama import describe_mllama
 from trimtab.models.families.qwen2_5_vl import describe_qwen2_5_vl
 from trimtab.models.families.qwen2_vl import describe_qwen2_vl
 from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
-from trimtab.models.images import UnsettledRule, image_rule_by_processor, image_rule_or_reason, with_limits
+from trimtab.models.images import UnsettledRule, clip_rule, image_rule_by_processor, image_rule_or_reason, with_limits
 from trimtab.models.quote import quote
+from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
 
 FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
@@ -50,6 +50,7 @@ FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
 MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
 
 Config = Mapping[str, object]
+Files = Mapping[str, Config]  # by name
 
 
 def describe(
@@ -77,15 +78,20 @@ def describe(
     """
     path, config = _read_source(source)
     origin = _origin(source, preprocessor, max_pixels, max_tiles)
+    carried = config.get("config") if "description_version" in config else None
+    if preprocessor is not None and isinstance(carried, Mapping):
+        config = carried  # images cut otherwise than the description says
     if "description_version" in config:
         model = _read_described(config, preprocessor, whence=str(path or "the description"))
     else:
         settings = _read_preprocessor(preprocessor, beside=path)
-        model = _describe_config(config, settings, may_ask=ask)
+        files = _processor_files(settings, preprocessor, beside=path)
+        model = _describe_config(config, settings, files, may_ask=ask)
         model = replace(
             model,
             name=_default_name(path, config, model.family),
             config_blake2b=_digest(config, settings),
+            clip_rule=clip_rule(config, files),
         )
     rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
     return replace(model, name=name or model.name, image_rule=rule, origin=origin)
@@ -100,14 +106,14 @@ def _read_described(config: Config, preprocessor: object, *, whence: str) -> Mod
     return read_description(config, whence=whence)
 
 
-def _describe_config(config: Config, settings: Config | None, *, may_ask: bool) -> ModelSpec:
+def _describe_config(config: Config, settings: Config | None, files: Files, *, may_ask: bool) -> ModelSpec:
     """By hand-written arithmetic where a family knows every part, else by asking Transformers."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     may_ask = may_ask and isinstance(model_type, str) and is_installed()
     if family is None or not isinstance(model_type, str):
         if may_ask:
-            return _asked(config, settings)
+            return _asked(config, settings, files)
         raise UnknownModelError(
             f"model_type {quote(model_type)} cannot be described: known are {', '.join(FAMILIES)}; correct "
             f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
@@ -118,16 +124,16 @@ def _describe_config(config: Config, settings: Config | None, *, may_ask: bool) 
     if may_ask and not found.wrong and (found.foreign or found.missing):
         try:
             if found.foreign:
-                return _asked(config, settings)
-            return _describe_completed(_completed(config), settings)
+                return _asked(config, settings, files)
+            return _describe_completed(_completed(config), settings, files)
         except UnknownModelError:  # a family that has remote code alone: what it lacks is said below
             pass
     return _assembled(model_type, architecture, fields, config, settings)
 
 
-def _describe_completed(config: Config, settings: Config | None) -> ModelSpec:
+def _describe_completed(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """Of a configuration whose gaps Transformers filled."""
-    model = _describe_config({**config, "_completed": True}, settings, may_ask="_completed" not in config)
+    model = _describe_config({**config, "_completed": True}, settings, files, may_ask="_completed" not in config)
     return replace(model, notes=(*model.notes, "Fields that the configuration leaves out were filled by Transformers."))
 
 
@@ -172,13 +178,13 @@ def _completed(config: Config) -> Config:
     return {**config, **{key: value for key, value in answer.items() if key not in assumed}}
 
 
-def _asked(config: Config, settings: Config | None) -> ModelSpec:
-    """The description that Transformers gives, with an image rule where a known processor makes its pixels."""
+def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
+    """The description that Transformers gives, with the image rule of its processor."""
     whence = f"the answer on model_type {quote(config.get('model_type'))}"
-    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "describe")
-    model = read_description(answer, whence=whence)
-    rule = image_rule_by_processor(config, settings)
-    return model if rule is None else replace(model, image_rule=rule)
+    known = {k: v for k, v in config.items() if k not in _OURS}
+    model = read_description(ask_transformers(known, "describe"), whence=whence)
+    rule, markup = image_rule_by_processor(known, files, settings)
+    return replace(model, image_rule=rule, image_markup=markup)
 
 
 def _origin(
@@ -190,16 +196,13 @@ def _origin(
     return ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
 
 
-def shipped_models() -> tuple[str, ...]:
-    """Names that `describe` knows without a file."""
-    files = resources.files("trimtab.models").joinpath("zoo").iterdir()
-    return tuple(sorted(x.name.removesuffix(".json") for x in files if x.name.endswith(".json")))
-
-
 def read_config(source: str | Path | Config) -> Config:
     """The configuration that `describe` reads from `source`."""
     config = _read_source(source)[1]
     if "description_version" in config:
+        carried = config.get("config")
+        if isinstance(carried, Mapping):
+            return carried
         raise ConfigError(
             f"{str(source)[:200]!r} is a description, and the model itself has to be built: give its config.json"
         )
@@ -217,18 +220,18 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
         raise ConfigError(
             f"{type(source).__name__} does not describe a model: give a config.json, its folder or its content"
         )
-    if isinstance(source, str) and source in shipped_models():
-        shipped = resources.files("trimtab.models").joinpath("zoo", f"{source}.json")
-        return Path(f"{source}.json"), _parse(shipped.read_bytes(), source)
     path = Path(source)
+    shipped = find_shipped(source) if isinstance(source, str) else None
+    if shipped is not None and (shipped == source or not path.exists()):
+        return None, read_shipped(shipped)
     try:
         if path.is_dir():
             path = path / "config.json"
         return path, _parse(_read_file(path), str(path))
     except FileNotFoundError:
         raise ConfigError(
-            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description: "
-            f"give a path, or one of {', '.join(shipped_models())}"
+            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description"
+            f"{suggest_shipped(str(source)[:200])}: give a path, or one of {', '.join(shipped_models())}"
         ) from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -258,6 +261,25 @@ def _read_preprocessor(preprocessor: str | Path | Config | None, *, beside: Path
             f"preprocessor {str(preprocessor)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable "
             "preprocessor_config.json"
         ) from error
+
+
+def _processor_files(
+    settings: Config | None, preprocessor: str | Path | Config | None, *, beside: Path | None
+) -> dict[str, Config]:
+    """What Transformers makes the processor of: the file given, else all that lie beside config.json."""
+    if preprocessor is not None and settings is not None:
+        return {"processor_config.json" if "image_processor" in settings else "preprocessor_config.json": settings}
+    folder = None if beside is None or settings is None else beside.parent
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    there = [folder / name for name in names if (folder / name).is_file()] if folder else []
+    files = {path.name: _parse(_read_file(path), str(path)) for path in there}
+    tokenizer = folder / "tokenizer_config.json" if folder else None
+    if files and tokenizer is not None and tokenizer.is_file() and tokenizer.stat().st_size <= MAX_CONFIG_BYTES:
+        content = _parse(_read_file(tokenizer), str(tokenizer))
+        extra = content.get("extra_special_tokens")
+        named = {**(extra if isinstance(extra, Mapping) else {}), **content}
+        files[tokenizer.name] = {k: v for k, v in named.items() if k.endswith("_token") or k == "processor_class"}
+    return files
 
 
 def _read_file(path: Path) -> bytes:

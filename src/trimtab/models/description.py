@@ -15,6 +15,7 @@ from trimtab.errors import ConfigError, join_problems
 from trimtab.files import write_atomically
 from trimtab.models.images import (
     AnyRes,
+    AskedImages,
     DynamicTiling,
     FixedImage,
     GlmSmartResize,
@@ -28,7 +29,7 @@ from trimtab.models.images import (
 from trimtab.models.images.size import MAX_TILES
 from trimtab.models.layer_checks import find_layer_problems
 from trimtab.models.quote import quote
-from trimtab.specs import ImageRule, LayerSpec, ModelSpec
+from trimtab.specs import ImageMarkup, ImageRule, LayerSpec, ModelSpec
 from trimtab.typed_json import read_typed
 
 VERSION = "trimtab-description 1.0"
@@ -38,13 +39,14 @@ RULES: Mapping[str, type] = MappingProxyType(
     {
         rule.__name__: rule
         for rule in (
-            *(AnyRes, DynamicTiling, FixedImage, GlmSmartResize, MoonVit, PaddedTiles, PanAndScan),
+            *(AnyRes, AskedImages, DynamicTiling, FixedImage, GlmSmartResize, MoonVit, PaddedTiles, PanAndScan),
             *(Slices, SmartResize, UnsettledRule),
         )
     }
 )
 """Image rules that a file may name: a class and its settings, nothing that runs."""
 
+_RULES_AND_LAYERS = ("image_rule", "clip_rule", "layers")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -55,6 +57,7 @@ class _File:
     name: str
     family: str
     vocab_size: int
+    image_markup: ImageMarkup | None = None
     tied: tuple[tuple[str, str], ...] = ()
     forbidden_cuts: tuple[tuple[int, int], ...] = ()  # first and last of each run
     forbidden_cut_reason: str | None = None
@@ -87,7 +90,9 @@ def description_bytes(model: ModelSpec) -> bytes:
         "config_blake2b": model.config_blake2b,
         "notes": model.notes,
         "asked_of": model.asked_of,
+        "image_markup": None if model.image_markup is None else asdict(model.image_markup),
         "image_rule": {"kind": rule, "settings": _settings(model.image_rule)},
+        "clip_rule": None if not isinstance(model.clip_rule, AskedImages) else _settings(model.clip_rule),
         "layers": _write_layers(model.layers),
     }
     content = (json.dumps(written, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -120,9 +125,12 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
             f"reads {VERSION!r}: write it again with `trimtab describe MODEL --out`"
         )
     problems: list[str] = []
-    plain = {k: v for k, v in data.items() if k not in ("description_version", "image_rule", "layers")}
+    plain = {k: v for k, v in data.items() if k not in ("description_version", "config", *_RULES_AND_LAYERS)}
     head = read_typed(_File, plain, "", problems, read_number=_read_number)
-    rule = _read_rule(data.get("image_rule"), problems)
+    rule = _read_rule(data.get("image_rule"), "image_rule", problems)
+    clips = data.get("clip_rule")
+    if clips is not None:
+        clips = _read_rule({"kind": AskedImages.__name__, "settings": clips}, "clip_rule", problems)
     layers = _read_layers(data.get("layers"), problems)
     if not problems:
         problems += [x for layer in layers for x in find_layer_problems(layer)]
@@ -137,6 +145,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
         **kept,
         layers=tuple(layers),
         image_rule=rule,
+        clip_rule=clips,
         forbidden_cuts=_numbers(head.forbidden_cuts),
         joined_cuts=None if head.joined_cuts is None else _numbers(head.joined_cuts),
     )
@@ -228,34 +237,27 @@ def _read_layers(value: Any, problems: list[str]) -> list[LayerSpec]:
     return layers
 
 
-def _read_rule(value: Any, problems: list[str]) -> ImageRule:
+def _read_rule(value: Any, where: str, problems: list[str]) -> Any:
     stand_in = UnsettledRule(reason="")
     if not isinstance(value, dict) or set(value) != {"kind", "settings"}:
-        problems.append("image_rule: expected an object with `kind` and `settings`")
+        problems.append(f"{where}: expected an object with `kind` and `settings`")
         return stand_in
     kind = RULES.get(value["kind"]) if isinstance(value["kind"], str) else None
     if kind is None:
-        problems.append(f"image_rule.kind: {quote(value['kind'])} is none of {', '.join(RULES)}")
+        problems.append(f"{where}.kind: {quote(value['kind'])} is none of {', '.join(RULES)}")
         return stand_in
     try:
-        rule: ImageRule | None = read_typed(
-            kind, value["settings"], "image_rule.settings.", problems, read_number=_read_number
-        )
+        rule = read_typed(kind, value["settings"], f"{where}.settings.", problems, read_number=_read_number)
     except ArithmeticError as error:
-        problems.append(f"image_rule.settings: {error}")
+        problems.append(f"{where}.settings: {error}")
         return stand_in
     return stand_in if rule is None else rule
 
 
 _MAY_BE_ZERO = frozenset(
     (
-        "num_params",
-        "num_matmul_params",
-        "extra_bytes",
-        "num_norms",
-        "shared_intermediate_size",
-        "rows_per_input",
-        "rows_out_per_input",
+        *("num_params", "num_matmul_params", "num_norms", "shared_intermediate_size", "rows_per_input"),
+        *("rows_out_per_input", "extra_rows", "extra_bytes"),
     )
 )
 _FEW = re.compile(r"tiles|slices|crops|patch_size|merge_size|temporal|grid_size")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import PlanError
-from trimtab.models.describe import describe, read_config, shipped_models
+from trimtab.models.describe import describe, read_config
+from trimtab.models.shipped import find_shipped
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.peaks import ReplayedPeak, replay_peaks
 from trimtab.plan.budget import MemoryBudget
@@ -78,7 +79,7 @@ def find_traced_model(path: Path | str, config: Path | str | None = None) -> Tra
     plan, folder = load_plan(path), path if path.is_dir() else path.parent
     given = plan.inputs.model
     own = None if given.config is None else find_config(given.config, folder)
-    there = own is not None and (own in shipped_models() or Path(own).exists())
+    there = own is not None and (find_shipped(own) is not None or Path(own).exists())
     if config is None:
         if own is None or not there:
             where = "was described from Python" if own is None else f"is to be at {own}, and nothing is there"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError
-from trimtab.models.describe import describe, shipped_models
+from trimtab.errors import PlanError, TrimtabError
+from trimtab.models.describe import describe
+from trimtab.models.shipped import find_shipped
 from trimtab.plan.assemble import device_fingerprint
 from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.case import Case, Setting
@@ -122,7 +123,7 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
     other = None if preprocessor is None else Path(preprocessor)
     if other is not None and not other.exists() and (folder / other).exists():
         other = folder / other
-    for what, place in (("model", None if source in shipped_models() else source), ("preprocessor", other)):
+    for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
         if place is not None and not Path(place).exists():
             raise PlanError(
                 f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "

@@ -72,7 +72,7 @@ def open_conversations(
         read_tokenizer(
             options.tokenizer or folder,
             chat_template=options.chat_template,
-            markup=MARKUPS.get(spec.family),
+            markup=MARKUPS.get(spec.family) or spec.image_markup,
             special_tokens=options.special_tokens,
         ),
         folder,

@@ -60,6 +60,8 @@ class ConversationEncoder:
         features = []
         for image in images:
             copies = image.tiles if self._counter.markup.crops is not None else 1
+            if image.text is not None:
+                copies = image.text.count(self._counter.markup.soft)
             features += [image.tokens // copies] * copies
         repeats = np.ones(len(ids), np.int64)
         soft = np.flatnonzero(ids == self._counter.soft_id)

@@ -23,9 +23,9 @@ from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts
-from trimtab.samples.tokens import ImageMarkup, Rendered, SpecialTokens, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.tokens import Rendered, SpecialTokens, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.workers import map_in_order
-from trimtab.specs import ImageRule
+from trimtab.specs import AskedRule, ImageCounts, ImageMarkup, ImageRule
 
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
@@ -98,6 +98,9 @@ def size_samples(
         raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
     assumptions: list[str] = []
     if all(ready):
+        if isinstance(image_rule, AskedRule):
+            known = [read_length_part(file, count_image=image_counter(_SizesAlone())) for file in files]
+            image_rule.prepare(_sizes_in(known))
         count_image = image_counter(image_rule)
         parts = [[read_length_part(file, count_image=count_image)] for file in files]
     else:
@@ -114,6 +117,10 @@ def size_samples(
             exif=exif,
             max_pixels=max_pixels,
         )
+        if isinstance(image_rule, AskedRule):  # one question about all images, before any text is encoded
+            alone = replace(settings, image_rule=_SizesAlone(), tokenizer=None)
+            seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
+            image_rule.prepare(_sizes_in([part for file_parts in seen for part in file_parts]))
         assumptions += TokenCounter(settings.tokenizer).assumptions
         parts = _size_files(files, settings, workers, map_chunks, resume_dir, progress)
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
@@ -136,6 +143,27 @@ def size_samples(
         num_read=num_read,
         image_rule=None if all(ready) else repr(image_rule),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SizesAlone:
+    """Stands for a rule that has yet to be asked: an image's `patches` are its width and height."""
+
+    name: str = "sizes"
+
+    def count(self, width: int, height: int) -> ImageCounts:
+        packed = width << _SIDE_BITS | height
+        return ImageCounts(patches=packed, tokens=0, tiles=1, patches_sq=0, patches_windowed=0)
+
+
+_SIDE_BITS = 28  # of an image of `MAX_PIXELS`; a sample of a hundred such images still fits 63 bits
+
+
+def _sizes_in(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Distinct (width, height) of all images, sized by `_SizesAlone`."""
+    columns = [part.image_patches for part in parts if part.image_patches is not None and len(part.image_patches)]
+    distinct = np.unique(np.concatenate(columns)).tolist() if columns else []
+    return [(packed >> _SIDE_BITS, packed & (1 << _SIDE_BITS) - 1) for packed in distinct]
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {

@@ -12,7 +12,7 @@ from trimtab.errors import ConfigError
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import Conversation, Message
 from trimtab.samples.template import Render, compile_template, find_template, read_json_object, read_template
-from trimtab.specs import ImageCounts
+from trimtab.specs import ImageCounts, ImageMarkup
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -27,23 +27,6 @@ characters a token, which is why bytes are counted. It has no error band: name a
 """
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageMarkup:
-    """How one image stands in the text: once as a placeholder, then as markers around its image tokens.
-
-    A processor replaces every `placeholder` of the rendered chat by `before` + n x `soft` + `after`, n being the
-    image rule's tokens, and encodes the result. `soft` is an added token: the tokenizer cuts the text at it, so n
-    copies are n tokens and change nothing to either side. So the count is exact with one copy encoded and n - 1 added.
-    """
-
-    placeholder: str
-    soft: str
-    before: str = ""
-    after: str = ""
-    written: str | None = None  # by us, for a template that takes plain strings only; None: the placeholder
-    crops: tuple[str, str] | None = None  # text before a cropped image, text between it and its crops
 
 
 _QWEN = ImageMarkup(
@@ -265,12 +248,17 @@ class TokenCounter:
                 f"the rendered chat holds {markup.placeholder} {text.count(markup.placeholder)} times for "
                 f"{len(images)} images: keep the token out of the texts",
             )
-        if not markup.before and not markup.after and markup.crops is None:
+        plain = not markup.before and not markup.after and markup.crops is None
+        if plain and all(image.text is None for image in images):
             return Rendered(text, num_tokens - len(images), num_turns)
         pieces = text.split(markup.placeholder)
         whole = markup.before + markup.soft + markup.after
         out, num_written = [pieces[0]], 0
         for image, piece in zip(images, pieces[1:], strict=True):
+            if image.text is not None:
+                out += [image.text, piece]
+                num_written += image.text.count(markup.soft)
+                continue
             copies = image.tiles if markup.crops is not None else 1
             if markup.crops is not None and copies > 1:
                 out += [markup.crops[0], whole, markup.crops[1], " ".join([whole] * (copies - 1)), piece]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from trimtab.errors import ConfigError, UnknownModelError
@@ -21,18 +22,31 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     _limit(cpu_s=int(sys.argv[1]), memory_bytes=int(sys.argv[2]))
     question, config = json.load(sys.stdin)
-    from trimtab.models.asking import model
-
+    answer = _answers(question)
     sys.addaudithook(_watch)
     with os.fdopen(reply_to, "w", encoding="utf-8") as out:
-        json.dump(_reply(model, question, config), out)
+        json.dump(_reply(answer, config), out)
 
 
-def _reply(model: Any, question: str, config: dict[str, object]) -> dict[str, object]:
+def _answers(question: str) -> Callable[[dict[str, object]], Any]:
+    """The function that answers; what it needs is imported."""
+    if question == "images":
+        from trimtab.models.asking.blank import install
+
+        install()
+        from trimtab.models.asking.images import answer
+
+        return answer
+    from trimtab.models.asking import model
+
+    if question == "complete":
+        return lambda config: json.loads(json.dumps(model.completed_fields(config), default=str))
+    return lambda config: json.loads(model.described_bytes(config))
+
+
+def _reply(answer: Callable[[dict[str, object]], Any], config: dict[str, object]) -> dict[str, object]:
     try:
-        if question == "complete":
-            return {"answer": json.loads(json.dumps(model.completed_fields(config), default=str))}
-        return {"answer": json.loads(model.described_bytes(config))}
+        return {"answer": answer(config)}
     except ConfigError as error:
         return {"refused": str(error), "unknown": isinstance(error, UnknownModelError)}
     except MemoryError:

@@ -27,13 +27,13 @@ def text_calls(model: Any, num_tokens: int) -> Iterator[dict[str, Any]]:
 
 def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16) -> Iterator[dict[str, Any]]:
     """Keyword arguments of `get_image_features`, or of a tower, for one image; native towers get `side` x `side`."""
-    vision = _vision_config(model.config)
+    vision = vision_config(model.config)
     names = set(inspect.signature(encode).parameters)
-    patch = _first_int(vision, "patch_size", "spatial_patch_size", "encoder_patch_size") or 14
-    merge = _first_int(vision, "spatial_merge_size", "merge_size", "merge_kernel_size") or 2
-    channels = _first_int(vision, "in_channels", "num_channels", "in_chans") or 3
-    frames = _first_int(vision, "temporal_patch_size") or 1
-    size = _first_int(vision, "image_size") or _first_int(model.config, "image_size") or side * patch
+    patch = first_int(vision, "patch_size", "spatial_patch_size", "encoder_patch_size") or 14
+    merge = first_int(vision, "spatial_merge_size", "merge_size", "merge_kernel_size") or 2
+    channels = first_int(vision, "in_channels", "num_channels", "in_chans") or 3
+    frames = first_int(vision, "temporal_patch_size") or 1
+    size = first_int(vision, "image_size") or first_int(model.config, "image_size") or side * patch
     high = wide = side * merge // 2 * 2
     grid = torch.tensor([[1, high, wide]])
     rows = high * wide
@@ -87,7 +87,7 @@ def _patch_values(units: list[Unit]) -> int | None:
     return None if first is None else int(first.weight[0].numel())
 
 
-def _vision_config(config: Any) -> Any:
+def vision_config(config: Any) -> Any:
     for name in ("vision_config", "vision_encoder_config", "perception_config", "encoder"):
         found = getattr(config, name, None)
         if found is not None and not isinstance(found, dict):
@@ -95,7 +95,7 @@ def _vision_config(config: Any) -> Any:
     return config
 
 
-def _first_int(config: Any, *names: str) -> int | None:
+def first_int(config: Any, *names: str) -> int | None:
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and value:

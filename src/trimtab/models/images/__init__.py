@@ -5,13 +5,15 @@ operation, because one ulp decides ties; where a rule has remote code only, its 
 """
 
 from trimtab.models.images.apply import CountColumns, count_many, rule_in_sample, with_limits
+from trimtab.models.images.asked import AskedImages, ask_images, clip_rule
 from trimtab.models.images.build import UnsettledRule, image_rule, image_rule_or_reason
-from trimtab.models.images.by_processor import image_rule_by_processor
+from trimtab.models.images.fit import image_rule_by_processor
 from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
 from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan, Slices
 
 __all__ = [
     "AnyRes",
+    "AskedImages",
     "CountColumns",
     "DynamicTiling",
     "FixedImage",
@@ -22,6 +24,8 @@ __all__ = [
     "Slices",
     "SmartResize",
     "UnsettledRule",
+    "ask_images",
+    "clip_rule",
     "count_many",
     "image_rule",
     "image_rule_by_processor",

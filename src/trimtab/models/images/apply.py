@@ -12,7 +12,7 @@ from trimtab.models.images.build import UnsettledRule
 from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
 from trimtab.models.images.tiles import DynamicTiling, Slices
 from trimtab.models.quote import quote
-from trimtab.specs import ImageRule, ImageRuleBySample, IntArray
+from trimtab.specs import AskedRule, ImageRule, ImageRuleBySample, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +35,8 @@ def count_many(rule: ImageRule, widths: npt.ArrayLike, heights: npt.ArrayLike) -
     distinct, inverse = np.unique(sizes, axis=0, return_inverse=True)
     table = np.zeros((len(distinct), 5), np.int64)
     problems = []
+    if isinstance(rule, AskedRule):
+        rule.prepare([(width, height) for width, height in distinct.tolist()])
     for row, (width, height) in enumerate(distinct.tolist()):
         try:
             c = rule.count(width, height)

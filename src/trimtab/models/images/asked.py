@@ -1,0 +1,162 @@
+"""Counts of images as the model's own processor gives them: a table, asked again where it lacks a size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.errors import ConfigError, ImageError
+from trimtab.models.ask import INSTALL, ask, is_installed
+from trimtab.models.images.size import check_size
+from trimtab.specs import ImageCounts, ImageMarkup
+
+SIDES = (224, 336, 448, 512, 640, 768, 1024, 1280)
+PHOTOS = (
+    *((640, 480), (800, 600), (1024, 768), (1280, 960), (1600, 1200), (2048, 1536), (4032, 3024), (1280, 720)),
+    *((1920, 1080), (2560, 1440), (3840, 2160), (1500, 1000), (1200, 800), (2000, 1333), (500, 375), (500, 333)),
+    *((640, 427), (640, 426), (595, 842), (827, 1169), (1240, 1754), (1654, 2339), (1080, 2400), (1170, 2532)),
+)
+ODD = (
+    (1, 1),
+    (13, 17),
+    (57, 31),
+    (100, 1000),
+    (1000, 90),
+    (333, 777),
+    (1013, 619),
+    (225, 223),
+    (1399, 1401),
+    (90, 3000),
+)
+STANDARD = tuple(dict.fromkeys((*((x, x) for x in SIDES), *PHOTOS, *((h, w) for w, h in PHOTOS), *ODD)))
+"""(width, height) that a description file holds, and on which a formula is judged."""
+MAX_ASKED = 2048  # sizes of one question: 60 s of CPU time are enough for them
+
+Files = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedImages:
+    """What the processor answered, by size; `prepare` asks for many sizes at once, `count` for one that is missing.
+
+    A machine without Transformers knows the sizes of `table` alone.
+    """
+
+    question: str  # JSON: the files that the processor is made of
+    patch_size: int | None  # of the tower, in pixels
+    extra_rows: int  # class tokens of each input of the tower
+    by_sample: bool = False  # images that share a sample are treated otherwise than a lone one
+    copies: int = 1  # images alike in the sample: 2 stands for several
+    table: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)  # size, row, number of the text
+    texts: tuple[str, ...] = field(default=("",), repr=False, compare=False)
+    name: str = "asked"
+    _known: dict[tuple[int, int, int], ImageCounts | str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if any(len(row) != 7 or not 1 <= row[6] <= len(self.texts) for row in self.table):
+            raise ConfigError("a row of its table is not width, height, four counts and the number of a text")
+        known = {(self.copies, row[0], row[1]): _counts(row[2:], self.texts) for row in self.table}
+        object.__setattr__(self, "_known", known)
+
+    def count(self, width: int, height: int) -> ImageCounts:
+        check_size(width, height)
+        if (self.copies, width, height) not in self._known:
+            self.prepare([(width, height)])
+        found = self._known[self.copies, width, height]
+        if isinstance(found, str):
+            raise ImageError(f"cannot count an image of {width} x {height} pixels, its processor says: {found}")
+        return found
+
+    def in_sample(self, num_images: int) -> AskedImages:
+        """The rule for each image of a sample that holds `num_images`."""
+        if not self.by_sample or num_images == 1 or self.copies > 1:
+            return self
+        shared = replace(self, copies=2, table=())
+        object.__setattr__(shared, "_known", self._known)  # what is asked once is known to both
+        return shared
+
+    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """Asks for all (width, height) that are not known yet, one child process for 2,048 of them."""
+        sizes = list(sizes)
+        if self.by_sample and self.copies == 1:
+            self.in_sample(2).prepare(sizes)
+        missing = [x for x in dict.fromkeys(sizes) if (self.copies, *x) not in self._known]
+        if missing and not is_installed():
+            width, height = missing[0]
+            raise ConfigError(
+                f"the description counts {len(self._known)} image sizes, and {width} x {height} is none of them: "
+                f"{INSTALL}, or write the description again where it is"
+            )
+        for first in range(0, len(missing), MAX_ASKED):
+            part = missing[first : first + MAX_ASKED]
+            answer = self._ask({"sizes": part})
+            for size, row in zip(part, answer["rows"], strict=True):
+                self._known[self.copies, *size] = row if isinstance(row, str) else _counts(row, answer["texts"])
+
+    def count_clip(self, width: int, height: int, num_frames: int, fps: float) -> ImageCounts:
+        """A clip of `num_frames` frames at `fps`, of which the processor samples by its own rules."""
+        check_size(width, height)
+        found = self.count_clips([(width, height, num_frames, fps)])[0]
+        if isinstance(found, str):
+            raise ImageError(f"cannot count a clip of {num_frames} frames of {width} x {height}: {found}")
+        return found
+
+    def count_clips(self, clips: Sequence[tuple[int, int, int, float]]) -> list[ImageCounts | str]:
+        """Many (width, height, frames, frames a second) in one question; a sentence for each that is refused."""
+        answer = self._ask({"clips": list(clips)})
+        return [x if isinstance(x, str) else _counts(x, answer["texts"]) for x in answer["rows"]]
+
+    def _ask(self, about: Mapping[str, object]) -> Mapping[str, Any]:
+        request = {"patch_size": self.patch_size, "extra_rows": self.extra_rows, "copies": self.copies, **about}
+        return ask({**json.loads(self.question), **request}, "images")
+
+
+def ask_images(files: Files, config: Mapping[str, object]) -> tuple[AskedImages, ImageMarkup | None]:
+    """The rule of a model by its processor's files, and how an image stands in its text where that is always the same.
+
+    Raises `ConfigError` where Transformers has no such processor, or it takes no image.
+    """
+    question = _question(config, files)
+    answer = ask({**json.loads(question), "config": config, "sizes": STANDARD}, "images")
+    rows = [(*size, *row) for size, row in zip(STANDARD, answer["rows"], strict=True) if not isinstance(row, str)]
+    rule = AskedImages(
+        question=question,
+        patch_size=answer["patch_size"],
+        extra_rows=answer["extra_rows"],
+        by_sample=answer["by_sample"],
+        table=tuple(rows),
+        texts=tuple(answer["texts"]),
+    )
+    markup = answer["markup"]
+    if markup is None and len(answer["texts"]) > 1:
+        markup = {"placeholder": answer["token"], "soft": answer["soft"]}
+    return rule, None if markup is None else ImageMarkup(**markup)
+
+
+def clip_rule(config: Mapping[str, object], files: Files) -> AskedImages | None:
+    """Counts clips by the processor of these files, which is asked when the first is to be counted."""
+    if not files:
+        return None
+    vision = config.get("vision_config")
+    patch = vision.get("patch_size") if isinstance(vision, Mapping) else None
+    question = _question(config, files)
+    return AskedImages(question=question, patch_size=patch if type(patch) is int else None, extra_rows=0)
+
+
+def _question(config: Mapping[str, object], files: Files) -> str:
+    asked = {"model_type": config.get("model_type"), "files": files}
+    return json.dumps(asked, sort_keys=True, separators=(",", ":"), default=dict)
+
+
+def _counts(row: Iterable[int], texts: Iterable[str]) -> ImageCounts:
+    patches, tokens, tiles, squares, text = row
+    return ImageCounts(
+        patches=patches,
+        tokens=tokens,
+        tiles=tiles,
+        patches_sq=squares,
+        patches_windowed=squares,
+        text=tuple(texts)[text - 1] or None,
+    )
