@@ -129,6 +129,8 @@ def fit_counts(
         work = np.array([probe.work[number] for probe in kept])
         columns = _columns(layer, settings)
         traced = [probe.trace.layers[place] for probe in kept]
+        if not any(x.num_calls for x in traced):  # a tower that no input reaches keeps its formulas
+            continue
 
         def fit(values: Sequence[int], what: str, *, work=work, columns=columns, layer=layer) -> Terms:  # type: ignore[no-untyped-def]
             return _fit(work, values, columns, f"{what} of {layer.name}")
@@ -170,7 +172,7 @@ def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: 
     # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
     for chosen in (columns[:-1], columns):
         X = work[:, chosen]
-        scale = X.max(axis=0)
+        scale = np.maximum(X.max(axis=0), 1.0)
         found = np.round(np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, 7)
         left = np.abs(X @ found - y).max() / y.max()
         if left < 1e-6:
@@ -215,7 +217,7 @@ def _fit_transient(
         y -= work[:, columns.pairs] * terms[columns.pairs]
         chosen = chosen[:2]
     X = work[:, chosen]
-    scale = X.max(axis=0)
+    scale = np.maximum(X.max(axis=0), 1.0)
     for column, value in zip(chosen, np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, strict=True):
         terms[column] = float(value)
     return tuple(terms)
@@ -245,7 +247,7 @@ def traced_profile(
     context: dict[int, FloatArray] = {}
     for kind in kinds:
         tower = model.layers[kind.layer].tower
-        first = model.indices("vision" if tower == "projector" else tower)[0]
+        first = (model.indices("vision" if tower == "projector" else tower) or model.indices(tower))[0]
         # full and windowed masks are two; a fit's own error may fall below 0
         context[first] = context.get(first, 0.0) + np.maximum(kind.context_bytes, 0.0)
     entries = {
