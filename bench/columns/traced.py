@@ -1,4 +1,4 @@
-"""Column "traced": whose layers are counted without weights, to the byte. Run: python bench/columns/traced.py [FAMILY ...]
+"""Column "traced": layers counted without weights, to the byte. Run: python bench/columns/traced.py [FAMILY ...]
 
 Of a small model of each family: the saved bytes of random subsets of recomputed layers, traced without weights, equal
 what autograd keeps on the real module; every tower but the audio one runs; and a traced profile is made of it.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from trimtab.costs.profile import profile_model
+from trimtab.costs.profile import group_layers, is_unpriced, profile_model
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.traced_fit import (
     PATCHES,
@@ -21,6 +22,7 @@ from trimtab.costs.traced_fit import (
     PATCHES_WINDOWED,
     TOKENS,
     TOKENS_SQ,
+    KindCounts,
     Probe,
     Terms,
     TracedProfile,
@@ -35,7 +37,7 @@ from trimtab.models.asking.batches import Batch, Batches
 from trimtab.models.asking.build import complete
 from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.units import split_units
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, ModelSpec, ParallelDims, Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims, Tower
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROW = 256
@@ -76,19 +78,8 @@ def profile_traced(
         fused_kernels=fused_kernels,
         frozen_towers=frozen_towers,
     )
-    analytic = profile_model(
-        model,
-        device,
-        dtype=dtype,
-        attention=attention,
-        packed=packed,
-        fused_kernels=fused_kernels,
-        frozen_towers=frozen_towers,
-    )
-    groups: dict[int, int] = {}
-    for number, cost in enumerate(analytic.layers):
-        if cost.group not in groups.values():
-            groups[number] = cost.group
+    numbers = group_layers(model, frozen_towers)
+    groups = {numbers.index(group): group for group in set(numbers)}  # by the first layer of each
     tracer = _Tracer(config, model, settings, sorted(groups))
     kept = [tracer.probe(times, words) for times, words in _SMALL]
     unit = max(1.0, kept[0].work[tracer.numbers[0]][PATCHES])
@@ -108,7 +99,42 @@ def profile_traced(
     if tracer.packed and attention != "flash":
         how += ", several samples to a row, so with masks"
     kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
+    warnings += _list_misfits(model, kinds)
+    analytic = profile_model(
+        _price_layers(model, kinds, numbers),
+        device,
+        dtype=dtype,
+        attention=attention,
+        packed=packed,
+        fused_kernels=fused_kernels,
+        frozen_towers=frozen_towers,
+    )
     return traced_profile(analytic, model, settings, kinds, how=how, warnings=warnings)
+
+
+def _list_misfits(model: ModelSpec, kinds: Sequence[KindCounts]) -> list[str]:
+    """A sentence for layers whose counts are no sums of rows and pairs."""
+    loose = [x for x in kinds if x.misfit]
+    if not loose:
+        return []
+    worst = max(loose, key=lambda x: x.misfit)
+    return [
+        f"Counts of {len(loose)} kinds of layers are no sums of rows and pairs of their own (cross-attention, "
+        f"expert rows): the fit of {model.layers[worst.layer].name} leaves {worst.misfit:.1%}."
+    ]
+
+
+def _price_layers(model: ModelSpec, kinds: Sequence[KindCounts], groups: Sequence[int]) -> ModelSpec:
+    """`model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer."""
+    counted = {kind.group: kind for kind in kinds}
+    layers = []
+    for layer, group in zip(model.layers, groups, strict=True):
+        kind = counted.get(group)
+        if is_unpriced(layer) and kind is not None:
+            work = MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes)
+            layer = replace(layer, measured=work)
+        layers.append(layer)
+    return replace(model, layers=tuple(layers))
 
 
 class _Tracer:
@@ -239,9 +265,13 @@ def _find_idle(model: ModelSpec, chosen: Sequence[int]) -> dict[str, str]:
 
 
 def _compare_sizes(parts: Mapping[str, nn.Module], model: ModelSpec, numbers: Sequence[int]) -> None:
+    seen: set[int] = set()
     for layer in (model.layers[i] for i in numbers):
-        count = sum(p.numel() for p in parts[layer.name].parameters())
-        if layer.num_params and count != layer.num_params:  # a tied head owns none
+        own = {id(p): p.numel() for p in parts[layer.name].parameters()}
+        count = sum(own.values())
+        fresh = sum(num for key, num in own.items() if key not in seen)  # a tied weight is an earlier layer's
+        seen |= own.keys()
+        if layer.num_params and layer.num_params not in (count, fresh):
             raise ConfigError(
                 f"{layer.name} has {layer.num_params} parameters by its description, and Transformers "
                 f"{transformers.__version__} builds it with {count}: give the config.json as the model ships it"

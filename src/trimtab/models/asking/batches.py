@@ -66,7 +66,7 @@ class Batches:
         self._chosen: _Arrangement | None = None
 
     def make(self, times: int, num_text: int, *, multiple: int = 1) -> Batch:
-        """`times` the smallest images, and `num_text` words around them, or more for a `multiple` of tokens in a row."""
+        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row."""
         if self._chosen is None:
             self._chosen = self._choose(num_text, multiple)
         return self._put(self._chosen, times, num_text, multiple)

@@ -197,7 +197,8 @@ class _Shape:
         frames = _first_int(vision, "temporal_patch_size") or 1
         least = side * merge // 2 * 2
         high = max(least, least * round(times**0.5))
-        own = (_first_int(vision, "image_size"), _first_int(model.config, "image_size"), side * patch, 768, 1024)
+        own = [_first_int(vision, "image_size"), _first_int(model.config, "image_size")]
+        own = own if any(own) else [side * patch, 768]
         return _Shape(
             high=high,
             wide=max(least, merge * round(least * least * times / high / merge)),
