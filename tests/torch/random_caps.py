@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.traced import profile_traced
-from trimtab.costs.traced_inputs import find_unit, make_batch
+from trimtab.models.asking.batches import Batches
+from trimtab.models.asking.units import split_units
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
@@ -178,9 +179,8 @@ def draw_model(rng: np.random.Generator, case: str, attention: str, dtype: str) 
     model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation=attention, dtype=DTYPES[dtype]
     ).train()
-    unit = find_unit(model, spec, DTYPES[dtype])
-    size, text = unit.patches * int(rng.integers(2, 7)), int(rng.integers(20, 400))
-    batch = make_batch(model, spec, unit, size=size, num_text=text, packed=True, dtype=DTYPES[dtype])
+    times, text = int(rng.integers(2, 7)), int(rng.integers(20, 400))
+    batch = Batches(model, split_units(model), packed=True).make(times, text)
     work = _work_of(model, spec, batch.inputs, batch.num_tokens)
     return RandomModel(case, attention, spec, traced.profile, model, batch.inputs, work)
 

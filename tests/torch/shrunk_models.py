@@ -113,6 +113,9 @@ GIVEN: dict[str, dict[str, Any]] = {
         for kind in ("full_attention", "sliding_attention")
     }}},
     "chameleon": {"vocabulary_map": {"<image>": 130}},
+    **{x: {"image_token_index": 130} for x in ("blip-2", "instructblip", "instructblipvideo")},
+    **{x: {"image_token_id": 130} for x in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    **{x: {"decoder_start_token_id": 0, "pad_token_id": 0} for x in ("udop", "vision-encoder-decoder")},
     "emu3": {"vocabulary_map": {"<image>": 130, "<|extra_200|>": 131}},
 }  # fmt: skip
 """What a family's configuration is made with: fields without which its class, or what it derives, is not whole."""
@@ -124,7 +127,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "text_config.num_experts_per_tok": 2,
     },
     "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]} | {_EXPERTS: [24, 24]},
-    "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
+    "florence2": {"vision_config.patch_size": [7, 3, 3, 3]},
+    "granite4_vision": {
+        "image_grid_pinpoints": [[112, 56], [56, 112]],
+        "deepstack_layer_map": [(0, 0), (1, 1)],
+        "downsample_rate": "1/2",
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "hunyuan_vl": {"text_config.head_dim": 16},
     "llama4": {"vision_config.intermediate_size": 256},

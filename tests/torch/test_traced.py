@@ -22,11 +22,12 @@ from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
 from trimtab.costs.traced import profile_traced  # noqa: E402
 from trimtab.costs.traced_fit import share_bytes  # noqa: E402
-from trimtab.costs.traced_inputs import check_family, find_unit, make_batch  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
 from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
+from trimtab.models.asking.batches import Batches  # noqa: E402
+from trimtab.models.asking.units import split_units  # noqa: E402
+from trimtab.models.describe import describe, read_config  # noqa: E402
 from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -125,8 +126,9 @@ def test_layers_add_up_to_a_whole_model_of_another_size(case, attention):
     whole = build_weightless(copy.deepcopy(tiny.model.config), dtype=torch.bfloat16, attention=attention)
     parts = dict(whole.named_modules())
     names = [x.name for x in spec.layers if x.name in parts]
-    unit = find_unit(whole, spec, torch.bfloat16)
-    batch = make_batch(whole, spec, unit, size=unit.patches * 6, num_text=301, packed=True, dtype=torch.bfloat16)
+    batch = Batches(whole, split_units(whole), packed=True).make(6, 301)
+    assert batch.has_images
+    assert batch.packed
     trace = trace_step(whole, names, batch.inputs)
     block = next(x for x in spec.layers if x.tower == "vision" and x.kind == "block")
     rows = trace.layers[names.index(block.name)].output_bytes / (2 * block.hidden_size)
@@ -238,11 +240,11 @@ def test_bad_models_are_refused():
     config = as_saved(tiny.model.config)
     without = copy.deepcopy(config)
     del without["text_config"]["rope_parameters"]["mrope_section"]
-    with pytest.raises(ConfigError, match="mrope_section of text_config is missing"):
+    with pytest.raises(UnknownModelError, match="took none of our batches"):
         profile_traced(without, tiny.spec, H200)
     wider = copy.deepcopy(config)
     wider["text_config"]["intermediate_size"] = 128
     with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
         profile_traced(wider, tiny.spec, H200)
-    with pytest.raises(UnknownModelError, match="'internvl_chat' were to be traced"):
-        check_family(describe("InternVL-Chat-V1-5"))
+    with pytest.raises(UnknownModelError, match=r"internvl_chat.* cannot be described: Transformers"):
+        profile_traced(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"), H200)

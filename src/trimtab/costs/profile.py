@@ -15,7 +15,7 @@ from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import Attention, CostSettings, Efficiency
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ModelSpec, ParallelDims, Profile, Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, Tower
 from trimtab.typed_json import read_typed
 
 FORMAT = "trimtab-profile 1.2"
@@ -69,14 +69,11 @@ def profile_model(
     problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
     if problems:
         raise PartitionError(join_problems(problems))
-    layers: list[LayerCost] = []
-    groups: dict[tuple[object, ...], int] = {}
-    for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers), strict=True):
-        kind = (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients)
-        group = groups.setdefault(kind, len(groups))
-        layers.append(cost_layer(layer, gradients, device, settings, group=group))
+    layers = zip(
+        model.layers, find_gradients(model.layers, frozen_towers), group_layers(model, frozen_towers), strict=True
+    )
     return Profile(
-        layers=tuple(layers),
+        layers=tuple(cost_layer(x, gradients, device, settings, group=group) for x, gradients, group in layers),
         method="analytic",
         device=device,
         dims=settings.dims,
@@ -89,6 +86,23 @@ def profile_model(
         frozen_towers=tuple(sorted(frozen_towers)),
         layers_blake2b=layers_fingerprint(model),
     )
+
+
+def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower]) -> list[int]:
+    """For each layer the number of its kind: equal where layers cost the same."""
+    kinds = [
+        (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients)
+        for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers), strict=True)
+    ]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return [numbers[kind] for kind in kinds]
+
+
+def is_unpriced(layer: LayerSpec) -> bool:
+    """Whether no formula knows the layer and nothing has measured it."""
+    if layer.measured is not None:
+        return not layer.measured.forward_flops
+    return layer.attention is not None and layer.attention.cross
 
 
 def layers_fingerprint(model: ModelSpec) -> str:
@@ -161,7 +175,7 @@ def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
 
 def _cross_attention_problems(model: ModelSpec) -> list[str]:
     """Their pairs are tokens times image rows of each sample, and no work term holds that product."""
-    crossing = [x.name for x in model.layers if x.attention is not None and x.attention.cross]
+    crossing = [x.name for x in model.layers if is_unpriced(x) and x.measured is None]
     if not crossing:
         return []
     return [
@@ -173,7 +187,7 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
 
 def _unpriced_problems(model: ModelSpec) -> list[str]:
     """Layers that no formula knows and no pass could measure."""
-    unpriced = [x.name for x in model.layers if x.measured is not None and not x.measured.forward_flops]
+    unpriced = [x.name for x in model.layers if is_unpriced(x) and x.measured is not None]
     if not unpriced:
         return []
     return [

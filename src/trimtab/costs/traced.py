@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from trimtab.costs.profile import profile_model
+from trimtab.costs.profile import group_layers, is_unpriced, profile_model
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.traced_fit import (
     PATCHES,
@@ -21,27 +22,32 @@ from trimtab.costs.traced_fit import (
     PATCHES_WINDOWED,
     TOKENS,
     TOKENS_SQ,
+    KindCounts,
     Probe,
     Terms,
     TracedProfile,
     fit_counts,
     traced_profile,
 )
-from trimtab.costs.traced_inputs import check_family, find_unit, make_batch
 from trimtab.costs.traced_kernels import fuse_kernels
 from trimtab.costs.traced_step import trace_step
 from trimtab.costs.traced_weights import build_weightless
-from trimtab.errors import ConfigError
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, ModelSpec, ParallelDims, Tower
+from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.asking.batches import Batch, Batches
+from trimtab.models.asking.build import complete
+from trimtab.models.asking.inputs import quietly
+from trimtab.models.asking.units import split_units
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims, Tower
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_THREE_AXES = ("qwen2_vl", "qwen2_5_vl")  # whose rotary sections have no default
-_SMALL = ((2, 48), (3, 16), (4, 120), (3, 176), (5, 80))
-"""(multiples of the smallest images, text tokens) of the steps that give bytes and FLOPs."""
+_ROW = 256
+"""Tokens of a step are multiples of this, which chunks of linear attention (64 to 256) divide."""
 _LARGE = (2048, 4096)
 """Rows of each tower, about, in the steps that give transients: so many that rows outweigh weights' gradients."""
 _LARGE_EAGER = (1024, 2048, 3072)
-_FUSED = 1  # of the small steps, taken with fused kernels: what these save is so much a row
+_SMALL = ((1, 16), (2, 300), (3, 16), (3, 560), (2, 560))
+"""(multiples of the smallest images, words) of the steps that give bytes and FLOPs; few sizes, for fake operations of
+one size are remembered."""
 
 
 def profile_traced(
@@ -55,14 +61,15 @@ def profile_traced(
     fused_kernels: bool = False,
     frozen_towers: frozenset[Tower] = frozenset(),
     compare_fused: bool = True,
+    rows: tuple[int, ...] | None = None,
 ) -> TracedProfile:
     """The profile of `model` (described from `config`) with bytes counted on its layers as Transformers builds them.
 
     At tp 1; one layer of each kind is real, the others hand their rows on; nothing takes the memory of weights.
     `packed`: samples share a row of tokens, so SDPA and eager attention are handed masks. `compare_fused`: count what
-    fused norms and gates would keep too. Seconds are the formulas'.
+    fused norms and gates would keep too. `rows`: of the steps that give transients; few are enough for narrow layers.
+    Seconds are the formulas'. Raises `UnknownModelError` where Transformers has no such model or takes no step.
     """
-    check_family(model)
     settings = CostSettings(
         dims=ParallelDims(),
         dtype=dtype,
@@ -71,8 +78,30 @@ def profile_traced(
         fused_kernels=fused_kernels,
         frozen_towers=frozen_towers,
     )
+    numbers = group_layers(model, frozen_towers)
+    groups = {numbers.index(group): group for group in set(numbers)}  # by the first layer of each
+    tracer = _Tracer(config, model, settings, sorted(groups))
+    kept = [tracer.probe(times, words) for times, words in _SMALL]
+    unit = max(1.0, kept[0].work[tracer.numbers[0]][PATCHES])
+    large = rows or (_LARGE_EAGER if attention == "eager" else _LARGE)
+    recomputed = [tracer.probe(max(1, round(size / unit)), size, recompute=True) for size in large]
+    fused = []
+    if compare_fused and not fused_kernels:
+        fuse_kernels(tracer.module)
+        fused = [tracer.probe(*_SMALL[0], backward=False)]
+    warnings = tracer.say()
+    if attention == "eager":
+        warnings.append(
+            "Eager attention keeps the scores of every pair: bytes grow with the square of the rows; "
+            "use sdpa or flash attention."
+        )
+    how = f"{dtype}, {attention} attention{', fused norms and gates' if fused_kernels else ''}"
+    if tracer.packed and attention != "flash":
+        how += ", several samples to a row, so with masks"
+    kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
+    warnings += _list_misfits(model, kinds)
     analytic = profile_model(
-        model,
+        _price_layers(model, kinds, numbers),
         device,
         dtype=dtype,
         attention=attention,
@@ -80,29 +109,32 @@ def profile_traced(
         fused_kernels=fused_kernels,
         frozen_towers=frozen_towers,
     )
-    groups: dict[int, int] = {}
-    for number, cost in enumerate(analytic.layers):
-        if cost.group not in groups.values():
-            groups[number] = cost.group
-    tracer = _Tracer(config, model, settings, sorted(groups))
-    kept = [tracer.probe(size, text) for size, text in tracer.small_sizes()]
-    large = _LARGE_EAGER if attention == "eager" else _LARGE
-    recomputed = [tracer.probe(size, size, recompute=True) for size in large]
-    fused = []
-    if compare_fused and not fused_kernels:
-        fuse_kernels(tracer.module)
-        fused = [tracer.probe(size, text, backward=False) for size, text in tracer.small_sizes()[:_FUSED]]
-    warnings = []
-    if attention == "eager":
-        warnings.append(
-            "Eager attention keeps the scores of every pair: bytes grow with the square of the rows; "
-            "use sdpa or flash attention."
-        )
-    how = f"{dtype}, {attention} attention{', fused norms and gates' if fused_kernels else ''}"
-    if packed and attention != "flash":
-        how += ", several samples to a row, so with masks"
-    kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
     return traced_profile(analytic, model, settings, kinds, how=how, warnings=warnings)
+
+
+def _list_misfits(model: ModelSpec, kinds: Sequence[KindCounts]) -> list[str]:
+    """A sentence for layers whose counts are no sums of rows and pairs."""
+    loose = [x for x in kinds if x.misfit]
+    if not loose:
+        return []
+    worst = max(loose, key=lambda x: x.misfit)
+    return [
+        f"Counts of {len(loose)} kinds of layers are no sums of rows and pairs of their own (cross-attention, "
+        f"expert rows): the fit of {model.layers[worst.layer].name} leaves {worst.misfit:.1%}."
+    ]
+
+
+def _price_layers(model: ModelSpec, kinds: Sequence[KindCounts], groups: Sequence[int]) -> ModelSpec:
+    """`model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer."""
+    counted = {kind.group: kind for kind in kinds}
+    layers = []
+    for layer, group in zip(model.layers, groups, strict=True):
+        kind = counted.get(group)
+        if is_unpriced(layer) and kind is not None:
+            work = MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes)
+            layer = replace(layer, measured=work)
+        layers.append(layer)
+    return replace(model, layers=tuple(layers))
 
 
 class _Tracer:
@@ -115,44 +147,58 @@ class _Tracer:
         settings: CostSettings,
         chosen: Sequence[int],
     ) -> None:
-        self.model, self.settings, self.dtype = model, settings, DTYPES[settings.dtype]
-        idle = [x.name for i, x in enumerate(model.layers) if x.kind == "block" and i not in chosen]
-        self.module = build_weightless(
-            _build_config(config, model),
-            dtype=self.dtype,
-            attention=settings.attention,
-            fused_kernels=settings.fused_kernels,
-            idle=idle,
-        )
+        self.model, self.settings = model, settings
+        likes = _find_idle(model, chosen)
+        for idle in (likes, {}):
+            self._build(config, idle)
+            with quietly():
+                self.batches = Batches(self.module, split_units(self.module), packed=settings.packed)
+            try:
+                self.first = self.batches.make(1, 16, multiple=_ROW)
+            except UnknownModelError:
+                if not idle:
+                    raise
+                continue
+            if self.first.has_images or next(self.batches.images.choices(), None) is None:
+                break
+        self.packed = self.first.packed
+
+    def _build(self, config: Mapping[str, Any], idle: Mapping[str, str]) -> None:
+        model, settings = self.model, self.settings
+        with quietly():
+            self.module = build_weightless(
+                complete(config),
+                dtype=DTYPES[settings.dtype],
+                attention=settings.attention,
+                fused_kernels=settings.fused_kernels,
+                idle=idle,
+            )
         parts = dict(self.module.named_modules())
-        idle_names = set(idle)
-        self.numbers = tuple(i for i, x in enumerate(model.layers) if x.name in parts and x.name not in idle_names)
+        self.numbers = tuple(i for i, x in enumerate(model.layers) if x.name in parts and x.name not in idle)
         self.names = [model.layers[i].name for i in self.numbers]
         _compare_sizes(parts, model, self.numbers)
         for layer in model.layers:
             if layer.tower in settings.frozen_towers and layer.name in parts:
                 parts[layer.name].requires_grad_(False)
-        self.unit = find_unit(self.module, model, self.dtype)
 
-    def small_sizes(self) -> list[tuple[int, int]]:
-        return [(self.unit.patches * times, text) for times, text in _SMALL]
+    def say(self) -> list[str]:
+        """What the steps are not."""
+        said = []
+        if not self.first.has_images and any(x.tower == "vision" for x in self.model.layers):
+            said.append("No image could be passed through the model: its vision tower has the bytes of formulas.")
+        if self.settings.packed and not self.packed:
+            said.append("The model takes no positions that restart: steps were of one sample each.")
+        return said
 
-    def probe(self, size: int, num_text: int, *, recompute: bool = False, backward: bool = True) -> Probe:
-        model, settings = self.model, self.settings
-        batch = make_batch(
-            self.module,
-            model,
-            self.unit,
-            size=size,
-            num_text=num_text,
-            packed=settings.packed,
-            dtype=self.dtype,
-        )
+    def probe(self, times: int, num_text: int, *, recompute: bool = False, backward: bool = True) -> Probe:
+        model = self.model
+        batch = self.batches.make(times, num_text, multiple=_ROW)
         blocks = [name for i, name in zip(self.numbers, self.names, strict=True) if model.layers[i].kind == "block"]
         rows: dict[int, tuple[int, int]] = {}
         with ExitStack() as stack:
+            stack.enter_context(quietly())
             for number, name in zip(self.numbers, self.names, strict=True):
-                if model.layers[number].tower == "vision" and model.layers[number].kind == "block":
+                if model.layers[number].tower in ("vision", "projector"):
                     part = self.module.get_submodule(name)
                     stack.callback(part.register_forward_pre_hook(_note_pairs(rows, number), with_kwargs=True).remove)
             # the first micro-batch aside, gradients of earlier ones are there
@@ -165,19 +211,21 @@ class _Tracer:
                 accumulate=True,
                 backward=backward,
             )
-        return Probe(trace=trace, numbers=self.numbers, work=self._work(rows, batch.num_tokens))
+        return Probe(trace=trace, numbers=self.numbers, work=self._work(rows, batch))
 
-    def _work(self, rows: Mapping[int, tuple[int, int]], num_tokens: int) -> dict[int, Terms]:
+    def _work(self, rows: Mapping[int, tuple[int, int]], batch: Batch) -> dict[int, Terms]:
         """Of each layer: a windowed block's own pairs are in its windowed term, those of others in the squares."""
-        patches = next(iter(rows.values()))[0]
-        squares = next((pairs for i, (_, pairs) in rows.items() if self._is_full(i)), patches**2)
+        layers = self.model.layers
+        blocks = [i for i in rows if layers[i].tower == "vision" and layers[i].kind == "block"]
+        patches = rows[(blocks or list(rows))[0]][0] if rows else 0
+        squares = next((rows[i][1] for i in blocks if self._is_full(i)), patches**2)
         result = {}
         for number in self.numbers:
             terms = [0.0] * NUM_WORK_TERMS
-            terms[0], terms[PATCHES], terms[TOKENS] = 1.0, float(patches), float(num_tokens)
+            terms[0], terms[PATCHES], terms[TOKENS] = 1.0, float(patches), float(batch.num_tokens)
             terms[PATCHES_SQ] = float(squares)
-            terms[PATCHES_WINDOWED] = float(rows[number][1] if number in rows else squares)
-            terms[TOKENS_SQ] = terms[TOKENS_SQ + 1] = float(num_tokens**2)
+            terms[PATCHES_WINDOWED] = float(rows[number][1] if number in blocks else squares)
+            terms[TOKENS_SQ] = terms[TOKENS_SQ + 1] = float(batch.num_pairs)
             result[number] = tuple(terms)
         return result
 
@@ -203,21 +251,27 @@ def _count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int,
     return rows, int((ends.diff().long() ** 2).sum())
 
 
-def _build_config(config: Mapping[str, Any], model: ModelSpec) -> Any:
-    fields = dict(config)
-    built = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if model.family in _THREE_AXES and "mrope_section" not in (built.text_config.rope_parameters or {}):
-        raise ConfigError(
-            f"mrope_section of text_config is missing in the configuration of {model.family}, and Transformers' layers "
-            "read it, as a description needs not: give the config.json as the model ships it"
-        )
-    return built
+def _find_idle(model: ModelSpec, chosen: Sequence[int]) -> dict[str, str]:
+    """Blocks that need not be real, each with the earlier one that stands for it; those that change their rows are."""
+    first = {model.layers[i].alike: model.layers[i].name for i in reversed(chosen)}
+    return {
+        x.name: first[x.alike]
+        for i, x in enumerate(model.layers)
+        if x.kind == "block"
+        and i not in chosen
+        and x.alike in first
+        and (x.hidden_size, x.rows_per_input) == (x.output_size, x.rows_out_per_input)
+    }
 
 
 def _compare_sizes(parts: Mapping[str, nn.Module], model: ModelSpec, numbers: Sequence[int]) -> None:
+    seen: set[int] = set()
     for layer in (model.layers[i] for i in numbers):
-        count = sum(p.numel() for p in parts[layer.name].parameters())
-        if layer.num_params and count != layer.num_params:  # a tied head owns none
+        own = {id(p): p.numel() for p in parts[layer.name].parameters()}
+        count = sum(own.values())
+        fresh = sum(num for key, num in own.items() if key not in seen)  # a tied weight is an earlier layer's
+        seen |= own.keys()
+        if layer.num_params and layer.num_params not in (count, fresh):
             raise ConfigError(
                 f"{layer.name} has {layer.num_params} parameters by its description, and Transformers "
                 f"{transformers.__version__} builds it with {count}: give the config.json as the model ships it"

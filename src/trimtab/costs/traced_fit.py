@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, FloatArray, LayerCost, Lay
 PATCHES, TOKENS = WORK_TERMS.index("patches"), WORK_TERMS.index("tokens")
 PATCHES_SQ, PATCHES_WINDOWED = WORK_TERMS.index("patches_sq"), WORK_TERMS.index("patches_windowed")
 TOKENS_SQ = WORK_TERMS.index("tokens_sq")
+
+MISFIT, MAX_MISFIT = 1e-3, 0.3
+"""Shares that a fit may leave without a word, and with one."""
 
 Terms = tuple[float, ...]
 """Coefficients of WORK_TERMS."""
@@ -45,6 +49,7 @@ class KindCounts:
     forward_flops: Terms
     backward_flops: Terms
     recompute_flops: Terms
+    misfit: float = 0.0  # share of the largest count that these terms leave: products of tokens and patches have none
     fused_bytes: Terms | None = None  # kept_bytes if norms and gates were single kernels; None: they are
 
 
@@ -116,9 +121,9 @@ def fit_counts(
     """Counts of each traced layer as coefficients of WORK_TERMS.
 
     `groups`: of the layer that stands for each. `kept`: steps in which nothing was recomputed; bytes and FLOPs are
-    sums of their terms, so the fit must leave nothing (`TrimtabError` if it leaves 0.1 %). `recomputed`: larger ones
-    with every block recomputed; transients are maxima of sums, so these are lines through large sizes. `fused`: the
-    first of the steps `kept`, with fused kernels; what those save is a sum of rows alone.
+    sums of their terms, so the fit leaves nothing, or says what (`TrimtabError` if it leaves 30 %).
+    `recomputed`: larger ones with every block recomputed; transients are maxima of sums, so these are lines through
+    large sizes. `fused`: the first of the steps `kept`, with fused kernels; what those save is a sum of rows alone.
     """
     blocks = {x.name for x in model.layers if x.kind == "block"}
     shares = [share_bytes(probe.trace, blocks=blocks) for probe in kept]
@@ -129,10 +134,11 @@ def fit_counts(
         work = np.array([probe.work[number] for probe in kept])
         columns = _columns(layer, settings)
         traced = [probe.trace.layers[place] for probe in kept]
+        if not any(x.num_calls for x in traced):  # a tower that no input reaches keeps its formulas
+            continue
 
-        def fit(values: Sequence[int], what: str, *, work=work, columns=columns, layer=layer) -> Terms:  # type: ignore[no-untyped-def]
-            return _fit(work, values, columns, f"{what} of {layer.name}")
-
+        misfits: list[float] = []
+        fit = partial(_fit_into, misfits, work, columns, layer.name)
         kept_bytes = fit([s[place].kept for s in shares], "kept bytes")
         recomputed_bytes = fit([s[place].recomputed for s in shares], "bytes kept under recompute")
         again = _difference(kept_bytes, recomputed_bytes if layer.name in blocks else kept_bytes)
@@ -150,6 +156,7 @@ def fit_counts(
                 forward_flops=fit([x.forward_flops for x in traced], "forward FLOPs"),
                 backward_flops=fit([x.backward_flops for x in traced], "backward FLOPs"),
                 recompute_flops=fit([x.recompute_flops for x in traced], "recompute FLOPs"),
+                misfit=max(misfits),
                 fused_bytes=_without(kept_bytes, less, work, find_columns(layer, settings).rows) if fused else None,
             )
         )
@@ -161,28 +168,41 @@ def _columns(layer: LayerSpec, settings: CostSettings) -> list[int]:
     return [0, PATCHES, TOKENS, find_columns(layer, settings).pairs]
 
 
-def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: str) -> Terms:
-    """Coefficients that give `values`."""
+def _fit_into(
+    misfits: list[float],
+    work: FloatArray,
+    columns: Sequence[int],
+    name: str,
+    values: Sequence[int],
+    what: str,
+) -> Terms:
+    terms, left = _fit(work, values, columns, f"{what} of {name}")
+    misfits.append(left)
+    return terms
+
+
+def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: str) -> tuple[Terms, float]:
+    """Coefficients that give `values`, and the share that they leave."""
     y = np.array(values, dtype=np.float64)
     terms = [0.0] * NUM_WORK_TERMS
     if not y.any():
-        return tuple(terms)
+        return tuple(terms), 0.0
     # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
     for chosen in (columns[:-1], columns):
         X = work[:, chosen]
-        scale = X.max(axis=0)
+        scale = np.maximum(X.max(axis=0), 1.0)
         found = np.round(np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, 7)
         left = np.abs(X @ found - y).max() / y.max()
         if left < 1e-6:
             break
-    if left > 1e-3:
+    if left > MAX_MISFIT:
         raise TrimtabError(
             f"{what} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave {left:.2%}: "
             "this model does not keep the same for each row; profile without --traced, and please report it"
         )
     for column, value in zip(chosen, found, strict=True):
         terms[column] = float(value)
-    return tuple(terms)
+    return tuple(terms), float(left) if left > MISFIT else 0.0
 
 
 def _without(kept: Terms, less: Sequence[int], work: FloatArray, rows: int) -> Terms:
@@ -215,7 +235,7 @@ def _fit_transient(
         y -= work[:, columns.pairs] * terms[columns.pairs]
         chosen = chosen[:2]
     X = work[:, chosen]
-    scale = X.max(axis=0)
+    scale = np.maximum(X.max(axis=0), 1.0)
     for column, value in zip(chosen, np.linalg.lstsq(X / scale, y, rcond=1e-9)[0] / scale, strict=True):
         terms[column] = float(value)
     return tuple(terms)
@@ -245,7 +265,7 @@ def traced_profile(
     context: dict[int, FloatArray] = {}
     for kind in kinds:
         tower = model.layers[kind.layer].tower
-        first = model.indices("vision" if tower == "projector" else tower)[0]
+        first = (model.indices("vision" if tower == "projector" else tower) or model.indices(tower))[0]
         # full and windowed masks are two; a fit's own error may fall below 0
         context[first] = context.get(first, 0.0) + np.maximum(kind.context_bytes, 0.0)
     entries = {

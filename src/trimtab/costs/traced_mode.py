@@ -1,4 +1,4 @@
-"""The dispatch mode under which a step is traced: bytes that live, FLOPs, and operations fake tensors cannot do alone.
+"""The dispatch mode under which a step is traced: bytes that live, and FLOPs.
 
 Needs torch, loaded when this module is.
 """
@@ -6,21 +6,19 @@ Needs torch, loaded when this module is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-aten = torch.ops.aten
+from trimtab.models.asking.weightless import GROUPED, run_operation
 
-_GROUPED = getattr(aten, "_grouped_mm", None)  # from torch 2.8
-_INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index)
+aten = torch.ops.aten
 
 
 class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,12 +54,7 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if packet in _INDEXING:
-            args = _with_integer_indices(args)
-        if packet is _GROUPED:
-            result = _multiply_groups(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = run_operation(func, args, kwargs)
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
         self._see(result)
@@ -95,29 +88,6 @@ class _Storage:
     num_bytes: int
 
 
-def _with_integer_indices(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Where a real boolean tensor indexes a fake one, the places where it is true: their number must be known."""
-    values, indices, *others = args
-    if not isinstance(values, FakeTensor):
-        return tuple(args)
-    places: list[Tensor | None] = []
-    for index in indices:
-        if isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
-            places += index.nonzero(as_tuple=True)
-        else:
-            places.append(index)
-    return (values, places, *others)
-
-
-def _multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The products of experts; their fake kernel knows bf16 alone, whatever the real one can."""
-    a, b, *others = args
-    if isinstance(a, FakeTensor) and a.dtype != torch.bfloat16:
-        half = func(a.to(torch.bfloat16), b.to(torch.bfloat16), *others, **{**kwargs, "out_dtype": None})
-        return half.to(a.dtype)
-    return func(*args, **kwargs)
-
-
 # -- FLOPs ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,8 +114,8 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     }
     found[aten._scaled_dot_product_flash_attention_for_cpu] = _attention
     found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
-    if _GROUPED is not None:
-        found[_GROUPED] = _grouped
+    if GROUPED is not None:
+        found[GROUPED] = _grouped
     return found
 
 

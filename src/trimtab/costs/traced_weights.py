@@ -1,76 +1,72 @@
-"""A model whose parameters take no memory, of any class of Transformers: its buffers, ids and pixels are real.
+"""A model whose parameters take no memory, of any class of Transformers, in training mode.
 
-Only parameters are fake tensors. What touches them becomes fake; positions, masks and grids stay real, so code that
-reads them (`tolist`, boolean indices) runs as ever. Not the `meta` device: its attention falls apart into products and
-keeps what no kernel keeps. Needs torch and Transformers (tested with 5.23), loaded when this module is.
+Needs torch and Transformers (tested with 5.23), loaded when this module is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
 
 from trimtab.costs.traced_kernels import FLASH, fuse_kernels, register_flash
+from trimtab.models.asking.build import build
+from trimtab.models.asking.weightless import make_weightless
 
 
 def build_weightless(
-    config: Any, *, dtype: torch.dtype, attention: str, fused_kernels: bool = False, idle: Collection[str] = ()
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    fused_kernels: bool = False,
+    idle: Mapping[str, str] | None = None,
 ) -> Any:
     """The image-text model of a Transformers configuration in training mode, without weights.
 
-    attention: "sdpa", "eager", or "flash", for which `attend_flash` stands in. fused_kernels: as `fuse_kernels` has
-    them. idle: blocks that hand their rows on and cost nothing.
+    attention: "sdpa", "eager", or "flash", for which `attend_flash` stands in; eager where the model has no other.
+    fused_kernels: as `fuse_kernels` has them. idle: blocks that hand their rows on and cost nothing, each with the
+    earlier one that it is like.
     """
-    with torch.device("meta"):
-        module = transformers.AutoModelForImageTextToText.from_config(
-            config, attn_implementation="sdpa" if attention == "flash" else attention, dtype=dtype
-        )
+    module = build(config, dtype=dtype, attention="sdpa" if attention == "flash" else attention)
     if attention == "flash":  # set behind Transformers' back, which would look for the package
         register_flash()
         for part in module.modules():
-            if isinstance(part, transformers.PreTrainedModel):
+            if isinstance(part, transformers.PreTrainedModel) and part.config._attn_implementation == "sdpa":
                 part.config._attn_implementation = FLASH
-    for name in idle:
-        module.get_submodule(name).forward = _hand_on  # of this instance; its class stays as it is
-    make_weightless(module, without=idle)
+    make_idle(module, idle or {})
+    make_weightless(module, without=idle or ())
     if fused_kernels:
         fuse_kernels(module)
     return module.train()
 
 
-def make_weightless(module: Any, *, without: Collection[str] = ()) -> None:
-    """Gives `module` (built on the meta device) fake parameters on the CPU and real buffers, filled by Transformers.
+def make_idle(module: nn.Module, idle: Mapping[str, str]) -> None:
+    """The blocks named (instances, never classes) hand their rows on, in a tuple where the block they are like has one.
 
-    The modules `without` stay on the meta device.
+    idle: block -> an earlier block that is real.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, nn.Parameter] = {}
-    left = tuple(f"{name}." for name in without)
-    for path, part in module.named_modules():
-        if f"{path}.".startswith(left):
-            part._is_hf_initialized = True
-            continue
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = made.setdefault(id(parameter), _fake_parameter(parameter, fake))
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                part._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    module.initialize_weights()
+    widths: dict[str, int | None] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, _args, result: widths.__setitem__(name, _width(result))
+
+    def hand_on(name: str) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            rows = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            width = widths[name]
+            return rows if width is None else (rows, *[None] * (width - 1))
+
+        return forward
+
+    for name in set(idle.values()):
+        module.get_submodule(name).register_forward_hook(note(name))
+    for name, real in idle.items():
+        module.get_submodule(name).forward = hand_on(real)
 
 
-def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
-    with mode:
-        values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    made._is_hf_initialized = True  # type: ignore[attr-defined]
-    return made
-
-
-def _hand_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return hidden_states
+def _width(result: Any) -> int | None:
+    return None if isinstance(result, Tensor) else len(result)

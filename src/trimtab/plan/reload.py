@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError, TrimtabError
+from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.plan.assemble import device_fingerprint

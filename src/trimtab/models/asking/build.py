@@ -48,8 +48,11 @@ def complete(fields: Mapping[str, object]) -> Any:
         ) from None
 
 
-def build(config: Any) -> Any:
-    """The image-text model of a configuration on the meta device, in evaluation mode."""
+def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
+    """The image-text model of a configuration on the meta device, in evaluation mode.
+
+    attention: as Transformers names it; eager where the model has no code for it.
+    """
     for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
             break
@@ -60,12 +63,21 @@ def build(config: Any) -> Any:
         )
     try:
         with torch.device("meta"):
-            return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+            return _from_config(auto, config, dtype, attention).eval()
     except Exception as error:  # the model's own code fails as it likes on sizes that it cannot build
         raise ConfigError(
             f"Transformers {transformers.__version__} builds no model of this config.json of {config.model_type} "
             f"({_one_line(error)}): correct or add what it asks for"
         ) from None
+
+
+def _from_config(auto: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    try:
+        return auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        if attention is None or "attention implementation" not in str(error):
+            raise
+        return auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
 
 def check_size(module: Any) -> None:

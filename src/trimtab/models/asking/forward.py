@@ -1,7 +1,7 @@
 """A forward pass of a model without weights: which units run in which order, on what rows, with which products.
 
-Only parameters are fake tensors; ids, pixels and buffers are real, so code that reads them runs as ever. Units of one
-list that are built alike run once: the others hand on what the first one made. Tested with Transformers 5.23.
+Units of one list that are built alike run once: the others hand on what the first one made.
+Tested with Transformers 5.23.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from trimtab.models.asking.units import Unit
+from trimtab.models.asking.weightless import run_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +55,6 @@ class Pass:
 
     ran: dict[str, Ran] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)  # entered, but no gradient of the result reaches them
-
-
-def make_weightless(module: Any) -> None:
-    """Gives `module` (on the meta device) fake parameters on the CPU, and buffers that Transformers fills."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, nn.Parameter] = {}
-
-    def fake_of(parameter: nn.Parameter) -> nn.Parameter:
-        with fake:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        result = nn.Parameter(values, requires_grad=parameter.is_floating_point())
-        result._is_hf_initialized = True  # type: ignore[attr-defined]
-        return result
-
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = fake_of(parameter)
-                part._parameters[name] = made[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                part._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        config: Any = getattr(part, "config", None)
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"
-    module.initialize_weights()
 
 
 class Watch:
@@ -211,7 +184,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_operation(func, args, kwargs or {})
         if not self.watch.stack or self.watch.in_attention:
             return result
         name = func._overloadpacket.__name__

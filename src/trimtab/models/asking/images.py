@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from trimtab.errors import ConfigError
 from trimtab.models.asking.blank import blank
 from trimtab.models.asking.build import build, complete
-from trimtab.models.asking.forward import Watch, make_weightless
-from trimtab.models.asking.inputs import first_int, vision_config
+from trimtab.models.asking.forward import Watch
+from trimtab.models.asking.inputs import find_encoder, first_int, vision_config
 from trimtab.models.asking.layers import main_lists
-from trimtab.models.asking.model import find_encoder
 from trimtab.models.asking.processors import NUM_BYTES, load_processor
 from trimtab.models.asking.units import split_units
+from trimtab.models.asking.weightless import make_weightless
 
 NO_IMAGE = "a"
 FEWEST = 8  # tokens of an image that no placeholder stands for: fewer are marks around it

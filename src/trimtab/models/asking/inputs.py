@@ -1,22 +1,155 @@
-"""Calls that a model's towers take: text of any length for the decoder, one image in Transformers' conventions."""
+"""Calls that a model's towers take: text of any length for the decoder, images in Transformers' conventions.
+
+The one place that knows what an image of a family looks like: describing, tracing and timing read it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from trimtab.models.asking.blocks import is_matmul
 from trimtab.models.asking.units import Unit
+from trimtab.models.asking.weightless import Weightless
+
+Values = dict[str, Any]
+"""Keyword arguments of a call."""
 
 
-def text_calls(model: Any, num_tokens: int) -> Iterator[dict[str, Any]]:
+class ImageSource:
+    """Images of growing size or number for one model, and the rows of its language model that they become.
+
+    The first of `image_calls` that `get_image_features` takes is asked for again at every size. A model without that
+    function reads images in its own forward, where any of the calls may be right: `num_choices` of them.
+    """
+
+    def __init__(self, model: Any, units: list[Unit], *, side: int = 4) -> None:
+        self.model, self.units, self.side = model, units, side
+        encode = find_encoder(model)
+        self.asks = encode is not None and "features" in getattr(encode, "__name__", "")
+        self.encode: Callable[..., Any] = encode if encode is not None and self.asks else model.forward
+        self.dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
+        self._rows: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def choices(self) -> Iterator[int]:
+        """Numbers of the calls with an image that may be right."""
+        if not self.asks and not reads_images(self.model):
+            return
+        for number, images in enumerate(self._calls(1)):
+            if not self.asks or self._encoded(images) is not None:
+                yield number
+
+    def draw(self, choice: int, times: int) -> Values:
+        """`times` the smallest images: a larger grid of patches, or more images."""
+        return next(x for i, x in enumerate(self._calls(times)) if i == choice)
+
+    def count_rows(self, choice: int, times: int) -> tuple[int, ...]:
+        """Rows that these images may leave, the likeliest first: features of several layers come in one answer."""
+        if (choice, times) not in self._rows:
+            found = self._encoded(self.draw(choice, times)) if self.asks else None
+            self._rows[choice, times] = (0, 1) if found is None else self._count(found)
+        return self._rows[choice, times]
+
+    def _count(self, found: Any) -> tuple[int, ...]:
+        pooled = getattr(found, "pooler_output", None)
+        made = [x for x in tree_leaves(found if pooled is None else pooled) if isinstance(x, Tensor)]
+        width = self.model.get_input_embeddings().weight.shape[1]
+        total = sum(x.numel() for x in made)
+        likely = [total // width] if total % width == 0 else []
+        return tuple(dict.fromkeys((*likely, sum(x.shape[:-1].numel() for x in made), made[0].shape[:-1].numel())))
+
+    def _calls(self, times: int) -> Iterator[Values]:
+        for call in image_calls(self.model, self.units, self.encode, side=self.side, times=times):
+            yield {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in call.items()}
+
+    def _encoded(self, images: Values) -> Any:
+        try:
+            with torch.no_grad(), quietly(), Weightless():
+                return self.encode(**images)
+        except Exception:  # of any class that the model's own code likes
+            return None
+
+
+def reads_images(model: Any) -> bool:
+    """Whether the model's own forward takes pixels or patches."""
+    return bool(
+        {"pixel_values", "flattened_patches", "image_patches"} & inspect.signature(model.forward).parameters.keys()
+    )
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of calls that are only tried."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def find_encoder(model: Any) -> Callable[..., Any] | None:
+    """The function that makes language rows of one image, or else the vision tower's own forward."""
+    found = [getattr(x, "get_image_features", None) for x in (model, getattr(model, "model", None))]
+    named = [x for x in found if x is not None]
+    if named:
+        spelled = [x for x in named if "args" not in inspect.signature(x).parameters]
+        chosen: Callable[..., Any] = (spelled or named)[0]
+        return chosen
+    tower = model.get_encoder(modality="image")
+    if tower is model or tower is None:
+        tower = getattr(model, "encoder", None)
+    forward: Callable[..., Any] | None = getattr(tower, "forward", None)
+    return forward
+
+
+def image_token(config: Any) -> int | None:
+    """The id that stands for a piece of an image; None: the configuration names none."""
+    for name in ("image_token_id", "image_token_index"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def num_embeddings(model: Any) -> int:
+    """Entries of the model's table of words; 4096 where it names none."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError):
+        return 4096
+
+
+def plain_ids(config: Any, vocab_size: int) -> Tensor:
+    """Ids below `vocab_size` that stand for plain text: none that the configuration or a part of it names."""
+    known: set[int] = set()
+
+    def collect(part: Any) -> None:
+        for name, value in vars(part).items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                known.update(x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, int))
+            elif hasattr(value, "to_dict"):
+                collect(value)
+
+    collect(config)
+    return torch.tensor([x for x in range(min(vocab_size, 4096)) if x not in known])
+
+
+def text_calls(model: Any, num_tokens: int) -> Iterator[Values]:
     """Keyword arguments under which the whole model, or its decoder, may read `num_tokens` words."""
-    special = {getattr(model.config, name, None) for name in ("image_token_id", "image_token_index")}
-    word = next(i for i in range(5, 200) if i not in special)
+    word = int(plain_ids(model.config, 4096)[5])
     ids = torch.full((1, num_tokens), word)
     yield {"input_ids": ids, "use_cache": False}
     yield {"input_ids": ids}
@@ -25,66 +158,150 @@ def text_calls(model: Any, num_tokens: int) -> Iterator[dict[str, Any]]:
     yield {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
 
 
-def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16) -> Iterator[dict[str, Any]]:
-    """Keyword arguments of `get_image_features`, or of a tower, for one image; native towers get `side` x `side`."""
-    vision = vision_config(model.config)
-    names = set(inspect.signature(encode).parameters)
-    patch = first_int(vision, "patch_size", "spatial_patch_size", "encoder_patch_size") or 14
-    merge = first_int(vision, "spatial_merge_size", "merge_size", "merge_kernel_size") or 2
-    channels = first_int(vision, "in_channels", "num_channels", "in_chans") or 3
-    frames = first_int(vision, "temporal_patch_size") or 1
-    size = first_int(vision, "image_size") or first_int(model.config, "image_size") or side * patch
-    high = wide = side * merge // 2 * 2
-    grid = torch.tensor([[1, high, wide]])
-    rows = high * wide
-    flat = torch.ones(rows, _patch_values(units) or channels * frames * patch * patch, dtype=torch.bfloat16)
+def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, times: int = 1) -> Iterator[Values]:
+    """Keyword arguments of `get_image_features`, or of a tower: what processors give, by the names that are taken.
+
+    Where patches come beside a grid, one image of about `side`^2 x `times` patches; else `times` images of the
+    configuration's size.
+    """
+    inner = getattr(
+        getattr(model, "model", None), getattr(encode, "__name__", ""), encode
+    )  # whose arguments are spelled
+    taken = {*inspect.signature(encode).parameters, *inspect.signature(inner).parameters}
+    shape = _Shape.of(model, units, side, times)
+    extra = {name: value for name, value in words_beside(model).items() if name in taken}
+    for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken)):
+        yield {**call, **extra}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """Sizes of images and of their patches."""
+
+    high: int  # of the grid, in patches
+    wide: int
+    patch: int
+    merge: int
+    channels: int
+    frames: int
+    values: tuple[int, ...]  # numbers of one patch, as the first matrices take them
+    sizes: tuple[int, ...]  # sides of an image in pixels, the likeliest first
+    times: int
+
+    @staticmethod
+    def of(model: Any, units: list[Unit], side: int, times: int) -> _Shape:
+        vision = vision_config(model.config)
+        patch = first_int(vision, "patch_size", "spatial_patch_size", "encoder_patch_size") or 14
+        merge = first_int(vision, "spatial_merge_size", "merge_size", "merge_kernel_size") or 2
+        channels = first_int(vision, "in_channels", "num_channels", "in_chans") or 3
+        frames = first_int(vision, "temporal_patch_size") or 1
+        least = side * merge // 2 * 2
+        high = max(least, least * round(times**0.5))
+        own = [first_int(vision, "image_size"), first_int(model.config, "image_size")]
+        own = own if any(own) else [side * patch, 768]
+        return _Shape(
+            high=high,
+            wide=max(least, merge * round(least * least * times / high / merge)),
+            patch=patch,
+            merge=merge,
+            channels=channels,
+            frames=frames,
+            values=_patch_values(units) or (channels * frames * patch * patch,),
+            sizes=tuple(dict.fromkeys(x for x in own if x)),
+            times=times,
+        )
+
+    def patches(self, width: int) -> Tensor:
+        return torch.ones(self.high * self.wide, width, dtype=torch.bfloat16)
+
+    def places(self) -> Tensor:
+        """(1, patches, 2) column and row of every patch."""
+        at = torch.meshgrid(torch.arange(self.wide), torch.arange(self.high), indexing="xy")
+        return torch.stack(at, -1).reshape(1, -1, 2)
+
+
+def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
+    """Patches of all images in one tensor, beside a table of (frames, height, width)."""
+    one = s.channels * s.patch * s.patch
+    widths = dict.fromkeys((*s.values, one * s.frames, one, one * s.merge**2, one * s.frames * s.merge**2))
     for name in ("image_grid_thw", "grid_thw", "image_grid_hw", "grid_thws"):
-        if name in names:
-            which = grid[:, 1:] if name.endswith("hw") and "t" not in name[-3:] else grid
-            yield {"pixel_values": flat, name: which}
-            yield {"pixel_values": flat, name: which, "image_merge_sizes": torch.tensor([merge])}
-            yield {"pixel_values": flat[:, : channels * patch * patch], name: which}
-            if flat.shape[1] == frames * channels * patch * patch:
-                yield {"pixel_values": flat.view(rows, frames * channels, patch, patch)[:, :channels], name: which}
-    shapes = torch.tensor([[high, wide]])
+        if name not in taken:
+            continue
+        grid = torch.tensor([[1, s.high, s.wide]])[:, 1 if name == "image_grid_hw" else 0 :]
+        merges = {"image_merge_sizes": torch.tensor([s.merge])} if "image_merge_sizes" in taken else {}
+        for width in widths:
+            yield {"pixel_values": s.patches(width), name: grid, **merges}
+        yield {"pixel_values": s.patches(one).view(-1, s.channels, s.patch, s.patch), name: grid}
+
+
+def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
+    """Patches of each image by itself, beside its sizes or the places of its patches."""
+    one, rows = s.channels * s.patch * s.patch, s.high * s.wide
+    patches = s.patches(one)[None]
     for name in ("spatial_shapes", "target_sizes", "tgt_sizes"):
-        if name in names:
-            patches = flat[:, : channels * patch * patch][None]
-            mask = torch.ones(1, rows, dtype=torch.long)
-            yield {"pixel_values": patches, name: shapes, "pixel_attention_mask": mask}
-            yield {"pixel_values": torch.ones(1, channels, patch, rows * patch, dtype=torch.bfloat16), name: shapes}
-    yield from _pixels(model, names, channels, size)
-    if "image_position_ids" in names or "pixel_position_ids" in names:
-        name = "image_position_ids" if "image_position_ids" in names else "pixel_position_ids"
-        where = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1).reshape(1, -1, 2)
-        yield {"pixel_values": flat[:, : channels * patch * patch][None], name: where}
+        if name in taken:
+            sizes = torch.tensor([[s.high, s.wide]])
+            yield {"pixel_values": patches, name: sizes, "pixel_attention_mask": torch.ones(1, rows, dtype=torch.long)}
+            yield {
+                "pixel_values": torch.ones(1, s.channels, s.patch, rows * s.patch, dtype=torch.bfloat16),
+                name: sizes,
+            }
+    for name in ("image_position_ids", "pixel_position_ids"):
+        if name in taken:
+            yield {"pixel_values": patches, name: s.places()}
+    if "flattened_patches" in taken or "image_patches" in taken:
+        name = "flattened_patches" if "flattened_patches" in taken else "image_patches"
+        for width in s.values:
+            yield {name: torch.cat([1 + s.places().flip(-1), s.patches(width)[None]], dim=-1)}
+            yield {name: s.patches(width)[None]}
 
 
-def _pixels(model: Any, names: set[str], channels: int, size: int) -> Iterator[dict[str, Any]]:
-    """Pixels as one tile, as tiles of one image, or as images of one sample."""
-    first = next((x for x in ("pixel_values", "images", "flattened_patches") if x in names), "pixel_values")
-    tile = (channels, size, size)
-    extra: dict[str, Tensor] = {}
-    if "image_sizes" in names:
-        extra["image_sizes"] = torch.tensor([[size, size]])
+def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
+    """Images of a fixed size, one by one, as tiles of one image, or as images of one sample."""
+    name = next((x for x in ("pixel_values", "images") if x in taken), "pixel_values")
     points = getattr(model.config, "image_grid_pinpoints", None)
-    if points:
-        least = min(points, key=lambda x: (x[0] * x[1], x))
-        tiles = max(1, (least[0] // size) * (least[1] // size)) + 1
-        yield {first: torch.ones(1, tiles, *tile, dtype=torch.bfloat16), "image_sizes": torch.tensor([list(least)])}
-    shapes: tuple[tuple[int, ...], ...] = ((1, *tile), (1, 1, *tile), (1, 2, *tile), (2, *tile), (1, 1, 1, *tile))
-    for shape in shapes:
-        yield {first: torch.ones(*shape, dtype=torch.bfloat16), **extra}
-    if "num_local_patches" in names or "num_local_crops" in names:
-        name = "num_local_patches" if "num_local_patches" in names else "num_local_crops"
-        yield {first: torch.ones(1, *tile, dtype=torch.bfloat16), name: torch.zeros(1, dtype=torch.long)}
+    for size in s.sizes:
+        tile = (s.channels, size, size)
+        extra: Values = {}
+        if "image_sizes" in taken:
+            extra["image_sizes"] = torch.tensor([[size, size]] * s.times)
+        if points:
+            least = min(points, key=lambda x: (x[0] * x[1], x))
+            tiles = max(1, (least[0] // size) * (least[1] // size)) + 1
+            pixels = torch.ones(s.times, tiles, *tile, dtype=torch.bfloat16)
+            yield {name: pixels, "image_sizes": torch.tensor([list(least)] * s.times)}
+        if "high_res_pixel_values" in taken:
+            high = first_int(getattr(model.config, "high_res_vision_config", None), "image_size") or size
+            large = torch.ones(s.times, s.channels, high, high, dtype=torch.bfloat16)
+            yield {name: torch.ones(s.times, *tile, dtype=torch.bfloat16), "high_res_pixel_values": large}
+        if "aspect_ratio_ids" in taken:
+            most = first_int(vision_config(model.config), "max_num_tiles") or 1
+            real = torch.zeros(1, s.times, most, dtype=torch.long)
+            real[..., 0] = 1
+            pixels = torch.ones(1, s.times, most, *tile, dtype=torch.bfloat16)
+            ids = torch.ones(1, s.times, dtype=torch.long)
+            yield {name: pixels, "aspect_ratio_ids": ids, "aspect_ratio_mask": real}
+        for leading in ((s.times,), (1, s.times), (s.times, 2), (2 * s.times,), (s.times, 1, 1), (s.times, 1)):
+            yield {name: torch.ones(*leading, *tile, dtype=torch.bfloat16), **extra}
+            if extra:
+                yield {name: torch.ones(*leading, *tile, dtype=torch.bfloat16)}
+        for key in ("num_local_patches", "num_local_crops"):
+            if key in taken:
+                none = torch.zeros(s.times, dtype=torch.long)
+                yield {name: torch.ones(s.times, *tile, dtype=torch.bfloat16), key: none}
 
 
-def _patch_values(units: list[Unit]) -> int | None:
-    """Numbers of one patch, as the first matrix of the vision tower takes them."""
-    modules = (x for unit in units if unit.tower == "vision" and unit.module is not None for x in unit.module.modules())
-    first = next((x for x in modules if is_matmul(x)), None)
-    return None if first is None else int(first.weight[0].numel())
+def words_beside(model: Any) -> Values:
+    """Text that some encoders of images read too."""
+    word = int(plain_ids(model.config, 4096)[5])
+    return {"qformer_input_ids": torch.full((1, 4), word)}
+
+
+def _patch_values(units: list[Unit]) -> tuple[int, ...]:
+    """Numbers of one patch, as the first matrix of the vision tower takes them, or of its parts before the blocks."""
+    parts = [x for x in units if x.tower == "vision" and x.module is not None]
+    firsts = [next((x for x in part.module.modules() if is_matmul(x)), None) for part in parts]
+    return tuple(dict.fromkeys(int(x.weight[0].numel()) for x in firsts if x is not None))[:4]
 
 
 def vision_config(config: Any) -> Any:

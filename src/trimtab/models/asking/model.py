@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +15,11 @@ from trimtab.errors import ConfigError
 from trimtab.models.asking.build import build, check_size, complete
 from trimtab.models.asking.cuts import find_cuts
 from trimtab.models.asking.extras import extra_bytes, with_extras
-from trimtab.models.asking.forward import Pass, Watch, make_weightless
-from trimtab.models.asking.inputs import image_calls, text_calls
+from trimtab.models.asking.forward import Pass, Watch
+from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
 from trimtab.models.asking.layers import Passes, describe_units, main_lists
 from trimtab.models.asking.units import Unit, find_head, split_units
+from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
 from trimtab.models.images.build import UnsettledRule
 from trimtab.specs import LayerSpec, ModelSpec, Tower
@@ -58,7 +55,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
     check_size(model)
     family = str(getattr(model.config, "model_type", type(model).__name__))
     extra = extra_bytes(model)
-    with _quietly():
+    with quietly():
         units = split_units(model.to(torch.bfloat16).eval())  # what is kept between the passes is counted in 16 bits
         passes, notes = _run(model, units)
         layers = describe_units(model, units, passes)
@@ -88,7 +85,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
 
 def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
     """What Transformers builds of a config.json's fields; `complete` and `build` say what it refuses."""
-    with _quietly():
+    with quietly():
         model = build(complete(fields))
     return describe_model(model)
 
@@ -100,7 +97,7 @@ def described_bytes(fields: Mapping[str, object]) -> bytes:
 
 def completed_fields(fields: Mapping[str, object]) -> dict[str, object]:
     """The fields with the class defaults of Transformers where they were silent."""
-    with _quietly():
+    with quietly():
         written: dict[str, object] = complete(fields).to_dict()
     return written
 
@@ -152,21 +149,6 @@ def _cached(calls: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return ({**given, "use_cache": True} for given in calls)
 
 
-def find_encoder(model: Any) -> Callable[..., Any] | None:
-    """The function that makes language rows of one image, or else the vision tower's own forward."""
-    found = [getattr(x, "get_image_features", None) for x in (model, getattr(model, "model", None))]
-    named = [x for x in found if x is not None]
-    if named:
-        spelled = [x for x in named if "args" not in inspect.signature(x).parameters]
-        chosen: Callable[..., Any] = (spelled or named)[0]
-        return chosen
-    tower = model.get_encoder(modality="image")
-    if tower is model or tower is None:
-        tower = getattr(model, "encoder", None)
-    forward: Callable[..., Any] | None = getattr(tower, "forward", None)
-    return forward
-
-
 def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass | None:
     """The pass of the first call that the model takes: families refuse what is not their convention.
 
@@ -180,19 +162,6 @@ def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass |
         except Exception:  # noqa: S112 - of any class that the model's own code likes
             continue
     return None
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warnings of calls that are only tried."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 # -- putting together -----------------------------------------------------------------------------------------------
