@@ -12,22 +12,17 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "trimtab_requests", "Chat requests by the status they ended with.", ["status"], registry=registry
-        )
-        self.waiting = Gauge("trimtab_requests_waiting", "Accepted, not yet being answered.", registry=registry)
-        self.running = Gauge("trimtab_requests_running", "Being answered.", registry=registry)
+        self.requests = Counter("trimtab_requests", "Requests by their status.", ["status"], registry=registry)
+        self.accepted = Gauge("trimtab_requests_accepted", "Accepted and not yet answered.", registry=registry)
+        self.running = Gauge("trimtab_requests_running", "In the batch being generated.", registry=registry)
         self.prompt_tokens = Counter("trimtab_prompt_tokens", "Tokens of prompts, images included.", registry=registry)
         self.new_tokens = Counter("trimtab_generated_tokens", "Tokens generated.", registry=registry)
-        self.images = Counter("trimtab_images", "Images decoded.", registry=registry)
+        self.batches = Counter("trimtab_batches", "Calls of generate.", registry=registry)
         self.queue_s = Histogram(
-            "trimtab_queue_seconds", "From acceptance to the model.", buckets=_SECONDS, registry=registry
-        )
-        self.first_token_s = Histogram(
-            "trimtab_first_token_seconds", "From acceptance to the first token.", buckets=_SECONDS, registry=registry
+            "trimtab_queue_seconds", "From a prepared prompt to the model.", buckets=_SECONDS, registry=registry
         )
         self.answer_s = Histogram(
-            "trimtab_answer_seconds", "From acceptance to the last token.", buckets=_SECONDS, registry=registry
+            "trimtab_answer_seconds", "From a prepared prompt to the last token.", buckets=_SECONDS, registry=registry
         )
 
     def text(self) -> bytes:
