@@ -18,7 +18,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,16 +45,13 @@ def ask(port: int, body: dict[str, Any]) -> str:
 def make_questions(count: int, tokens: int) -> list[dict[str, Any]]:
     """Unlike pictures, sizes and lengths."""
     return [
-        question(
-            "what is it? " * (1 + i % 5), picture(i, 64 + 16 * (i % 4), 80), max_tokens=tokens, temperature=0
-        )
+        question("what is it? " * (1 + i % 5), picture(i, 64 + 16 * (i % 4), 80), max_tokens=tokens, temperature=0)
         for i in range(count)
     ]
 
 
 def batch_of_generate_s(folder: Path, count: int, tokens: int) -> float:
     """CPU seconds of one static batch in plain Transformers, its preparation not counted."""
-    import torch
     from transformers import AutoModelForImageTextToText
 
     from trimtab.serve.load import load_processor
@@ -118,10 +117,13 @@ def main() -> None:
             told.append(server.stderr.readline())
             assert told[-1], f"it never served: {''.join(told)}"
         try:
-            measure(int(told[-1].rsplit(":", 1)[1].split("/")[0]), server.pid, given.clients, given.rounds, given.tokens)
+            threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # its log of requests
+            measure(
+                int(told[-1].rsplit(":", 1)[1].split("/")[0]), server.pid, given.clients, given.rounds, given.tokens
+            )
         finally:
             server.terminate()
-            server.communicate()
+            server.wait()
         seconds = batch_of_generate_s(folder, given.clients, given.tokens)
         print(f"plain generate, batch of {given.clients}: {given.clients / seconds:6.2f} a CPU second")
 

@@ -84,11 +84,13 @@ class Running:
     def get(self, path: str, **headers: str) -> Reply:
         return self.send(path=path, method="GET", headers=headers)
 
-    def metric(self, name: str) -> float:
-        for line in self.get("/metrics").content.decode().splitlines():
-            if line.split(" ")[0] == name:
-                return float(line.split(" ")[1])
-        return 0.0
+    @property
+    def num_accepted(self) -> int:
+        return self.server.gate.num_accepted
+
+    @property
+    def num_running(self) -> int:
+        return len(self.server.thread.running)
 
 
 @contextmanager

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,15 +15,15 @@ torch = pytest.importorskip("torch", reason="runs tiny models")
 pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
-pytest.importorskip("prometheus_client", reason="writes /metrics: pip install 'trimtab[serve]'")
 
-from tiny_chat import FAMILIES, picture, save_chat_model
+from tiny_chat import FAMILIES, picture, question, save_chat_model
 
 from trimtab.serve.batch import depends_on_length, join_rows, rows_agree
 from trimtab.serve.chat import ChatProcessor
+from trimtab.serve.job import Job
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.worker import Job, ModelThread, to_hooked_device
+from trimtab.serve.worker import ModelThread, to_hooked_device
 
 pytestmark = pytest.mark.torch
 ALIKE = {"do_sample": False, "max_new_tokens": 8}
@@ -164,3 +165,34 @@ def test_a_batch_of_a_placed_model_is_that_of_the_whole_one(tmp_path: Path, plac
         found = [whole.job(row) for row in rows]
         thread._generate(found)
     assert [job.tokens for job in found] == [job.tokens for job in expected]
+
+
+def test_torchserves_handler_answers_as_the_model(tmp_path: Path) -> None:
+    """A batch of three: whole answers, and a refusal with its status."""
+    from trimtab.serve.torchserve_handler import ChatHandler
+
+    whole = Loaded(tmp_path / "model", "llava")
+    setup = {"model_path": str(tmp_path / "model"), "device_map": {"": "cpu"}, "max_memory": None}
+    (tmp_path / "setup_config.json").write_text(json.dumps({**setup, "offload_folder": None, "max_new_tokens": 8}))
+
+    class Context:
+        model_name, system_properties = "llava", {"model_dir": str(tmp_path)}
+        statuses: ClassVar[dict[int, int]] = {}
+
+        def set_response_status(self, *, code: int, phrase: str, idx: int) -> None:
+            self.statuses[idx] = code
+
+        def set_response_content_type(self, idx: int, kind: str) -> None:
+            assert kind == "application/json"
+
+    handler, context = ChatHandler(), Context()
+    handler.initialize(context)
+    asked = [question("hello", max_tokens=8), question("?", picture(1), max_tokens=8), question("?", max_tokens=99)]
+    rows = [{"body": {**body, "temperature": 0}} for body in asked]
+    answers = [json.loads(answer) for answer in handler.handle(rows, context)]
+    for answer, row in zip(answers, (whole.inputs("hello"), whole.inputs("?", picture(1))), strict=False):
+        tokens = whole.model.generate(**row, **ALIKE)[0, row["input_ids"].shape[1] :]
+        text = whole.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert answer["choices"][0]["message"]["content"] == text
+    assert context.statuses == {2: 400}
+    assert answers[2]["error"]["message"] == "max_tokens must be from 1 to 8"

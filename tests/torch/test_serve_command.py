@@ -21,7 +21,6 @@ pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
-pytest.importorskip("prometheus_client", reason="writes /metrics: pip install 'trimtab[serve]'")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 

@@ -26,10 +26,10 @@ FLOORS = {
     "plan": 3,
     "runtime": 4,
     "adapters": 4,
-    "serve": 4,
     "report": 4,
     "demo": 4,
-    "cli": 5,
+    "serve": 5,
+    "cli": 6,
 }
 TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
@@ -87,7 +87,7 @@ def test_a_file_imports_from_lower_floors_and_its_own_folder(path: Path) -> None
 def test_no_framework_below_floor_four(path: Path) -> None:
     relative = path.relative_to(SOURCE)
     room = relative.parts[0].removesuffix(".py")
-    if FLOORS.get(room, 0) == 4 or str(relative) in TORCH_FILES:
+    if FLOORS.get(room, 0) in (4, 5) or str(relative) in TORCH_FILES:
         return
     found = {m.split(".")[0] for m in imported_modules(path)} & FRAMEWORKS
     assert not found, f"{relative} imports {found}"

@@ -12,8 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -60,7 +59,7 @@ class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not rea
         super().__init__(force_model=name)
         self.model, _ = self.load_model_and_processor(self.process_model_name(name))
 
-    def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> ChatProcessor:
+    def _load_processor(self, *_: Any, **__: Any) -> ChatProcessor:
         return self._processor
 
     def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
@@ -68,10 +67,10 @@ class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not rea
             raise RequestError(404, f"this server has one model, {self._name!r}", code="model_not_found")
         return self._load()
 
-    def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
+    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
         return Modality.VLM
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+    def get_gen_models(self) -> list[dict[str, Any]]:
         return [{"id": self._name, "object": "model", "created": 0, "owned_by": "trimtab"}]
 
 
@@ -86,10 +85,10 @@ class PlacedGeneration(GenerationState):  # type: ignore[misc]
         self.intake = asyncio.new_event_loop()
         threading.Thread(target=self.intake.run_forever, name="trimtab-intake", daemon=True).start()
 
-    def use_continuous_batching(self, model: Any, modality: Modality) -> bool:
+    def use_continuous_batching(self, *_: Any) -> bool:
         return False
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> ModelThread:
+    def get_manager(self, *_: Any, **__: Any) -> ModelThread:
         return self.thread
 
     def is_cb_alive(self) -> bool:
@@ -169,7 +168,7 @@ class _Checked:
                 raise RequestError(400, "a part of a message is neither text nor image: leave it out", param="messages")
         return found
 
-    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
+    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, **_: Any) -> Any:
         """Transformers' settings, within our limits, of one sequence; the seed is applied by the model's thread."""
         limits, seed = self.generation_state.limits, body.pop("seed", None)
         if seed is not None and (isinstance(seed, bool) or not -(2**63) <= int(seed) < 2**63):
@@ -222,7 +221,7 @@ def chat_handler(placed: PlacedModel, generation: PlacedGeneration) -> Any:
 
 
 def build_application(placed: PlacedModel, generation: PlacedGeneration) -> FastAPI:
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics. What else Transformers
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health. What else Transformers
     routes is kept out by `Gate`, which lets pass what it knows."""
     named = {"model_manager": placed, "generation_state": generation}
     app = build_server(
@@ -237,17 +236,13 @@ def build_application(placed: PlacedModel, generation: PlacedGeneration) -> Fast
     for kind in (RequestError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _refuse)
 
-    @app.get("/v1/models/{name:path}")
     def one_model(name: str) -> Any:
         for entry in placed.get_gen_models():
             if entry["id"] == name:
                 return entry
         raise RequestError(404, f"there is no model {name[:100]!r} here", code="model_not_found")
 
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(generation.thread.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
+    app.add_api_route("/v1/models/{name:path}", one_model)
     return app
 
 

@@ -72,11 +72,14 @@ def _dtype(rows: Sequence[Inputs], name: str) -> torch.dtype:
     return next(row[name].dtype for row in rows if name in row)
 
 
-# -- what the model makes of it -----------------------------------------------------------------------------------------
+# -- what the model makes of it -------------------------------------------------------------------------------------
 
 
 def rows_agree(
-    model: Any, rows: Sequence[Inputs], settings: Any, move_inputs: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+    model: Any,
+    rows: Sequence[Inputs],
+    settings: Any,
+    move_inputs: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]],
 ) -> bool:
     """Whether a batch gives every row the logits it gets alone, for its first two tokens.
 
@@ -109,7 +112,7 @@ def rows_agree(
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether rotary frequencies change with the longest sequence of a batch: then every row changes with the others."""
+    """Whether rotary frequencies change with the longest row of a batch: then each row changes with the others."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = {ropes.get("rope_type"), *(x.get("rope_type") for x in ropes.values() if isinstance(x, dict))}

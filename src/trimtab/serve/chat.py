@@ -94,7 +94,11 @@ class ChatProcessor:
 
         texts = [example("What is 2 + 2?"), example("Name three colours of the rainbow, please.")]
         try:
-            return texts, [texts[0], example("What is this?", "red"), example("And which are these two?", "blue", "red")]
+            return texts, [
+                texts[0],
+                example("What is this?", "red"),
+                example("And which are these two?", "blue", "red"),
+            ]
         except Exception:  # families' processors raise whatever they like, as at two images where they take one
             return texts, []
 

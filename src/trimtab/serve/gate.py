@@ -11,19 +11,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.serve.body import Bodies, ClientGoneError, parse_json
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.metrics import Metrics
 from trimtab.serve.problems import RequestError
 
 _LOG = logging.getLogger("trimtab.serve.requests")
 _ASKED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_TOLD = ("/v1/models", "/health", "/metrics")
+_TOLD = ("/v1/models", "/health")
 _NEWEST_SHARE = 0.2  # of the running mean of answering times
 _STOPPED = "the server stopped before the answer was done: ask again elsewhere"
 
@@ -47,15 +45,19 @@ class Gate:
         self,
         app: ASGIApp,
         limits: ServeLimits,
-        metrics: Metrics,
         *,
         abandon: Callable[[str], None],
         api_key: str | None = None,
     ) -> None:
-        self._app, self._limits, self._metrics, self._abandon, self._key = app, limits, metrics, abandon, api_key
+        self._app, self._limits, self._abandon, self._key = app, limits, abandon, api_key
         self._bodies = Bodies(limits)
         self._places = limits.num_places
         self._recent_s = 0.0  # of an answer
+
+    @property
+    def num_accepted(self) -> int:
+        """Requests that have a place in the queue or in the model."""
+        return self._limits.num_places - self._places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn runs without lifespan and websockets"
@@ -78,7 +80,6 @@ class Gate:
             await exchange.refuse(RequestError(503, _STOPPED), scope, receive)
         finally:
             status = exchange.status if status is None else status
-            self._metrics.requests.labels(status).inc()
             client, path = (scope.get("client") or ("?",))[0], ascii(request.url.path[:100])[1:-1]
             _LOG.info("%s %s %s %s %.2f s", client, request.method, path, status, time.monotonic() - began)
 
@@ -119,7 +120,6 @@ class Gate:
         def free() -> None:
             nonlocal freed
             self._places += not freed
-            self._metrics.accepted.dec(not freed)
             freed = True
 
         exchange.before_end = free  # before the client hears of the end: its next request must find the place free
@@ -152,7 +152,6 @@ class Gate:
                 retry_after_s=max(1, math.ceil(self._recent_s)),
             )
         self._places -= 1
-        self._metrics.accepted.inc()
 
 
 class _Exchange:

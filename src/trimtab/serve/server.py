@@ -92,10 +92,10 @@ class ModelServer:
         self.batching = self.thread.try_batches(*chat.examples())
         self._generation = PlacedGeneration(self.thread, limits)
         app = build_application(placed, self._generation)
-        gate = Gate(app, limits, self.thread.metrics, abandon=self.thread.abandon, api_key=api_key)
+        self.gate = Gate(app, limits, abandon=self.thread.abandon, api_key=api_key)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                gate,
+                self.gate,
                 http=connection_class(limits.max_transfer_s),
                 ws="none",
                 loop="asyncio",

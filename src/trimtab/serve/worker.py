@@ -9,19 +9,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cli.serving.utils import BaseGenerateManager, DirectStreamer, _StreamError
-from transformers.generation import BaseStreamer
+from transformers import StoppingCriteriaList
+from transformers.cli.serving.utils import BaseGenerateManager
 
-from trimtab.serve.batch import Inputs, depends_on_length, fit_together, items_of, join_rows, prompt_length, rows_agree, seeded
+from trimtab.serve.batch import (
+    Inputs,
+    depends_on_length,
+    fit_together,
+    items_of,
+    join_rows,
+    prompt_length,
+    rows_agree,
+    seeded,
+)
+from trimtab.serve.job import Job, Listener, Rows, gone
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.metrics import Metrics
 from trimtab.serve.problems import RequestError
 
 _LOG = logging.getLogger("trimtab.serve")
@@ -31,55 +37,17 @@ _MAX_GATHER_S = 1.0  # in all, before a batch
 _FAILED = "the model failed on this request: the server's log says why"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One prompt on its way through the model. `done` gets the new tokens; a stream hears them one by one."""
-
-    request_id: str
-    inputs: Inputs
-    settings: Any  # a GenerationConfig whose max_new_tokens is this request's
-    decode: Callable[[list[int]], str]
-    seed: int | None = None
-    stops: tuple[str, ...] = ()
-    streamer: Any = None
-    done: Future[list[int]] = field(default_factory=Future)
-    came_at: float = field(default_factory=time.monotonic)
-    tokens: list[int] = field(default_factory=list)
-    cancelled: bool = False  # set by any thread, never taken back
-
-    def alike(self, other: Job) -> bool:
-        """Whether both may run in one `generate`: all settings are the same but the number of tokens."""
-        if {self.seed, other.seed} != {None} or self.settings.no_repeat_ngram_size:  # padding would make n-grams
-            return False
-        mine, others = ({**x.settings.to_dict(), "max_new_tokens": None} for x in (self, other))
-        return mine == others
-
-    def end(self, error: Exception | None = None) -> None:
-        """Tells whoever waits; the second time nothing."""
-        if self.done.done():
-            return
-        if self.streamer is not None and error is None:
-            self.streamer.end()
-        elif self.streamer is not None:
-            self.streamer.fail(str(error))
-        if error is None:
-            self.done.set_result(self.tokens)
-        else:
-            self.done.set_exception(error)
-
-
 class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is not read by the type checker
     """Where Transformers' handlers send their prompts. First come, first served; those alike go with the first."""
 
     def __init__(self, model: Any, move_inputs: Callable[..., dict[str, Tensor]], limits: ServeLimits) -> None:
-        self.metrics = Metrics()
         self.loop: asyncio.AbstractEventLoop | None = None  # the server's, which reads the streams
         self.preparing: set[str] = set()  # requests whose prompt is being made
         self._model, self._move_inputs, self._limits = model, move_inputs, limits
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._together: tuple[bool, bool] = (False, False)  # rows without pictures, with pictures
         self._jobs: deque[Job] = deque()
-        self._running: list[Job] = []
+        self.running: list[Job] = []  # the batch that is being generated
         self._changed = threading.Condition()  # holds the jobs and whether to stop
         self._stopping = False
         self._last = (1, 0.0)  # requests of the last batch, and seconds it took
@@ -108,7 +76,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
         """Returns when the thread has ended. Nobody waits any more: what is left ends at its next token."""
         with self._changed:
             self._stopping = True
-            for job in (*self._jobs, *self._running):
+            for job in (*self._jobs, *self.running):
                 job.cancelled = True
             self._changed.notify()
         self._thread.join()
@@ -121,7 +89,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
 
     def generate_streaming(
         self,
-        model: Any,
+        _model: Any,
         processor: Any,
         inputs: Inputs,
         gen_config: Any,
@@ -131,12 +99,12 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
         """Queue and streamer as Transformers' handlers read them."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         assert self.loop is not None, "a stream is asked for by a server"
-        streamer = _Listener(processor.tokenizer._tokenizer, self.loop, queue, response_parser=response_parser)
+        streamer = Listener(processor.tokenizer._tokenizer, self.loop, queue, response_parser=response_parser)
         streamer.job = self._submit(processor, inputs, gen_config, request_id, streamer)
         return queue, streamer
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Inputs, gen_config: Any, request_id: str
+        self, _model: Any, processor: Any, inputs: Inputs, gen_config: Any, request_id: str
     ) -> tuple[str, int, Tensor]:
         job = self._submit(processor, inputs, gen_config, request_id, None)
         tokens = await asyncio.wrap_future(job.done)
@@ -154,7 +122,6 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
             streamer=streamer,
             decode=lambda tokens: str(processor.decode(tokens, skip_special_tokens=True)),
         )
-        self.metrics.prompt_tokens.inc(prompt_length(inputs))
         with self._changed:
             self._jobs.append(job)
             self.preparing.discard(request_id)
@@ -164,7 +131,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
     def abandon(self, request_id: str) -> None:
         """Nobody waits for this request's answer, if it has none yet."""
         with self._changed:
-            for job in (*self._jobs, *self._running):
+            for job in (*self._jobs, *self.running):
                 job.cancelled = job.cancelled or job.request_id == request_id
 
     def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
@@ -190,15 +157,8 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
     def _run(self) -> None:
         while batch := self._take():
             now = time.monotonic()
-            for job in batch:
-                self.metrics.queue_s.observe(now - job.came_at)
-            self.metrics.running.set(len(batch))
             self._answer(batch)
-            self.metrics.running.set(0)
-            self._last = len(batch), time.monotonic() - now
-            for job in batch:
-                self.metrics.new_tokens.inc(len(job.tokens))
-                self.metrics.answer_s.observe(time.monotonic() - job.came_at)
+            self._last, self.running = (len(batch), time.monotonic() - now), []
 
     def _take(self) -> list[Job]:
         """The next batch; empty when there is nothing left to do."""
@@ -208,11 +168,11 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
                 self._gather()
                 for job in [x for x in self._jobs if x.cancelled]:
                     self._jobs.remove(job)
-                    job.end(_gone())
+                    job.end(gone())
                 if self._jobs or self._stopping:
                     break
-            self._running = self._pick()
-            return self._running
+            self.running = self._pick()
+            return self.running
 
     def _gather(self) -> None:
         """Waits for requests that are on their way: clients whose answers came in one batch ask again together.
@@ -270,8 +230,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
         """Answers every job of the batch; the settings are those of the first, but for the number of tokens."""
         settings = copy.deepcopy(batch[0].settings)
         settings.max_new_tokens = max(job.settings.max_new_tokens for job in batch)
-        rows = _Rows(batch, settings.eos_token_id)
-        self.metrics.batches.inc()
+        rows = Rows(batch, settings.eos_token_id)
         with seeded(batch[0].seed):
             self._model.generate(
                 **self._move_inputs(self._model, join_rows([job.inputs for job in batch])),
@@ -287,68 +246,3 @@ def to_hooked_device(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]
     """To where Accelerate's hook, if Transformers placed the model, wants inputs and brings results back to."""
     hooked = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return {name: x.to(model.device if hooked is None else hooked) for name, x in inputs.items()}
-
-
-class _Rows(BaseStreamer, StoppingCriteria):  # type: ignore[misc]
-    """Hears every token of one `generate`, gives it to its request, and stops a row at that request's own end."""
-
-    def __init__(self, batch: Sequence[Job], ends: int | list[int] | None) -> None:
-        self._batch, self._over = batch, [False] * len(batch)
-        self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if not self._prompt_seen:  # `generate` puts the prompt first
-            self._prompt_seen = True
-            return
-        for i, token in enumerate(value.reshape(-1).tolist()):
-            self._over[i] = self._over[i] or self._hear(self._batch[i], token)
-
-    def _hear(self, job: Job, token: int) -> bool:
-        """Whether that was the request's last token; then it has its answer, while others go on."""
-        if job.cancelled:
-            job.end(_gone())
-            return True
-        job.tokens.append(token)
-        if job.streamer is not None:
-            job.streamer.put(torch.tensor([token]))
-        over = token in self._ends or len(job.tokens) >= job.settings.max_new_tokens
-        if job.stops and not over:
-            tail = job.decode(job.tokens[-max(len(x.encode()) for x in job.stops) - 4 :])
-            over = any(stop in tail for stop in job.stops)
-        if over:
-            job.end()
-        return over
-
-    def end(self) -> None:
-        pass
-
-    def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.tensor(self._over, device=input_ids.device)
-
-
-class _Listener(DirectStreamer):  # type: ignore[misc]
-    """Transformers' own streamer of one answer, fed by a batch."""
-
-    job: Job | None = None
-
-    def __init__(self, *words: Any, **named: Any) -> None:
-        super().__init__(*words, **named)
-        self.put(torch.tensor([]))  # it takes the first for the prompt
-
-    def cancel(self) -> None:
-        if self.job is not None:
-            self.job.cancelled = True
-
-    def fail(self, message: str) -> None:
-        self._enqueue(_StreamError(message))
-
-    def _enqueue(self, item: Any) -> None:
-        try:
-            super()._enqueue(item)
-        except RuntimeError:  # the server's loop is closed: the drain ran out of time
-            self.cancel()
-
-
-def _gone() -> RequestError:
-    return RequestError(499, "nobody waited for this answer any more")
