@@ -41,6 +41,7 @@ def serve(
     Prints also what vLLM and SGLang need for the same placement: use them for throughput.
     """
     from trimtab.runtime.placement import load_placed, move_inputs
+    from trimtab.serve.config_check import check_config
     from trimtab.serve.device_map import read_device_map
     from trimtab.serve.limits import ServeLimits
     from trimtab.serve.load import load_model, load_processor
@@ -66,6 +67,7 @@ def serve(
             return load_model(model_dir)
         return load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
 
+    check_config(model_dir)
     with open_port(host, port, api_key=key) as opened:
         server = ModelServer(
             load,

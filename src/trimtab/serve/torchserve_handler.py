@@ -17,6 +17,7 @@ from trimtab.runtime.placement import load_placed, move_inputs
 from trimtab.serve.application import PlacedGeneration, PlacedModel, chat_handler
 from trimtab.serve.body import parse_json
 from trimtab.serve.chat import ChatProcessor
+from trimtab.serve.config_check import check_config
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_model, load_processor
 from trimtab.serve.problems import RequestError
@@ -33,6 +34,7 @@ class ChatHandler:
         folder = archive / setup["model_path"]  # an absolute path stays what it is
         offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
         placed = setup["device_map"] != "auto"
+        check_config(folder)
 
         def load() -> Any:
             if placed:
