@@ -32,7 +32,7 @@ from trimtab.serve.problems import RequestError
 
 _LOG = logging.getLogger("trimtab.serve")
 _FAILURES_TO_BE_SICK = 3
-_GATHER_SHARE = 0.1  # of the last batch's seconds: the longest pause in which the next one waits for more requests
+_GATHER_SHARE = 0.2  # of the last batch's seconds: the longest pause in which the next one waits for more requests
 _MAX_GATHER_S = 1.0  # in all, before a batch
 _FAILED = "the model failed on this request: the server's log says why"
 
