@@ -2,7 +2,7 @@
 
     python bench/serve_soak.py [--clients 32] [--seconds 300]
 
-A tiny Qwen2.5-VL with random weights on the CPU. Each client sends one request after the other: a picture of its own
+A tiny LLaVA with random weights on the CPU. Each client sends one request after the other: a picture of its own
 (64 to 1,200 pixels a side, PNG or JPEG), 1 to 24 tokens, every other answer as a stream. Every answer is compared with
 the one that the server gave to the same request before the crowd came. SIGTERM comes while all clients wait: what
 was accepted must be answered, and nothing of the server may stay. Needs trimtab[serve].
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,14 +124,6 @@ def session_members(session: int) -> int:
     return count
 
 
-def metric(port: int, name: str) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=32)
@@ -139,12 +131,13 @@ def main() -> int:
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_chat_model(Path(folder) / "tiny")
+        model = save_chat_model(Path(folder) / "tiny", "llava")
         command = [sys.executable, "-m", "trimtab", "serve", str(model), "--port", "0"]
         command += ["--max-waiting", str(arguments.clients)]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         assert server.stderr is not None
         line = next(x for x in server.stderr if x.startswith("serving "))
+        threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # its log of requests
         port = int(line.rsplit(":", 1)[1].split("/")[0])
         try:
             return soak(server, port, arguments.clients, arguments.seconds)
@@ -155,7 +148,7 @@ def main() -> int:
 
 def soak(server: subprocess.Popen[str], port: int, num_clients: int, seconds: float) -> int:
     questions = make_questions(0)
-    alone = [ask(port, question) for question in questions]
+    alone = [ask(port, question) for question in questions]  # nobody else asks yet
     assert all(status == 200 for status, _ in alone), alone
     expected = [text for _, text in alone]
     members = session_members(server.pid)
@@ -175,7 +168,6 @@ def soak(server: subprocess.Popen[str], port: int, num_clients: int, seconds: fl
         if len(memory) % 30 == 0:
             print(f"{len(memory):4d} s  {sum(tally.answered.values()):6d} answers  {memory[-1]:6.0f} MiB", flush=True)
     done = sum(tally.answered.values())
-    peak_waiting = metric(port, "trimtab_requests_waiting ")
     before = dict(tally.statuses)
     stopped_at = time.monotonic()
     server.send_signal(signal.SIGTERM)
@@ -200,7 +192,7 @@ def soak(server: subprocess.Popen[str], port: int, num_clients: int, seconds: fl
         f"{statistics.mean(memory[:half]):.0f}, of the second {statistics.mean(memory[half:]):.0f}, "
         f"most {max(memory):.0f}"
     )
-    print(f"SIGTERM with {peak_waiting:.0f} waiting: {after}, exit code {code} after {drain_s:.1f} s")
+    print(f"SIGTERM under load: {after}, exit code {code} after {drain_s:.1f} s")
     print(f"left behind: {session_members(server.pid)} processes, port {'open' if port_left else 'closed'}")
     # a connection that was open and had not sent its request yet is closed: not accepted, so not answered
     late = {"200", "refused", "RemoteDisconnected", "ConnectionResetError"}

@@ -1,7 +1,7 @@
 """Serve a model and ask it about an image: `python examples/serve_a_model.py [MODEL_DIR]`.
 
 Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. The server runs in a thread of
-this process and is asked as any OpenAI client would ask it, whole and as a stream; then it drains and stops.
+this process and is asked by OpenAI's own client, whole and as a stream; then it drains and stops.
 """
 
 from __future__ import annotations
@@ -11,64 +11,56 @@ import json
 import sys
 import tempfile
 import threading
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from trimtab.demo.draw import draw_dataset
+from trimtab.runtime.placement import load_placed, move_inputs
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.model import ChatModel
-from trimtab.serve.server import ChatServer, open_port, url_of
+from trimtab.serve.load import load_processor
+from trimtab.serve.server import ModelServer, open_port, url_of
 
 QUESTION = "what is in the picture?"
 
 
 def main(folder: Path, image: Path) -> None:
-    model = ChatModel(load_model(folder), load_processor(folder), name=folder.name)
     opened = open_port("127.0.0.1", 0, api_key=None)
-    server = ChatServer(model, opened, ServeLimits(max_new_tokens=32))
-    url = url_of(opened)
+    server = ModelServer(
+        lambda: load_placed(folder, {"": 0 if torch.accelerator.is_available() else "cpu"}),
+        load_processor(folder),
+        opened,
+        ServeLimits(max_new_tokens=32),
+        name=folder.name,
+        move_inputs=move_inputs,
+    )
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(lambda _: ready.set(),))
     thread.start()
     ready.wait()
     try:
-        whole = json.loads(post(url, question(image)).read())
-        text = whole["choices"][0]["message"]["content"]
-        print(f"{model.name} on {url}: {text!r}, {whole['usage']}")
-        assert "".join(stream(url, question(image))) == text
+        with openai.OpenAI(base_url=f"{url_of(opened)}/v1", api_key="none") as client:
+            asked: dict[str, Any] = {"model": folder.name, "messages": question(image), "temperature": 0}
+            whole = client.chat.completions.create(**asked)
+            print(f"{folder.name} on {client.base_url}: {whole.choices[0].message.content!r}, {whole.usage}")
+            for chunk in client.chat.completions.create(**asked, stream=True):
+                print(chunk.choices[0].delta.content or "", end="")
+            print()
     finally:
         server.stop()
         thread.join()
 
 
-def question(image: Path) -> dict[str, Any]:
+def question(image: Path) -> list[dict[str, Any]]:
     data = base64.b64encode(image.read_bytes()).decode()
     parts = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
         {"type": "text", "text": QUESTION},
     ]
-    return {"messages": [{"role": "user", "content": parts}], "temperature": 0}
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(
-        urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    )
-
-
-def stream(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """The pieces of the answer as they come."""
-    for line in post(url, {**body, "stream": True}):
-        data = line.decode().removeprefix("data: ").strip()
-        if data and data != "[DONE]":
-            yield json.loads(data)["choices"][0]["delta"].get("content", "")
+    return [{"role": "user", "content": parts}]
 
 
 def save_tiny_model(folder: Path, tokenizer: Path) -> Path:

@@ -14,8 +14,7 @@ from typing import Any
 
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.model import ChatModel
-from trimtab.serve.server import ChatServer, open_port, url_of
+from trimtab.serve.server import ModelServer, open_port, url_of
 
 CHAT = "/v1/chat/completions"
 
@@ -53,10 +52,8 @@ class Reply:
 class Running:
     """A server and where it is."""
 
-    server: ChatServer
-    model: ChatModel
-    plain: Any  # the model and the processor as Transformers knows them
-    processor: Any
+    server: ModelServer
+    processor: Any  # as Transformers knows it
     url: str
     thread: threading.Thread
 
@@ -79,26 +76,33 @@ class Running:
         finally:
             connection.close()
 
+    @property
+    def plain(self) -> Any:
+        """The model as Transformers knows it."""
+        return self.server.model
+
     def get(self, path: str, **headers: str) -> Reply:
         return self.send(path=path, method="GET", headers=headers)
 
-    def metric(self, name: str) -> float:
-        for line in self.get("/metrics").content.decode().splitlines():
-            if line.split(" ")[0] == name:
-                return float(line.split(" ")[1])
-        return 0.0
+    @property
+    def num_accepted(self) -> int:
+        return self.server.gate.num_accepted
+
+    @property
+    def num_running(self) -> int:
+        return len(self.server.thread.running)
 
 
 @contextmanager
 def running_server(folder: Path, *, api_key: str | None = None, **limits: Any) -> Iterator[Running]:
-    plain, processor = load_model(folder), load_processor(folder)
-    bounds = ServeLimits(**limits)
-    model = ChatModel(plain, processor, name="tiny", max_prompt_tokens=bounds.max_prompt_tokens)
+    processor = load_processor(folder)
     opened = open_port("127.0.0.1", 0, api_key=api_key)
-    server = ChatServer(model, opened, bounds, api_key=api_key)
+    server = ModelServer(
+        lambda: load_model(folder), processor, opened, ServeLimits(**limits), name="tiny", api_key=api_key
+    )
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(lambda _url: ready.set(),))
-    running = Running(server, model, plain, processor, url_of(opened), thread)
+    running = Running(server, processor, url_of(opened), thread)
     thread.start()
     try:
         assert ready.wait(300)

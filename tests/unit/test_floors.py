@@ -25,10 +25,10 @@ FLOORS = {
     "plan": 4,
     "runtime": 5,
     "adapters": 5,
-    "serve": 5,
     "report": 5,
     "demo": 5,
-    "cli": 6,
+    "serve": 6,
+    "cli": 7,
 }
 TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
@@ -85,7 +85,7 @@ def test_no_framework_below_floor_five() -> None:
     wrong = []
     for path in files():
         relative = path.relative_to(SOURCE)
-        if FLOORS.get(relative.parts[0].removesuffix(".py"), 0) == 5 or str(relative) in TORCH_FILES:
+        if FLOORS.get(relative.parts[0].removesuffix(".py"), 0) in (5, 6) or str(relative) in TORCH_FILES:
             continue
         found = {m.split(".")[0] for m in imported_modules(path)} & FRAMEWORKS
         wrong += [f"{relative} imports {found}"] if found else []

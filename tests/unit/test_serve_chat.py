@@ -1,9 +1,9 @@
-"""Chat requests: what is read, what is refused and with which sentence; images judged by their header alone."""
+"""Bodies of requests and the images in them: what is refused before a processor sees it. Needs no torch."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import json
 import struct
 import zlib
 from contextlib import suppress
@@ -15,146 +15,104 @@ from hypothesis import strategies as st
 from sample_sets import png
 
 from trimtab.errors import TrimtabError
-from trimtab.serve.chat import ChatRequest, Turn, parse_chat
+from trimtab.serve import body
+from trimtab.serve.body import Bodies, parse_json
 from trimtab.serve.limits import ServeLimits
+from trimtab.serve.pictures import Picture, read_data_url
 from trimtab.serve.problems import RequestError
 
-LIMITS = ServeLimits(max_images=2, max_pixels=10_000, max_new_tokens=64, max_characters=200)
-USER = {"role": "user", "content": "hello"}
-
-
-def parse(fields: object, **limits: Any) -> ChatRequest:
-    bound = LIMITS if not limits else ServeLimits(**{"max_new_tokens": 64, **limits})
-    return parse_chat(json.dumps(fields).encode(), model="tiny", limits=bound, markers=("<image>", "<im>"))
+LIMITS = ServeLimits(max_body_bytes=100, max_waiting=1, max_batch=1)
 
 
 def url(content: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def shown(*urls: str) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": x}} for x in urls]
-    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
+def read(content: bytes, max_pixels: int = 10_000) -> Picture:
+    return read_data_url(url(content), param="messages", max_pixels=max_pixels)
 
 
-def test_everything_that_is_offered_is_read() -> None:
-    request = parse(
-        {
-            "model": "tiny",
-            "messages": [
-                {"role": "developer", "content": "short"},
-                {"role": "user", "content": [{"type": "image_url", "image_url": url(png(40, 30))}]},
-                {"role": "assistant", "content": "a cat", "name": "tiny", "refusal": None},
-                {"role": "user", "content": [{"type": "text", "text": "sure?"}]},
-            ],
-            "max_completion_tokens": 5,
-            "temperature": 0,
-            "top_p": 0.5,
-            "seed": -3,
-            "stop": ["\n", "END"],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "user": "me",
-            "n": 1,
-            "tools": [],
-            "logit_bias": None,
-        }
-    )
-    assert [turn.role for turn in request.turns] == ["system", "user", "assistant", "user"]
-    assert [(x.width, x.height) for x in request.pictures] == [(40, 30)]
-    assert (request.max_new_tokens, request.temperature, request.top_p, request.seed) == (5, 0.0, 0.5, -3)
-    assert (request.stop, request.stream, request.include_usage) == (("\n", "END"), True, True)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b'{"seed": NaN}', "NaN is no JSON number"),
+        (b'{"n": 1, "n": 2}', "an object names 'n' twice"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" + b"[]," * 600_000 + b"[]]", "more than 100,000 values beside its texts"),
+    ],
+)
+def test_json_that_readers_disagree_on_is_refused(content: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as raised:
+        parse_json(content, ServeLimits())
+    assert raised.value.body["error"]["type"] == "invalid_request_error"
 
 
-def test_what_is_left_out_is_left_to_the_model() -> None:
-    assert parse({"messages": [USER]}) == ChatRequest(
-        turns=(Turn(role="user", parts=("hello",)),), max_new_tokens=LIMITS.max_new_tokens
-    )
+class Client:
+    """Sends pieces of a body, and then nothing."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = list(pieces)
+
+    async def receive(self) -> Any:
+        if not self._pieces:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": self._pieces.pop(0), "more_body": bool(self._pieces) or self.stalls}
+
+    stalls = True
 
 
-@pytest.mark.parametrize("names", [("<image>",), ("<im>",)])
-def test_a_text_may_not_hold_what_the_tokenizer_reads_as_a_command(names: tuple[str]) -> None:
-    with pytest.raises(RequestError, match=f"holds '{names[0]}'"):
-        parse({"messages": [{"role": "user", "content": f"a {names[0]} b"}]})
-    assert parse({"messages": [{"role": "user", "content": "<imag e>"}]})
+def test_the_body_that_began_first_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bodies are too many, and where they hold more than the queue's own may."""
+    monkeypatch.setattr(body, "_MAX_READING", 3)
+
+    async def readings(*bodies: tuple[bytes, ...]) -> list[bool]:
+        reading = Bodies(LIMITS)
+        tasks = [asyncio.create_task(reading.read(Client(*pieces).receive)) for pieces in bodies]
+        await asyncio.sleep(0.05)
+        over = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(RequestError, asyncio.CancelledError):
+                await task
+        return over
+
+    assert asyncio.run(readings(*[(b"x",)] * 4)) == [True, False, False, False]
+    assert asyncio.run(readings((b"x" * 90,), (b"x" * 90,), (b"x" * 30,))) == [True, False, False]
 
 
-def test_pixels_are_counted_over_all_images() -> None:
-    assert len(parse(shown(url(png(100, 50)), url(png(50, 100)))).pictures) == 2
-    with pytest.raises(RequestError, match="100 x 60 pixels is more than the 5,000 pixels left") as raised:
-        parse(shown(url(png(100, 50)), url(png(100, 60))))
-    assert raised.value.param == "messages[0].content[1]"
+def test_a_body_past_the_limit_is_read_on_so_that_the_refusal_can_be_read() -> None:
+    with pytest.raises(RequestError, match="larger than 100 bytes") as raised:
+        asyncio.run(Bodies(LIMITS).read(Client(*[b"x" * 60] * 9).receive))
+    assert raised.value.status == 413
 
 
 def test_an_image_bomb_is_refused_unread() -> None:
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 1, 0, 0, 0, 0))
-    bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"not even zlib") + chunk(b"IEND", b"")
     with pytest.raises(RequestError, match="60000 x 60000 pixels"):
-        parse(shown(url(bomb)))
+        read(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"not even zlib") + chunk(b"IEND", b""))
 
 
 def test_formats_without_a_reader_of_ours_never_reach_pillow() -> None:
+    assert read(png(40, 30)).num_pixels == 1200
     for content in (b"II*\0" + bytes(40), b"%PDF-1.7", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"P6 1 1 255\n"):
         with pytest.raises(RequestError, match="none of PNG, JPEG, WEBP, GIF, BMP"):
-            parse(shown(url(content)))
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(
-                    ("messages", "role", "content", "type", "text", "image_url", "url", "stop", "seed", "stream", "n")
-                ),
-                inner,
-                max_size=4,
-            )
-        ),
-        max_leaves=12,
-    )
-)
-def test_any_json_is_read_or_refused_in_one_sentence(value: object) -> None:
-    for fields in (
-        value,
-        {"messages": value},
-        {"messages": [USER], "stop": value},
-        {"messages": [{**USER, "content": value}]},
-    ):
-        with suppress(RequestError):
-            parse(fields)
-            continue
-        with pytest.raises(RequestError) as raised:
-            parse(fields)
-        assert raised.value.status in (400, 404)
-        assert "\n" not in raised.value.message
+            read(content)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
+    with suppress(RequestError):
+        parse_json(content, LIMITS)
     with pytest.raises(RequestError):
-        parse_chat(content, model="tiny", limits=LIMITS)
-    with pytest.raises(RequestError):
-        parse(shown(url(b"\x89PNG\r\n\x1a\n" + content)))
-
-
-def test_errors_have_the_shape_of_openais() -> None:
-    with pytest.raises(RequestError) as raised:
-        parse({"messages": [USER], "temperature": 3})
-    assert raised.value.body == {
-        "error": {
-            "message": "temperature must be a number from 0 to 2",
-            "type": "invalid_request_error",
-            "param": "temperature",
-            "code": None,
-        }
-    }
+        read(b"\x89PNG\r\n\x1a\n" + content)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,32 @@ class StageCounts:
         return f"{' '.join(words)}  # with {SIZE_FLAGS[engine]} {len(self.layers)}"
 
 
+def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
+    """Command lines by which vLLM and SGLang serve `model` in the same placement; None is the whole model on one GPU.
+
+    `UnsupportedPlanError` if an engine cannot run it as pipeline stages.
+    """
+    commands: dict[Engine, str] = {
+        "vllm": f"vllm serve {model}",
+        "sglang": f"python -m sglang.launch_server --model-path {model}",
+    }
+    devices = [0] if device_map is None else sorted(set(device_map.values()), key=str)
+    if len(devices) == 1 and isinstance(devices[0], int):
+        return tuple(commands.values())
+    assert device_map is not None, "None is one device"
+    stages = count_placed_layers(device_map)
+    return tuple(
+        " ".join(
+            [
+                *(f"{name}={value}" for name, value in stages.environment(engine).items()),
+                command,
+                f"{SIZE_FLAGS[engine]} {len(stages.layers)}",
+            ]
+        )
+        for engine, command in commands.items()
+    )
+
+
 def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     """Stages of a placement; `UnsupportedPlanError` if an engine cannot run it as stages."""
     modules = list(device_map)

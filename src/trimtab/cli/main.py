@@ -59,9 +59,9 @@ _INSTALL_HINTS = {
     "safetensors": "torch",
     "accelerate": "torch",
     "ray": "ray",
-    "starlette": "serve",
+    "fastapi": "serve",
+    "openai": "serve",
     "uvicorn": "serve",
-    "prometheus_client": "serve",
 }
 
 

@@ -1,14 +1,16 @@
-"""`trimtab serve`: an OpenAI-style endpoint over a placed model."""
+"""`trimtab serve`: Transformers' OpenAI application over a placed model."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trimtab.cli.output import log
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, UnsupportedPlanError
 
 
 def serve(
@@ -29,17 +31,21 @@ def serve(
     max_pixels: Annotated[int, typer.Option(help="Pixels of a request's images together.")] = 32 * 2**20,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a conversation, images included.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 1024,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait behind the one being answered.")] = 16,
+    max_batch: Annotated[int, typer.Option(help="Requests that are generated together; each has its KV cache.")] = 16,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait behind those being answered.")] = 16,
     max_request_s: Annotated[float, typer.Option(help="Seconds from acceptance to the last token.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to accepted requests.")] = 330.0,
 ) -> None:
-    """Serve MODEL_DIR as /v1/chat/completions, with /health and /metrics; SIGTERM finishes what was accepted."""
+    """Serve MODEL_DIR by Transformers' own OpenAI application; SIGTERM finishes what was accepted.
+
+    Prints also what vLLM and SGLang need for the same placement: use them for throughput.
+    """
     from trimtab.runtime.placement import load_placed, move_inputs
+    from trimtab.serve.config_check import check_config
     from trimtab.serve.device_map import read_device_map
     from trimtab.serve.limits import ServeLimits
     from trimtab.serve.load import load_model, load_processor
-    from trimtab.serve.model import ChatModel
-    from trimtab.serve.server import ChatServer, open_port
+    from trimtab.serve.server import ModelServer, open_port
     from trimtab.units import parse_bytes
 
     limits = ServeLimits(
@@ -48,28 +54,55 @@ def serve(
         max_pixels=max_pixels,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
+        max_batch=max_batch,
         max_waiting=max_waiting,
         max_request_s=max_request_s,
         drain_s=drain_s,
     )
     key = None if api_key_file is None else _read_key(api_key_file)
     written = None if device_map is None else read_device_map(device_map)
-    with open_port(host, port, api_key=key) as opened:
-        processor = load_processor(model_dir)
+
+    def load() -> Any:
         if written is None:
-            model = load_model(model_dir)
-        else:
-            model = load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
-        chat = ChatModel(
-            model,
-            processor,
+            return load_model(model_dir)
+        return load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
+
+    check_config(model_dir)
+    with open_port(host, port, api_key=key) as opened:
+        server = ModelServer(
+            load,
+            load_processor(model_dir),
+            opened,
+            limits,
             name=name or model_dir.resolve().name,
-            max_prompt_tokens=limits.max_prompt_tokens,
-            move_inputs=None if written is None else move_inputs,
+            **({} if written is None else {"move_inputs": move_inputs}),
+            api_key=key,
         )
-        server = ChatServer(chat, opened, limits, api_key=key)
-        server.run(lambda url: log(f"serving {chat.name} on {url}/v1"))
+        _log_requests()
+        log(f"{server.batching}; {_engines(model_dir, None if written is None else written.device_map)}")
+        server.run(lambda url: log(f"serving {server.name} on {url}/v1"))
     log("stopped")
+
+
+def _engines(model_dir: Path, device_map: Mapping[str, int | str] | None) -> str:
+    """What vLLM and SGLang want to hear for the same placement."""
+    from trimtab.adapters.engines import engine_commands
+
+    try:
+        commands = engine_commands(str(model_dir), device_map)
+    except UnsupportedPlanError as error:
+        return f"vLLM and SGLang do not run this placement: {error}"
+    return "\n".join(["for throughput the same placement by vLLM or SGLang:", *(f"  {x}" for x in commands)])
+
+
+def _log_requests() -> None:
+    """One line for each request on stderr."""
+    requests = logging.getLogger("trimtab.serve.requests")
+    requests.setLevel(logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    requests.addHandler(handler)
+    requests.propagate = False
 
 
 def _read_key(path: Path) -> str:

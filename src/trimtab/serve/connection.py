@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: nobody holds one open without sending a request, and bytes that are none get a sentence."""
+"""HTTP/1.1 connections: nobody holds them open without sending a request, and bytes that are none get a sentence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trimtab.serve.problems import RequestError
 
+_MAX_IDLE = 512  # open connections without a request; below the 1,024 open files that a process often may have
+
 
 def connection_class(max_head_s: float) -> type[H11Protocol]:
     """uvicorn's h11 connection, closed where `max_head_s` pass between connecting, or an answer, and a request's head.
 
-    uvicorn bounds the silence behind an answer, not that in front of the first request nor a head that drips in.
-    Overrides methods that uvicorn does not document (0.54).
+    The one that has been silent for longest gives way where more than 512 are. uvicorn bounds the silence behind an
+    answer, not that in front of the first request nor a head that drips in. Overrides methods that uvicorn does not
+    document (0.54).
     """
+    silent: dict[H11Protocol, None] = {}  # the longest first
 
     class Connection(H11Protocol):  # type: ignore[misc] # uvicorn is not read by the type checker
         _head_timer: asyncio.TimerHandle | None = None
@@ -55,8 +59,12 @@ def connection_class(max_head_s: float) -> type[H11Protocol]:
                 self._stop_timer()
             elif self._head_timer is None:
                 self._head_timer = self.loop.call_later(max_head_s, self.transport.close)
+                silent[self] = None
+                if len(silent) > _MAX_IDLE:
+                    next(iter(silent)).transport.abort()
 
         def _stop_timer(self) -> None:
+            silent.pop(self, None)
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None

@@ -9,21 +9,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import uvicorn
 
 from trimtab.errors import TrimtabError
-from trimtab.serve.app import Endpoint, is_loopback, make_app
+from trimtab.serve.application import PlacedGeneration, PlacedModel, build_application, quiet_transformers
+from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.connection import connection_class
+from trimtab.serve.gate import Gate, is_loopback
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.worker import ModelThread
-
-if TYPE_CHECKING:
-    from trimtab.serve.model import ChatModel
-
-_MAX_CONNECTIONS = 1024  # open at the same time, idle ones included
+from trimtab.serve.worker import ModelThread, to_hooked_device
 
 
 def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
@@ -69,29 +65,37 @@ def url_of(opened: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class ChatServer:
-    """One model on one port. `run` returns after SIGTERM, SIGINT or `stop` once every accepted request is answered.
+class ModelServer:
+    """One placed model on one port. `run` returns after SIGTERM, SIGINT or `stop` once every accepted request is
+    answered; a second SIGINT, or `drain_s` after the first, ends the requests that are left at their next token.
 
-    A second SIGINT, or `drain_s` after the first, ends the requests that are left at their next token.
+    `load` gives the model (as `load_placed` does), `move_inputs` puts inputs where it wants them.
     """
 
     def __init__(
-        self, model: ChatModel, opened: socket.socket, limits: ServeLimits, *, api_key: str | None = None
+        self,
+        load: Callable[[], Any],
+        processor: Any,
+        opened: socket.socket,
+        limits: ServeLimits,
+        *,
+        name: str,
+        move_inputs: Callable[..., Any] = to_hooked_device,
+        api_key: str | None = None,
     ) -> None:
-        self.metrics = Metrics()
-        self._thread = ModelThread(model, limits, self.metrics)
-        self._socket = opened
-        endpoint = Endpoint(
-            name=model.name,
-            markers=model.markers,
-            thread=self._thread,
-            limits=limits,
-            metrics=self.metrics,
-            api_key=api_key,
-        )
+        quiet_transformers()
+        chat = ChatProcessor(processor, limits, name=name)
+        placed = PlacedModel(name, load, chat)
+        self.name, self.model, self._socket = name, placed.model, opened
+        self.placed = placed
+        self.thread = ModelThread(placed.model, move_inputs, limits)
+        self.batching = self.thread.try_batches(*chat.examples())
+        self._generation = PlacedGeneration(self.thread, limits)
+        app = build_application(placed, self._generation)
+        self.gate = Gate(app, limits, abandon=self.thread.abandon, api_key=api_key)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                make_app(endpoint),
+                self.gate,
                 http=connection_class(limits.max_transfer_s),
                 ws="none",
                 loop="asyncio",
@@ -101,7 +105,6 @@ class ChatServer:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                limit_concurrency=_MAX_CONNECTIONS,
                 timeout_graceful_shutdown=math.ceil(limits.drain_s),
             )
         )
@@ -112,13 +115,13 @@ class ChatServer:
         with _signals_to(self.stop):
             try:
                 _listen(self._socket)
-                self._thread.start()
+                self.thread.start()
                 try:
                     if on_ready is not None:
                         on_ready(url)
                     self._uvicorn.run(sockets=[self._socket])
                 finally:
-                    self._thread.stop()
+                    self._generation.shutdown()
             finally:
                 self._socket.close()
 

@@ -1,75 +1,76 @@
-"""TorchServe's side of an export: the chat endpoint's request and answer behind /predictions/NAME.
+"""TorchServe's side of an export: Transformers' handler of chat completions behind /predictions/NAME.
 
-This file is copied into the model archive as it stands. Its worker needs `trimtab[data,torch]`, nothing else.
+This file is copied into the model archive as it stands. Its worker needs `trimtab[serve]`, nothing else.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
-from trimtab.serve.answers import AnswerHead, Done
-from trimtab.serve.chat import parse_chat
+from fastapi import HTTPException
+
+from trimtab.runtime.placement import load_placed, move_inputs
+from trimtab.serve.application import PlacedGeneration, PlacedModel, chat_handler
+from trimtab.serve.body import parse_json
+from trimtab.serve.chat import ChatProcessor
+from trimtab.serve.config_check import check_config
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.model import ChatModel
 from trimtab.serve.problems import RequestError
-from trimtab.serve.text import TextPieces
+from trimtab.serve.worker import ModelThread, to_hooked_device
 
 
 class ChatHandler:
-    """One worker, one model over all devices of its map; requests one at a time, without streams."""
+    """One worker, one model over all devices of its map; the requests of one batch together, without streams."""
 
     def initialize(self, context: Any) -> None:
         """Reads setup_config.json beside this file and loads the model as it says."""
         archive = Path(context.system_properties["model_dir"])
         setup = json.loads((archive / "setup_config.json").read_text(encoding="utf-8"))
         folder = archive / setup["model_path"]  # an absolute path stays what it is
-        self._limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
-        model = load_model(
-            folder,
-            setup["device_map"],
-            offload_folder=archive / setup["offload_folder"] if setup["offload_folder"] else None,
+        offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
+        placed = setup["device_map"] != "auto"
+        check_config(folder)
+
+        def load() -> Any:
+            if placed:
+                return load_placed(folder, setup["device_map"], offload_folder=offload)
             # JSON has no numbers as keys, and Accelerate knows a GPU by its number alone
-            max_memory={int(k) if k.isdigit() else k: v for k, v in (setup["max_memory"] or {}).items()} or None,
-        )
-        self._model = ChatModel(model, load_processor(folder), name=context.model_name)
+            memory = {int(k) if k.isdigit() else k: v for k, v in (setup["max_memory"] or {}).items()} or None
+            return load_model(folder, "auto", offload_folder=offload, max_memory=memory)
+
+        limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
+        chat = ChatProcessor(load_processor(folder), limits, name=context.model_name)
+        model = PlacedModel(context.model_name, load, chat)
+        thread = ModelThread(model.model, move_inputs if placed else to_hooked_device, limits)
+        thread.try_batches(*chat.examples())
+        thread.start()
+        self._limits, self._handler = limits, chat_handler(model, PlacedGeneration(thread, limits))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[str]:
         """A JSON text for each request of the batch."""
-        answers: list[str] = []
-        for i, row in enumerate(data):
-            body = row.get("body", row.get("data"))
-            content = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
-            try:
-                answers.append(json.dumps(self._answer(bytes(content))))
-            except RequestError as error:
-                context.set_response_status(code=error.status, phrase="refused", idx=i)
-                answers.append(json.dumps(error.body))
-            context.set_response_content_type(i, "application/json")
-        return answers
+        return asyncio.run(self._handle([row.get("body", row.get("data")) for row in data], context))
 
-    def _answer(self, body: bytes) -> dict[str, Any]:
-        model = self._model
-        request = parse_chat(body, model=model.name, limits=self._limits, markers=model.markers)
-        if request.stream:
-            raise RequestError(400, "a stream was asked for and answers come whole here: leave stream out")
-        prompt = model.prepare(request)
-        pieces = TextPieces(lambda ids: str(model.tokenizer.decode(ids, skip_special_tokens=True)), request.stop)
-        texts: list[str] = []
+    async def _handle(self, bodies: list[Any], context: Any) -> list[str]:
+        return list(await asyncio.gather(*(self._answer(i, body, context) for i, body in enumerate(bodies))))
 
-        def on_token(token: int) -> bool:
-            texts.append(pieces.push(token))
-            return not pieces.stopped
-
-        ended = model.generate(prompt, request, on_token)
-        num_tokens = len(texts)
-        texts.append(pieces.finish())
-        return AnswerHead(model.name).whole(
-            "".join(texts), _done(ended or pieces.stopped, prompt.num_tokens, num_tokens)
-        )
-
-
-def _done(stopped: bool, prompt_tokens: int, new_tokens: int) -> Done:
-    return Done(finish_reason="stop" if stopped else "length", prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    async def _answer(self, i: int, body: Any, context: Any) -> str:
+        content = bytes(body) if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
+        context.set_response_content_type(i, "application/json")
+        try:
+            request = parse_json(content, self._limits)
+            if not isinstance(request, dict):
+                raise RequestError(400, "the body must be one JSON object")
+            if request.get("stream"):
+                raise RequestError(400, "a stream was asked for and answers come whole here: leave stream out")
+            answer = await self._handler.handle_request(request, uuid.uuid4().hex)
+            return bytes(answer.body).decode()
+        except (RequestError, HTTPException) as error:
+            if isinstance(error, HTTPException):
+                error = RequestError(error.status_code, str(error.detail))
+            context.set_response_status(code=error.status, phrase="refused", idx=i)
+            return json.dumps(error.body)

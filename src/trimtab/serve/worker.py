@@ -1,87 +1,83 @@
-"""The one thread that owns the model: answers requests one at a time, in the order in which they were accepted."""
+"""The one thread that owns the model: requests that wait and ask for the same kind of generation run together."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from trimtab.serve.answers import Done, Event, Piece
-from trimtab.serve.chat import ChatRequest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.cli.serving.utils import BaseGenerateManager
+
+from trimtab.serve.batch import (
+    Inputs,
+    depends_on_length,
+    fit_together,
+    items_of,
+    join_rows,
+    prompt_length,
+    rows_agree,
+    seeded,
+)
+from trimtab.serve.job import Job, Listener, Rows, gone
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.metrics import Metrics
 from trimtab.serve.problems import RequestError
-from trimtab.serve.text import TextPieces
-
-if TYPE_CHECKING:
-    from trimtab.serve.model import ChatModel
 
 _LOG = logging.getLogger("trimtab.serve")
 _FAILURES_TO_BE_SICK = 3
-_GONE = "the client went away"
-_NEWEST_SHARE = 0.2  # of the running mean of answering times
+_GATHER_SHARE = 0.2  # of the last batch's seconds: the longest pause in which the next one waits for more requests
+_MAX_GATHER_S = 1.0  # in all, before a batch
+_FAILED = "the model failed on this request: the server's log says why"
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request on its way through the model; `events` belongs to the event loop, the rest to the model's thread."""
+class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is not read by the type checker
+    """Where Transformers' handlers send their prompts. First come, first served; those alike go with the first."""
 
-    request: ChatRequest
-    loop: asyncio.AbstractEventLoop
-    accepted_at: float  # of time.monotonic
-    max_request_s: float
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    cancelled: bool = False  # set by either thread, never taken back
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.accepted_at
-
-    @property
-    def too_old(self) -> bool:
-        return self.age_s > self.max_request_s
-
-    def overdue(self) -> RequestError:
-        return RequestError(
-            504,
-            f"the answer was not done after {self.max_request_s:g} s, the waiting included: ask for fewer tokens, or "
-            "try when fewer wait",
-            code="timeout",
-        )
-
-    def tell(self, event: Event) -> None:
-        """To the event loop, from the model's thread."""
-        try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-        except RuntimeError:  # the loop is closed: the drain ran out of time
-            self.cancelled = True
-
-
-class ModelThread:
-    """A bounded number of places, and one queue: first come, first served."""
-
-    def __init__(self, model: ChatModel, limits: ServeLimits, metrics: Metrics) -> None:
-        self._model, self._limits, self._metrics = model, limits, metrics
+    def __init__(self, model: Any, move_inputs: Callable[..., dict[str, Tensor]], limits: ServeLimits) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None  # the server's, which reads the streams
+        self.preparing: set[str] = set()  # requests whose prompt is being made
+        self._model, self._move_inputs, self._limits = model, move_inputs, limits
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._together: tuple[bool, bool] = (False, False)  # rows without pictures, with pictures
         self._jobs: deque[Job] = deque()
-        self._places = limits.max_waiting + 1
-        self._changed = threading.Condition()  # holds the jobs, the places and whether to stop
+        self.running: list[Job] = []  # the batch that is being generated
+        self._changed = threading.Condition()  # holds the jobs and whether to stop
         self._stopping = False
+        self._last = (1, 0.0)  # requests of the last batch, and seconds it took
         self._failures = 0  # in a row
-        self._recent_s = 0.0  # of an answer: a place is free again about so often
-        self._thread = threading.Thread(target=self._run, name="trimtab-model")
+        self._thread = threading.Thread(target=self._run, name="trimtab-model", daemon=True)
+
+    def try_batches(self, texts: Sequence[Inputs], pictures: Sequence[Inputs]) -> str:
+        """Finds out which requests this model answers together as alone; says it in words. Before `start`."""
+        if self._limits.max_batch == 1 or depends_on_length(self._model.config):
+            return "one request at a time"
+
+        def agree(rows: Sequence[Inputs]) -> bool:
+            cast = [self._cast(row) for row in rows]
+            return bool(rows) and rows_agree(self._model, cast, self._model.generation_config, self._move_inputs)
+
+        shown = agree(pictures)
+        self._together = (shown or agree(texts), shown)
+        if shown:
+            return f"up to {self._limits.max_batch} requests together"
+        return "requests without images together" if self._together[0] else "one request at a time"
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended; jobs that are still queued are answered first."""
+        """Returns when the thread has ended. Nobody waits any more: what is left ends at its next token."""
         with self._changed:
             self._stopping = True
+            for job in (*self._jobs, *self.running):
+                job.cancelled = True
             self._changed.notify()
         self._thread.join()
 
@@ -89,110 +85,164 @@ class ModelThread:
     def healthy(self) -> bool:
         return self._thread.is_alive() and self._failures < _FAILURES_TO_BE_SICK
 
-    def enter(self) -> None:
-        """Takes a place, or raises `RequestError` 429."""
-        with self._changed:
-            if self._places == 0:
-                raise RequestError(
-                    429,
-                    f"{self._limits.max_waiting + 1} requests are being served or wait already: try again shortly",
-                    code="rate_limit_exceeded",
-                    retry_after_s=max(1, math.ceil(self._recent_s)),
-                )
-            self._places -= 1
-        self._metrics.waiting.inc()
+    # -- from the handlers ------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Gives back a place whose job was never submitted."""
-        self._metrics.waiting.dec()
-        self._free()
+    def generate_streaming(
+        self,
+        _model: Any,
+        processor: Any,
+        inputs: Inputs,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        """Queue and streamer as Transformers' handlers read them."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        assert self.loop is not None, "a stream is asked for by a server"
+        streamer = Listener(processor.tokenizer._tokenizer, self.loop, queue, response_parser=response_parser)
+        streamer.job = self._submit(processor, inputs, gen_config, request_id, streamer)
+        return queue, streamer
 
-    def submit(self, job: Job) -> None:
+    async def generate_non_streaming(
+        self, _model: Any, processor: Any, inputs: Inputs, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Tensor]:
+        job = self._submit(processor, inputs, gen_config, request_id, None)
+        tokens = await asyncio.wrap_future(job.done)
+        return job.decode(tokens), prompt_length(inputs), torch.tensor(tokens)
+
+    def _submit(self, processor: Any, inputs: Inputs, settings: Any, request_id: str, streamer: Any) -> Job:
+        self._check_length(prompt_length(inputs), settings.max_new_tokens)
+        stops, settings.stop_strings = settings.stop_strings or (), None
+        job = Job(
+            request_id=request_id,
+            inputs=self._cast(inputs),
+            settings=settings,
+            seed=settings.__dict__.pop("seed", None),
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            streamer=streamer,
+            decode=lambda tokens: str(processor.decode(tokens, skip_special_tokens=True)),
+        )
         with self._changed:
             self._jobs.append(job)
+            self.preparing.discard(request_id)
             self._changed.notify()
+        return job
 
-    def abandon(self, job: Job) -> None:
-        """Nobody wants the answer: a job that waits gives its place back, one being answered ends at its next token.
-
-        On the event loop's thread, whose queue gets an end.
-        """
-        job.cancelled = True
+    def abandon(self, request_id: str) -> None:
+        """Nobody waits for this request's answer, if it has none yet."""
         with self._changed:
-            if job not in self._jobs:
-                return
-            self._jobs.remove(job)
-            self._places += 1
-        self._metrics.waiting.dec()
-        job.events.put_nowait(RequestError(499, _GONE))
+            for job in (*self._jobs, *self.running):
+                job.cancelled = job.cancelled or job.request_id == request_id
 
-    def _free(self) -> None:
-        with self._changed:
-            self._places += 1
+    def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
+        most = self._limits.max_prompt_tokens
+        if num_tokens == 0:
+            raise RequestError(400, "the prompt has no token: send a text")
+        if most is not None and num_tokens > most:
+            problem = f"{num_tokens} tokens and this server takes {most}: send less text or smaller images"
+        elif self._positions is not None and num_tokens + max_new_tokens > self._positions:
+            problem = (
+                f"{num_tokens} tokens and may be answered with {max_new_tokens}, and the model has {self._positions} "
+                "positions: send less, or ask for fewer with max_tokens"
+            )
+        else:
+            return
+        raise RequestError(400, f"the conversation has {problem}", param="messages", code="context_length_exceeded")
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._stopping)
-            return self._jobs.popleft() if self._jobs else None
+    def _cast(self, inputs: Inputs) -> dict[str, Tensor]:
+        return {name: x.to(self._model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+
+    # -- on the model's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            self._metrics.waiting.dec()
-            self._metrics.queue_s.observe(job.age_s)
-            began = time.monotonic()
-            with self._metrics.running.track_inprogress():
-                outcome = self._outcome(job)
-            self._recent_s += _NEWEST_SHARE * (time.monotonic() - began - self._recent_s)
-            self._free()  # before the client hears of the end: its next request must find the place free
-            job.tell(outcome)
+        while batch := self._take():
+            now = time.monotonic()
+            self._answer(batch)
+            self._last, self.running = (len(batch), time.monotonic() - now), []
 
-    def _outcome(self, job: Job) -> Done | RequestError:
-        try:
-            done = self._answer(job)
-        except RequestError as error:
-            return error
-        except Exception:  # one request's failure, of whatever kind, must not end the others'
-            _LOG.exception("a request failed in the model")
-            self._failures += 1
-            return RequestError(500, "the model failed on this request: the server's log says why")
-        self._failures = 0
-        return done
+    def _take(self) -> list[Job]:
+        """The next batch; empty when there is nothing left to do."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._jobs or self._stopping)
+                self._gather()
+                for job in [x for x in self._jobs if x.cancelled]:
+                    self._jobs.remove(job)
+                    job.end(gone())
+                if self._jobs or self._stopping:
+                    break
+            self.running = self._pick()
+            return self.running
 
-    def _answer(self, job: Job) -> Done:
-        _check_alive(job)
-        request, metrics = job.request, self._metrics
-        prompt = self._model.prepare(request)
-        metrics.images.inc(len(request.pictures))
-        metrics.prompt_tokens.inc(prompt.num_tokens)
-        tokenizer = self._model.tokenizer
-        pieces = TextPieces(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), request.stop)
-        count = 0
+    def _gather(self) -> None:
+        """Waits for requests that are on their way: clients whose answers came in one batch ask again together.
 
-        def on_token(token: int) -> bool:
-            nonlocal count
-            count += 1
-            if count == 1:
-                metrics.first_token_s.observe(job.age_s)
-            if text := pieces.push(token):
-                job.tell(Piece(text))
-            return not (pieces.stopped or job.cancelled or job.too_old)
+        A batch as large as the last one goes at once, and so does a lone request after a lone one.
+        """
+        size, seconds = self._last
+        until = time.monotonic() + min(_MAX_GATHER_S, seconds)
+        while self._together[0] and not self._stopping and len(self._jobs) < self._limits.max_batch:
+            left = until - time.monotonic()
+            if left <= 0 or (len(self._jobs) >= size and not self.preparing):
+                return
+            if not self._changed.wait(min(left, _GATHER_SHARE * seconds)) and not self.preparing:
+                return
 
-        ended = self._model.generate(prompt, request, on_token)
-        metrics.new_tokens.inc(count)
-        if not ended and not pieces.stopped and count < request.max_new_tokens:
-            _check_alive(job)
-        if text := pieces.finish():
-            job.tell(Piece(text))
-        metrics.answer_s.observe(job.age_s)
-        return Done(
-            finish_reason="stop" if ended or pieces.stopped else "length",
-            prompt_tokens=prompt.num_tokens,
-            new_tokens=count,
+    def _pick(self) -> list[Job]:
+        """The oldest request, and those behind it that can go with it."""
+        batch: list[Job] = []
+        for job in list(self._jobs):
+            if len(batch) < self._limits.max_batch and self._fits(batch, job):
+                batch.append(job)
+                self._jobs.remove(job)
+        return batch
+
+    def _fits(self, batch: Sequence[Job], job: Job) -> bool:
+        if not batch:
+            return True
+        rows = [x.inputs for x in (*batch, job)]
+        longest = max(map(prompt_length, rows))
+        answer = max(x.settings.max_new_tokens for x in (*batch, job))
+        shown = any(items_of(row) for row in rows)
+        return (
+            self._together[1 if shown else 0]
+            and batch[0].alike(job)
+            and len(rows) * longest <= self._limits.max_batch_tokens
+            and (self._positions is None or longest + answer <= self._positions)
+            and fit_together(rows)
         )
 
+    def _answer(self, batch: Sequence[Job]) -> None:
+        try:
+            self._generate(batch)
+            self._failures = 0
+        except Exception:  # of whatever kind: one request's failure must not end the others'
+            _LOG.exception("%d requests failed in the model", len(batch))
+            again = [job for job in batch if not job.tokens] if len(batch) > 1 else []
+            self._failures += not again
+            for job in batch:
+                if job not in again:
+                    job.end(RequestError(500, _FAILED))
+            for job in again:  # each alone: the one that fails is the one at fault
+                self._answer([job])
 
-def _check_alive(job: Job) -> None:
-    if job.cancelled:
-        raise RequestError(499, _GONE)
-    if job.too_old:
-        raise job.overdue()
+    def _generate(self, batch: Sequence[Job]) -> None:
+        """Answers every job of the batch; the settings are those of the first, but for the number of tokens."""
+        settings = copy.deepcopy(batch[0].settings)
+        settings.max_new_tokens = max(job.settings.max_new_tokens for job in batch)
+        rows = Rows(batch, settings.eos_token_id)
+        with seeded(batch[0].seed):
+            self._model.generate(
+                **self._move_inputs(self._model, join_rows([job.inputs for job in batch])),
+                generation_config=settings,
+                streamer=rows,
+                stopping_criteria=StoppingCriteriaList([rows]),
+            )
+        for job in batch:
+            job.end()
+
+
+def to_hooked_device(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """To where Accelerate's hook, if Transformers placed the model, wants inputs and brings results back to."""
+    hooked = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return {name: x.to(model.device if hooked is None else hooked) for name, x in inputs.items()}

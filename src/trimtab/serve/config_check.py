@@ -1,0 +1,45 @@
+"""What a model folder's config.json may not say to a server: names that a loader would fetch or resolve, sizes of no
+model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import ConfigError
+
+_DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
+_LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
+
+
+def check_config(folder: Path) -> None:
+    """Refuses in a sentence, before any loader reads the folder; what else is wrong the loaders say."""
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # as the loaders say
+    for name, value in _fields(content):
+        if name.endswith("_implementation") and isinstance(value, str) and "/" in value:
+            reason = "a kernel to fetch from the Hub"
+        elif name in ("dtype", "torch_dtype") and not (isinstance(value, str) and _DTYPE.fullmatch(value)):
+            reason = "no type of weights"
+        elif name.endswith(("_size", "_layers")) and isinstance(value, int) and abs(value) > _LARGEST:
+            reason = "larger than that of any model"
+        else:
+            continue
+        raise ConfigError(f"{folder / 'config.json'} has {name} {str(value)[:100]!r}, {reason}: do not use this folder")
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every field that is set, of nested objects too."""
+    if isinstance(value, dict):
+        for name, field in value.items():
+            if field is not None:
+                yield name, field
+            yield from _fields(field)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _fields(item)
