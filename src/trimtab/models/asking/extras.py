@@ -42,7 +42,7 @@ def seen_cache(layer: LayerSpec, passes: Passes) -> CacheSpec | None:
 
 
 def with_extras(layers: Sequence[LayerSpec], extra: Mapping[str, int]) -> list[LayerSpec]:
-    """`layers` with those bytes; what lies in none goes with the first block of the module around it."""
+    """`layers` with those bytes; what is in none goes with the first layer around it, of a decoder the first block."""
     names = {x.name for x in layers}
     sizes = dict.fromkeys(names, 0)
     beside: dict[str, list[str]] = {}
@@ -68,5 +68,6 @@ def _host(layers: Sequence[LayerSpec], name: str) -> str:
     for around in [*_around(name)[1:], ""]:
         inside = [x for x in layers if not around or x.name.startswith(f"{around}.")]
         if inside:
-            return next((x for x in inside if x.kind == "block" and re.search(r"\.\d+$", x.name)), inside[0]).name
+            blocks = [x for x in inside if x.kind == "block" and re.search(r"\.\d+$", x.name)]
+            return (blocks[0] if blocks and inside[0].tower == "language" else inside[0]).name
     raise AssertionError("a model without layers")
