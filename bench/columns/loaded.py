@@ -42,8 +42,11 @@ from trimtab.specs import ModelSpec
 NEW_TOKENS = 8
 GENERATE: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 BOUND = 1e-5  # of float32, as tests/torch/rounding.py has it
-CHANGES = {name: {"image_token_index": 120} for name in ("blip-2", "instructblip", "instructblipvideo")}
-"""Their image token is set by processors."""
+CHANGES = {
+    **{name: {"image_token_index": 120} for name in ("blip-2", "instructblip", "instructblipvideo")},
+    **{name: {"vision_start_token_id": 121} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+}
+"""Fields that processors or published configurations set."""
 IN_TURN: tuple[DeviceKey, ...] = (0, "cpu", 1, 2, "disk", 3)
 
 

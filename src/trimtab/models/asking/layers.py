@@ -16,7 +16,6 @@ from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
     AttentionSpec,
-    CacheSpec,
     LayerKind,
     LayerSpec,
     MeasuredWork,
@@ -66,7 +65,6 @@ def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerS
             layers.append(_block(unit, seen, width, windows.get(unit.path)))
         else:
             layers.append(_other(unit, kind, seen, width))
-        layers[-1] = replace(layers[-1], cache=_cache(layers[-1], passes))
         if unit.tower in ("vision", "projector") and passes.image is not None and unit.path in passes.image.unread:
             layers[-1] = replace(layers[-1], unread=True)
     return layers
@@ -159,24 +157,6 @@ def _block(unit: Unit, seen: _Seen | None, width: int, window: int | None) -> La
         layer_scale=shape.layer_scale,
         measured=measured,
     )
-
-
-def _cache(layer: LayerSpec, passes: Passes) -> CacheSpec | None:
-    """What the cache of this layer grew by over both texts, in 16 bits; None where heads and window say the same."""
-    if passes.short_cached is None or passes.long_cached is None or layer.tower != "language":
-        return None
-    S, T = passes.num_short, passes.num_long
-    ran = [x.ran.get(layer.name) for x in (passes.short_cached, passes.long_cached)]
-    short, long = (0.0 if x is None else x.cache_bytes for x in ran)
-    a = layer.attention
-    heads = 0 if a is None or a.cross else 2 * a.num_kv_heads * (a.head_dim + a.value_head_dim)
-    window = T if a is None or a.window is None else a.window
-    if all(abs(seen - heads * min(n, window)) <= heads for seen, n in ((short, S), (long, T))):
-        return None  # a sliding cache keeps one token less than its window, for the next one
-    if a is not None and (a.cross or (a.window is not None and a.window < T)):
-        return None
-    per_token = max((long - short) / (T - S), 0.0)
-    return CacheSpec(values_per_token=per_token / 2, bytes_per_sequence=max(long - per_token * T, 0.0))
 
 
 def _seen_window(a: AttentionSpec, ran: Ran) -> int | None:

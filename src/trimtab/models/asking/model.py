@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from trimtab.errors import ConfigError
 from trimtab.models.asking.build import build, check_size, complete
 from trimtab.models.asking.cuts import find_cuts
-from trimtab.models.asking.extras import extra_bytes, with_extras
+from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
 from trimtab.models.asking.forward import Pass, Watch
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
 from trimtab.models.asking.layers import Passes, describe_units, main_lists
@@ -58,7 +59,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
     with quietly():
         units = split_units(model.to(torch.bfloat16).eval())  # what is kept between the passes is counted in 16 bits
         passes, notes = _run(model, units)
-        layers = describe_units(model, units, passes)
+        layers = [replace(x, cache=seen_cache(x, passes)) for x in describe_units(model, units, passes)]
     order, entered = _sort(units, passes)
     layers = with_extras([layers[i] for i in order], extra)
     cuts = find_cuts(model, layers)
