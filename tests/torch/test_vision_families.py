@@ -126,6 +126,9 @@ def test_black_images_alone_leave_one():
     pixels = torch.zeros(2, 3, 3, 56, 56)
     inputs = family.read("image", {"pixel_values": pixels}, make_model("idefics3").config)
     assert (len(inputs), inputs.entries.tolist()) == (1, [1, 0])
+    pixels[1, 2, 0, 0, 0] = 1.0  # one pixel that is not black: an image, and the first is padding like the others
+    inputs = family.read("image", {"pixel_values": pixels}, make_model("idefics3").config)
+    assert (len(inputs), inputs.entries.tolist()) == (1, [0, 1])
 
 
 def test_what_belongs_to_the_text_is_left_out():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.balance.image_search import lower_bound
 from trimtab.balance.images import (
     TowerCost,
     share_images,
@@ -76,6 +77,12 @@ def test_the_bound_of_few_sizes_is_a_sum_of_atoms(cost, num_ranks):
         assert shares.lower_bound >= at_least * (1 - 1e-9)
     if num_ranks ** len(cost) <= 5_000:
         assert shares.lower_bound <= best_by_trying(cost, num_ranks) * (1 + 1e-9)
+
+
+def test_some_rank_holds_two_of_three_equal_images():
+    cost, order = np.array([10, 10, 10]), np.arange(3)
+    assert lower_bound(cost, order, 2) == 20  # the mean is 15
+    assert lower_bound(cost, order, 3) == 10
 
 
 def test_equal_screenshots_are_shared_as_well_as_can_be():
