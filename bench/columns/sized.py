@@ -227,6 +227,8 @@ def _compare(rule: Any, clips: Any, real: Real) -> Cell:
             counts = None
         try:
             tokens, pixels = real.images([(width, height)])
+            if not tokens:
+                raise ValueError("no token for it")  # as good as a refusal
         except Exception as error:  # the processor refuses it: so must the rule
             if counts is not None:
                 return Cell(yes=False, note=f"{width} x {height}: its processor refuses it ({error})"[:160])
@@ -279,7 +281,8 @@ def _sizes(draw: random.Random) -> list[tuple[int, int]]:
 def _in_proportion(found: list[tuple[Any, int]]) -> bool:
     """As many numbers a patch on every size; rows that inputs have beside their patches (class tokens) aside."""
     for extra in range(6):
-        if len({pixels / (counts.patches - extra * counts.tiles) for counts, pixels in found}) == 1:
+        rows = [counts.patches - extra * counts.tiles for counts, _ in found]
+        if min(rows) > 0 and len({pixels / own for own, (_, pixels) in zip(rows, found, strict=True)}) == 1:
             return True
     return False
 

@@ -1,0 +1,99 @@
+"""Needs torch and Transformers: images that the processor is asked for count as it really makes them."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch", reason="the processors make tensors")
+transformers = pytest.importorskip("transformers", reason="is asked")
+
+from PIL import Image  # noqa: E402
+
+from trimtab.models.asking.processors import AnyTokenizer  # noqa: E402
+from trimtab.models.images import AskedImages, FixedImage, SmartResize, clip_rule, image_rule_by_processor  # noqa: E402
+from trimtab.samples.size import size_samples  # noqa: E402
+
+SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+
+
+def saved(processor, folder) -> dict[str, dict]:
+    processor.save_pretrained(folder)
+    names = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+    return {name: json.loads((folder / name).read_text()) for name in names if (folder / name).is_file()}
+
+
+def test_rows_of_tiles_are_written_as_the_processor_writes_them(tmp_path):
+    """Idefics3: other texts around an image for every number of its tiles; sized data have the processor's ids."""
+    tokenizer = AnyTokenizer()
+    processor = transformers.Idefics3Processor(transformers.Idefics3ImageProcessorPil(), tokenizer, image_seq_len=64)
+    for row in range(6):
+        tokenizer.convert_tokens_to_ids([f"<row_{row + 1}_col_{column + 1}>" for column in range(6)])
+    files = saved(processor, tmp_path / "model")
+    rule, markup = image_rule_by_processor({"model_type": "idefics3"}, files, None)
+    assert isinstance(rule, AskedImages)
+    images = [Image.new("RGB", size) for size in SIZES]
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    records = []
+    for number, picture in enumerate([*images, images[0]]):
+        picture.save(tmp_path / f"{number}.png")
+        parts = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "What is this?"}]
+        if number == 4:  # two images in one sample
+            parts.insert(0, {"type": "image", "image": "1.png"})
+        records.append({"id": str(number), "messages": [{"role": "user", "content": parts}]})
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    result = size_samples(tmp_path / "data.json", image_rule=rule, image_markup=markup, tokenizer=tmp_path / "model")
+    expected = [
+        len(processor(text=f"user: {'<image>' * len(shown)}What is this?\n", images=shown)["input_ids"][0])
+        for shown in ([images[0]], [images[1]], [images[2]], [images[3]], [images[1], images[0]])
+    ]
+    assert result.table.num_tokens.tolist() == expected
+    assert len({rule.count(*size).text for size in SIZES}) > 2
+    tiles = [processor(text="<image>", images=[x], return_tensors="pt")["pixel_values"].shape[1] for x in images]
+    assert [rule.count(*size).tiles for size in SIZES] == tiles
+
+
+def test_a_formula_and_a_clip_are_the_processors(tmp_path):
+    """Qwen2.5-VL: the rule that is known equals the processor, whose clips are asked for."""
+    images = transformers.Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=1003520)
+    files = {
+        "preprocessor_config.json": {**images.to_dict(), "processor_class": "Qwen2_5_VLProcessor"},
+        "video_preprocessor_config.json": {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2.0},
+    }
+    config = {"model_type": "qwen3_5", "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
+    rule, markup = image_rule_by_processor(config, files, files["preprocessor_config.json"])
+    assert rule == SmartResize(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=1003520)
+    assert markup is not None
+    assert (markup.before, markup.after) == ("", "")
+    clips = clip_rule(config, files).count_clips([(280, 140, 48, 24.0), (280, 140, 24, 24.0)])
+    assert [x.tiles for x in clips] == [2, 1]  # two frames a second, in pairs
+    assert clips[0].patches == 2 * clips[1].patches == 4 * 2 * clips[1].tokens
+
+
+def test_a_processor_that_cuts_to_one_size_is_a_constant(tmp_path):
+    processor = transformers.SiglipImageProcessorPil(size={"height": 224, "width": 224})
+    processor.image_seq_length = 256
+    whole = transformers.PaliGemmaProcessor(processor, AnyTokenizer())
+    files = saved(whole, tmp_path)
+    vision = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14, "num_hidden_layers": 2}
+    rule, _ = image_rule_by_processor({"model_type": "paligemma", "vision_config": vision}, files, None)
+    assert rule == FixedImage(rows=256, tokens=256)
+    draw = random.Random(0)
+    size = draw.randint(30, 900), draw.randint(30, 900)
+    ids = whole(text="<image>", images=Image.new("RGB", size))["input_ids"][0]
+    assert rule.count(*size).tokens == max(map(ids.count, ids))
+
+
+def test_what_a_processor_never_writes_is_not_counted():
+    files = {
+        "preprocessor_config.json": {"processor_class": "GitProcessor", "image_processor_type": "CLIPImageProcessor"}
+    }
+    rule, _ = image_rule_by_processor({"model_type": "git"}, files, None)
+    assert "writes no token in the place of an image" in rule.reason
