@@ -127,6 +127,17 @@ def test_only_like_requests_go_together_and_the_oldest_goes_first(loaded: Loaded
     assert thread._pick() == [jobs["more than fit"]]
 
 
+def test_a_request_given_up_while_its_prompt_was_made_is_not_answered(loaded: Loaded) -> None:
+    settings = copy.deepcopy(loaded.model.generation_config)
+    settings.update(**ALIKE)
+    loaded.thread.preparing |= {"gone", "stays"}
+    loaded.thread.abandon("gone")
+    jobs = [loaded.thread._submit(loaded.chat, loaded.inputs("hello"), settings, x, None) for x in ("gone", "stays")]
+    assert loaded.thread._take() == jobs[1:]
+    assert jobs[0].done.exception(0) is not None
+    assert not loaded.thread.preparing
+
+
 def test_a_request_that_fails_fails_alone(loaded: Loaded) -> None:
     wrong = dict(loaded.inputs("hello", picture(1)))
     wrong["pixel_values"] = wrong["pixel_values"][:0]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from placement_cases import gemma, small_model
 
-from trimtab.adapters.engines import StageCounts, count_placed_layers, count_planned_layers
+from trimtab.adapters.engines import StageCounts, count_placed_layers, count_planned_layers, engine_commands
 from trimtab.costs.inference import Workload, inference_table
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
@@ -114,3 +114,13 @@ def test_a_training_plan_that_counts_cannot_say_is_refused(cuts, num_ranks, reas
     assert len(model.layers) == 12
     with pytest.raises(UnsupportedPlanError, match=reason.replace("*", r"\S+")):
         count_planned_layers(model, stages_of(*cuts), num_ranks=num_ranks)
+
+
+def test_commands_serve_the_same_placement():
+    stages = {f"model.language_model.layers.{i}": int(i > 2) for i in range(4)} | {"lm_head": 1}
+    vllm, sglang = engine_commands("tiny", stages)
+    assert vllm == "VLLM_PP_LAYER_PARTITION=3,1 vllm serve tiny --pipeline-parallel-size 2"
+    assert sglang == "SGLANG_PP_LAYER_PARTITION=3,1 python -m sglang.launch_server --model-path tiny --pp-size 2"
+    assert engine_commands("tiny", {"": 0})[0] == engine_commands("tiny", None)[0] == "vllm serve tiny"
+    with pytest.raises(UnsupportedPlanError, match="keeps modules on cpu"):
+        engine_commands("tiny", {"model": 0, "lm_head": "cpu"})

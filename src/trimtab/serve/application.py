@@ -52,7 +52,7 @@ _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not read by the type checker
-    """One model, loaded by `load` at once and never again; whatever else is asked for is not there."""
+    """One model, loaded by `load` at once; whatever else is asked for is not there."""
 
     def __init__(self, name: str, load: Callable[[], Any], processor: ChatProcessor) -> None:
         self._name, self._load, self._processor = name, load, processor
@@ -63,7 +63,7 @@ class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not rea
         return self._processor
 
     def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-        if model_id_and_revision != self.process_model_name(self._name) or self.loaded_models:
+        if model_id_and_revision != self.process_model_name(self._name):
             raise RequestError(404, f"this server has one model, {self._name!r}", code="model_not_found")
         return self._load()
 

@@ -123,6 +123,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
             decode=lambda tokens: str(processor.decode(tokens, skip_special_tokens=True)),
         )
         with self._changed:
+            job.cancelled = request_id not in self.preparing  # abandoned while its prompt was made
             self._jobs.append(job)
             self.preparing.discard(request_id)
             self._changed.notify()
@@ -131,6 +132,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
     def abandon(self, request_id: str) -> None:
         """Nobody waits for this request's answer, if it has none yet."""
         with self._changed:
+            self.preparing.discard(request_id)
             for job in (*self._jobs, *self.running):
                 job.cancelled = job.cancelled or job.request_id == request_id
 
