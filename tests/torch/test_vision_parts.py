@@ -73,6 +73,13 @@ def test_outputs_of_the_tower_of_transformers_4(kind):
     assert (touched if kind == "tensor" else touched[0]).requires_grad
 
 
+def test_features_of_images_of_one_size_come_back_image_by_image():
+    output = torch.randn(3, 5, 4)
+    features = read_features(output, inputs_of([5, 5, 5]), 3, np.arange(3))
+    assert (features.num_rows.tolist(), features.rows.shape) == ([5, 5, 5], (15, 4))
+    assert torch.equal(write_features(features, features.rows, features.num_rows), output)
+
+
 def test_features_that_cannot_be_told_apart_are_refused():
     with pytest.raises(TrimtabError, match=r"features of 3 images came as shape \(7, 4\), and it cannot be told which"):
         read_features(torch.randn(7, 4), inputs_of([2, 1, 3]), 3, np.arange(3))
