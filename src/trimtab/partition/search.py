@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.bound import bound_cuts, makespan_bound
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, solve
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import FloatArray
 
 
@@ -62,7 +62,7 @@ def search_makespan(
     bounds what it missed. Deterministic; each start stops after `max_simulated` candidates.
     """
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
-    start = solve(problem)
+    start = split_stages(problem)
     start_makespan = evaluator.makespan_of(start.stages)
     ranked = _rank(evaluator, start, radius=radius, max_simulated=max_simulated, keep=1)
     best_cuts, makespan = next(iter(ranked.cuts.items()), (evaluator.cuts_of(start.stages), start_makespan))
@@ -96,7 +96,7 @@ def top_candidates(
     """
     assert k >= 1
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
-    start = solve(problem)
+    start = split_stages(problem)
     ranked = _rank(evaluator, start, radius=radius, max_simulated=max_simulated, keep=k)
     found = {
         cuts: Candidate(split=problem.assess(evaluator.stages(cuts)), makespan_s=s) for cuts, s in ranked.cuts.items()

@@ -106,9 +106,6 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     return min(fitting, key=lambda result: (result.bottleneck_s, sum(result.recompute_s)))
 
 
-solve = split_stages  # its name in search.py
-
-
 def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitResult:
     """The given stages' cuts with the recompute choices of least time under the cap: exact, stage by stage.
 
