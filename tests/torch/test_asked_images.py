@@ -20,7 +20,7 @@ from trimtab.samples.size import size_samples  # noqa: E402
 SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 
@@ -51,7 +51,7 @@ def test_rows_of_tiles_are_written_as_the_processor_writes_them(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(records))
     result = size_samples(tmp_path / "data.json", image_rule=rule, image_markup=markup, tokenizer=tmp_path / "model")
     expected = [
-        len(processor(text=f"user: {'<image>' * len(shown)}What is this?\n", images=shown)["input_ids"][0])
+        len(processor(text=f"user: {'<image>' * len(shown)}What is this?", images=shown)["input_ids"][0])
         for shown in ([images[0]], [images[1]], [images[2]], [images[3]], [images[1], images[0]])
     ]
     assert result.table.num_tokens.tolist() == expected
