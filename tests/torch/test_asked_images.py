@@ -73,8 +73,8 @@ def test_a_formula_and_a_clip_are_the_processors(tmp_path):
     assert markup is not None
     assert (markup.before, markup.after) == ("", "")
     clips = clip_rule(config, files).count_clips([(280, 140, 48, 24.0), (280, 140, 24, 24.0)])
-    assert [x.tiles for x in clips] == [2, 1]  # two frames a second, in pairs
-    assert clips[0].patches == 2 * clips[1].patches == 4 * 2 * clips[1].tokens
+    assert [x.tiles for x in clips] == [24, 12]  # pairs of frames: this processor samples only where its file says so
+    assert clips[0].patches == 2 * clips[1].patches == 8 * clips[1].tokens
 
 
 def test_a_processor_that_cuts_to_one_size_is_a_constant(tmp_path):
