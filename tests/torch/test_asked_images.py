@@ -20,7 +20,7 @@ from trimtab.samples.size import size_samples  # noqa: E402
 SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 
@@ -51,7 +51,7 @@ def test_rows_of_tiles_are_written_as_the_processor_writes_them(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(records))
     result = size_samples(tmp_path / "data.json", image_rule=rule, image_markup=markup, tokenizer=tmp_path / "model")
     expected = [
-        len(processor(text=f"user: {'<image>' * len(shown)}What is this?\n", images=shown)["input_ids"][0])
+        len(processor(text=f"user: {'<image>' * len(shown)}What is this?", images=shown)["input_ids"][0])
         for shown in ([images[0]], [images[1]], [images[2]], [images[3]], [images[1], images[0]])
     ]
     assert result.table.num_tokens.tolist() == expected
@@ -73,8 +73,8 @@ def test_a_formula_and_a_clip_are_the_processors(tmp_path):
     assert markup is not None
     assert (markup.before, markup.after) == ("", "")
     clips = clip_rule(config, files).count_clips([(280, 140, 48, 24.0), (280, 140, 24, 24.0)])
-    assert [x.tiles for x in clips] == [2, 1]  # two frames a second, in pairs
-    assert clips[0].patches == 2 * clips[1].patches == 4 * 2 * clips[1].tokens
+    assert [x.tiles for x in clips] == [24, 12]  # pairs of frames: this processor samples only where its file says so
+    assert clips[0].patches == 2 * clips[1].patches == 8 * clips[1].tokens
 
 
 def test_a_processor_that_cuts_to_one_size_is_a_constant(tmp_path):
