@@ -45,6 +45,10 @@ KEPT = {
     "torch/test_traced.py::test_flash_keeps_neither_masks_nor_repeated_keys": 0,  # 6
     "torch/test_traced.py::test_layers_add_up_to_a_whole_model_of_another_size": 0,  # 21
     "torch/test_traced.py::test_peak_is_the_allocators_but_for_the_kernels_workspaces": 1,  # 16
+    "torch/test_pipeline_build.py::"
+    "test_a_model_has_the_layers_of_the_description_and_reads_those_it_says_are_read": 3,  # 6
+    "torch/test_pipeline_build.py::"
+    "test_something_crosses_every_cut_with_images_and_text_alone_behind_the_embedding": 3,  # 6
     "torch/test_pipeline_runs.py::test_one_replica_loses_bit_by_bit_what_one_process_loses": 0,
     "torch/test_pipeline_runs.py::test_twenty_optimizer_steps_lose_what_one_process_loses": 0,  # 10
     "torch/test_train.py::test_every_schedule_trains_as_one_process_does": 0,  # 40
@@ -55,6 +59,7 @@ KEPT = {
     "torch/test_train.py::test_the_log_compares_every_step_with_the_plan": 0,
     "torch/test_train.py::test_the_report_takes_the_run": 0,
     "torch/test_train.py::test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie": 0,  # 8
+    "torch/test_verify_pipeline.py::test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients": 1,  # 12
     "torch/test_vision_families.py::test_images_apart_are_encoded_as_together": 13,  # 8
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
     "unit/test_build.py::test_other_choices_give_plans_that_check": 3,  # 7

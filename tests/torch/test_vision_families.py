@@ -1,4 +1,4 @@
-"""Families asked and declared: images apart are encoded as together, features and gradients. Needs torch, Transformers."""
+"""Images apart are encoded as together, features and gradients, in many families. Needs torch and Transformers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
     assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
     assert tiles.beside == ("image_sizes",)
     with pytest.raises(
-        TrimtabError, match="nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
+        TrimtabError, match=r"nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
     ):
         find_family(config, of_words)
 
