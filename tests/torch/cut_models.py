@@ -19,13 +19,12 @@ from trimtab.runtime.processed import read_processed
 from trimtab.specs import Tower
 
 
-def draw_batches(model: nn.Module) -> tuple[list[Batch], bool]:
+def draw_batches(model: Any) -> tuple[list[Batch], bool]:
     """Micro-batches of one sample each, of several sizes, and whether the first has an image."""
-    core = getattr(model, "config")  # noqa: B009
-    family = ask_format(core)
-    key = types_key_of(inspect.signature(model_classes(core)[1].forward).parameters)
+    family = ask_format(model.config)
+    key = types_key_of(inspect.signature(model_classes(model.config)[1].forward).parameters)
     drawn = draw_image_samples(model)
-    samples = read_processed(drawn or draw_samples(model, family), core, family)
+    samples = read_processed(drawn or draw_samples(model, family), model.config, family)
     batches = [{**alone(x, key), "labels": x.labels[None]} for x in samples]
     if "pixel_values" in required_of(model):  # no forward without an image
         batches = [batch for batch in batches if has_images(batch)]

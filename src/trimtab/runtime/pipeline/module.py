@@ -62,6 +62,7 @@ class StageModule(nn.Module):
         ]
         for seam in seams_of(self.model):
             seam.put(functools.partial(self._encode, seam))
+        self._encoding = False
         self._run: _Run | None = None
 
     def release(self) -> None:
@@ -156,7 +157,7 @@ class StageModule(nn.Module):
         """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
         run, name = self._run, feature_name(seam.kind, 0)
         calls = [] if run is None else run.way.calls.get(name, [])
-        if run is None or not calls:
+        if run is None or not calls or self._encoding:  # that of videos may call that of images
             return seam.original(*args, **kwargs)
         names = [x.name for x in calls[0].outputs]
         if run.encoded is not None and seam.kind in run.encoded.outputs:
@@ -166,7 +167,11 @@ class StageModule(nn.Module):
             shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
             rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
             return as_features(run.way.trace.samples[name], rows)
-        result = seam.original(*args, **kwargs)
+        self._encoding = True
+        try:
+            result = seam.original(*args, **kwargs)
+        finally:
+            self._encoding = False
         if not run.kept.isdisjoint(names):
             run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
         return result

@@ -84,6 +84,7 @@ class Tracer:
         self._model = hollow_copy(model, forwards, own={**leaves, **configs}, device=self.device)
         for seam in seams_of(self._model):
             seam.put(functools.partial(self._encode, seam))
+        self._encoding = False
         self._trace = Trace()
         self._leaves: dict[int, tuple[Tensor, str]] = {}
         self._made: dict[Any, Any] = {}
@@ -127,8 +128,14 @@ class Tracer:
         return torch.utils._pytree.tree_unflatten(handed, spec)
 
     def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returned, as leaves."""
-        result = seam.original(*args, **kwargs)
+        """What a function that encodes images returned, as leaves; that of videos may call it."""
+        if self._encoding:
+            return seam.original(*args, **kwargs)
+        self._encoding = True
+        try:
+            result = seam.original(*args, **kwargs)
+        finally:
+            self._encoding = False
         columns = feature_rows(result)
         if columns is None:
             return result
