@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT / "tests" / "torch"))
 from shrunk_models import draw_image_samples, make_shrunk  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.packing import prepare_packing, verify_packing  # noqa: E402
-from trimtab.runtime.state_layers import runs_apart  # noqa: E402
+from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402
+from trimtab.runtime.data.state_layers import runs_apart  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tests" / "torch"), str(ROOT / "tests" / "unit")]
 import torch  # noqa: E402
 from probe_runs import settings_of, write_probed  # noqa: E402
 
-from trimtab.plan.reload import reload_plan  # noqa: E402
+from trimtab.plan.file.reload import reload_plan  # noqa: E402
 from trimtab.runtime.probe.run import ProbeResult, probe  # noqa: E402
 from trimtab.units import MIB, format_bytes  # noqa: E402
 

@@ -30,7 +30,7 @@ from trimtab.partition.assess import SplitResult, assess_stages
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.partition.stages import SplitProblem
-from trimtab.plan.calibrate import calibrate_profile, simulate_logged
+from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
 from trimtab.specs import ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage, evaluate
 from trimtab.units import MIB
 

@@ -36,8 +36,8 @@ from lengths import DEFAULT_DATA, make_table, read_mixture
 from trimtab.balance.cost import CostWeights
 from trimtab.balance.dispatch import dispatch_packs
 from trimtab.balance.packing import Method, PackResult, pack_samples
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.loss import IGNORED, packed_loss
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.loss import IGNORED, packed_loss
 from trimtab.specs import Packing, SampleTable
 
 LIMITS = (9, 4096)  # tiles and tokens of a pack, before scaling

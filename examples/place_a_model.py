@@ -10,12 +10,9 @@ from __future__ import annotations
 import sys
 
 import trimtab
-from trimtab.costs.inference import Workload
-from trimtab.errors import PartitionError
-from trimtab.partition.machine import parse_machine
-from trimtab.partition.placement import Placement, place
-from trimtab.partition.split_model import assess_map, split_model_map
-from trimtab.plan.modules import fold_modules
+from trimtab import PartitionError, Placement, Workload, parse_machine, place
+from trimtab.placement.split_model import assess_map, split_model_map
+from trimtab.plan.file.modules import fold_modules
 from trimtab.units import format_bytes
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trimtab
 from trimtab.demo.draw import draw_dataset
-from trimtab.plan.modules import unfold_modules
+from trimtab.plan.file.modules import unfold_modules
 
 
 def main(folder: Path) -> None:

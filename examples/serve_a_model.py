@@ -18,8 +18,8 @@ import openai
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
+from trimtab import load_placed, move_inputs
 from trimtab.demo.draw import draw_dataset
-from trimtab.runtime.placement import load_placed, move_inputs
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.load import load_processor
 from trimtab.serve.server import ModelServer, open_port, url_of

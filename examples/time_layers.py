@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.costs.profile import profile_model
+from trimtab import Profile, SplitProblem, describe, profile_model, read_config, split_stages
 from trimtab.costs.timed import TimingOptions, open_device, profile_timed
-from trimtab.models.describe import describe, read_config
-from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.specs import NUM_WORK_TERMS, Profile, evaluate
+from trimtab.specs import NUM_WORK_TERMS, evaluate
 
 SMALL: dict[str, Any] = {
     "model_type": "internvl",

@@ -16,9 +16,8 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
-from trimtab.plan.modules import unfold_modules
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline
+from trimtab import PackedCollator, PipelineLayout, build_pipeline
+from trimtab.plan.file.modules import unfold_modules
 
 PP, NUM_STEPS = 2, 15
 LAYOUT = PipelineLayout(

@@ -25,14 +25,17 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import trimtab
+from trimtab import (
+    PackedCollator,
+    PackedTrainer,
+    PlanDataset,
+    PlanTrainerMixin,
+    ReadingOptions,
+    open_conversations,
+)
 from trimtab.demo.draw import DemoData, draw_dataset
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import DataFile
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.conversations import ReadingOptions, open_conversations
-from trimtab.runtime.data import PlanDataset
-from trimtab.runtime.packed_trainer import PackedTrainer
-from trimtab.runtime.trainer import PlanTrainerMixin
 
 
 class MyTrainer(PlanTrainerMixin, PackedTrainer):

@@ -26,17 +26,17 @@ from rounding import distance
 from shrunk_models import draw_image_samples, make_shrunk
 from simulated_devices import simulated
 
-from trimtab.costs.inference import Workload
 from trimtab.errors import PartitionError
 from trimtab.models.asking.build import build
 from trimtab.models.asking.model import describe_model
-from trimtab.partition.chain import modules_of, parts_of
-from trimtab.partition.machine import Gpu, Machine
-from trimtab.partition.placed import DeviceKey, Placement
-from trimtab.partition.placement import place
-from trimtab.runtime.formats import TOKEN_TYPE_KEYS, image_token
-from trimtab.runtime.packing_runs import text_ids
-from trimtab.runtime.placement import load_placed
+from trimtab.placement.bytes import Workload
+from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.place import place
+from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, image_token
+from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.placing.load import load_placed
 from trimtab.specs import ModelSpec
 
 NEW_TOKENS = 8

@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "torch"))
 
 from shrunk_models import GIVEN
 
-from trimtab.costs.inference import Workload
 from trimtab.errors import PartitionError
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_model
 from trimtab.models.describe import FAMILIES, describe
-from trimtab.partition.machine import machine_of
-from trimtab.partition.placed import DeviceKey, Placement
-from trimtab.partition.placement import place
+from trimtab.placement.bytes import Workload
+from trimtab.placement.machine import machine_of
+from trimtab.placement.place import place
+from trimtab.placement.placed import DeviceKey, Placement
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

@@ -38,51 +38,57 @@ from trimtab.costs.devices import (
     find_device as find_device,
     parse_cluster as parse_cluster,
 )
-from trimtab.costs.inference import Workload as Workload
+from trimtab.placement.bytes import Workload as Workload
 from trimtab.costs.profile import (
     load_profile as load_profile,
     profile_model as profile_model,
     save_profile as save_profile,
 )
-from trimtab.partition.machine import parse_machine as parse_machine
-from trimtab.partition.placement import (
+from trimtab.placement.machine import parse_machine as parse_machine
+from trimtab.placement.place import (
     place as place,
     Placement as Placement,
 )
 from trimtab.partition.simulate import simulate as simulate
-from trimtab.partition.stages import SplitProblem as SplitProblem
-from trimtab.partition.stages import split_stages as split_stages
+from trimtab.partition.stages import (
+    split_stages as split_stages,
+    SplitProblem as SplitProblem,
+)
 from trimtab.plan.build import (
     make_plan as make_plan,
     write_plan as write_plan,
 )
-from trimtab.plan.check import check_plan as check_plan
-from trimtab.plan.details import PlanDetails as PlanDetails
-from trimtab.plan.file import load_plan as load_plan
+from trimtab.plan.measured.check import check_plan as check_plan
+from trimtab.plan.file.details import PlanDetails as PlanDetails
+from trimtab.plan.file.yaml import load_plan as load_plan
 from trimtab.plan.options import PlanOptions as PlanOptions
-from trimtab.plan.placement_file import load_placement as load_placement
+from trimtab.plan.file.placement import load_placement as load_placement
 from trimtab.plan.plan import Plan as Plan
-from trimtab.plan.vision_choice import VisionChoice as VisionChoice
-from trimtab.runtime.collate import PackedCollator as PackedCollator
-from trimtab.runtime.conversations import (
+from trimtab.plan.sharing.choice import VisionChoice as VisionChoice
+from trimtab.runtime.data.collate import PackedCollator as PackedCollator
+from trimtab.runtime.data.conversations import (
     open_conversations as open_conversations,
     ReadingOptions as ReadingOptions,
 )
-from trimtab.runtime.data import (
+from trimtab.runtime.data.dataset import (
     PlanBatchSampler as PlanBatchSampler,
     PlanDataLoader as PlanDataLoader,
     PlanDataset as PlanDataset,
 )
-from trimtab.runtime.packed_trainer import PackedTrainer as PackedTrainer
-from trimtab.runtime.packing import verify_packing as verify_packing
+from trimtab.runtime.training.packed_trainer import PackedTrainer as PackedTrainer
+from trimtab.runtime.data.packing import verify_packing as verify_packing
 from trimtab.runtime.pipeline import (
     build_pipeline as build_pipeline,
     PipelineLayout as PipelineLayout,
+    verify_pipeline as verify_pipeline,
 )
-from trimtab.runtime.placement import load_placed as load_placed
-from trimtab.runtime.recompute import apply as apply_recompute
-from trimtab.runtime.records import open_records as open_records
-from trimtab.runtime.trainer import PlanTrainerMixin as PlanTrainerMixin
+from trimtab.runtime.placing.load import (
+    load_placed as load_placed,
+    move_inputs as move_inputs,
+)
+from trimtab.runtime.recompute.apply import apply as apply_recompute
+from trimtab.runtime.data.records import open_records as open_records
+from trimtab.runtime.training.trainer import PlanTrainerMixin as PlanTrainerMixin
 from trimtab.runtime.vision import (
     verify_vision_dp as verify_vision_dp,
     vision_dp as vision_dp,
@@ -94,10 +100,17 @@ from trimtab.specs import (
     Packing as Packing,
     ParallelDims as ParallelDims,
     Profile as Profile,
+    RecomputeChoice as RecomputeChoice,
     SampleTable as SampleTable,
     Schedule as Schedule,
     Stage as Stage,
     Timeline as Timeline,
 )
+from trimtab.runtime.data.loss import (
+    packed_loss as packed_loss,
+    step_denominator as step_denominator,
+)
+from trimtab.runtime.data.formats import PackFormat as PackFormat
+from trimtab.models.asking.model import describe_model as describe_model
 
 __version__: str

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab.plan.file import load_plan
+from trimtab.plan.file.yaml import load_plan
 
 Run = Any
 

@@ -94,7 +94,7 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     assert made.code == 0, made.err
     lines = run("export", "huggingface", plan)
     assert lines.code == 0, lines.err
-    assert "from trimtab.runtime.recompute import apply" in lines.out
+    assert "from trimtab.runtime.recompute.apply import apply" in lines.out
     assert "the nearest setting of Transformers' own is TrainingArguments(" in lines.err
     given = run("export", "huggingface", plan, "--json").json
     assert given["recompute"]

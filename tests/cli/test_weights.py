@@ -79,7 +79,7 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     assert not any("larger than a pack" in note for note in exported["notes"])
 
     from trimtab.adapters.data_files import read_planned
-    from trimtab.runtime.records import open_records
+    from trimtab.runtime.data.records import open_records
 
     planned, records = read_planned(tmp_path / "plan"), open_records(tmp_path / "plan")
     expected = Counter(records[row]["id"] for row in planned.packing.indices.tolist())
@@ -123,7 +123,7 @@ def without_mixture(plan: Any) -> Any:
 
 def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the mixture lost, it would not pass for a plan."""
-    from trimtab.plan import expressible
+    from trimtab.plan.decide import expressible
 
     assemble = expressible.assemble_plan
     monkeypatch.setattr(expressible, "assemble_plan", lambda **parts: without_mixture(assemble(**parts)))
@@ -135,7 +135,7 @@ def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monke
 def test_what_refine_writes_is_checked(
     run: Run, drawn: Path, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.plan.reload import load_details
+    from trimtab.plan.file.reload import load_details
 
     details = load_details(mixed)
     monkeypatch.setattr("trimtab.cli.plan._refined", lambda *_: replace(details, plan=without_mixture(details.plan)))

@@ -19,7 +19,7 @@ import pytest
 
 from trimtab.adapters.deepspeed import deepspeed_export
 from trimtab.models.describe import describe
-from trimtab.plan.expressible import as_stages
+from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice, Stage
 
 pytestmark = pytest.mark.integration

@@ -22,7 +22,7 @@ from trimtab.adapters.megatron import MegatronExport, megatron_flags
 from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python
 from trimtab.adapters.ms_swift import swift_arguments, swift_shell
 from trimtab.models.describe import describe
-from trimtab.plan.expressible import as_stages
+from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice
 
 pytestmark = pytest.mark.integration

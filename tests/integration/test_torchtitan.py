@@ -16,7 +16,7 @@ import pytest
 
 from trimtab.adapters.torchtitan import _ATTENTION_POLICY, titan_export, titan_names, titan_unsupported_cuts
 from trimtab.models.describe import describe
-from trimtab.plan.expressible import as_stages
+from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice
 
 pytestmark = pytest.mark.integration

@@ -12,10 +12,10 @@ from torch import nn
 
 from trimtab.models.asking.layers import main_lists
 from trimtab.models.asking.units import split_units
-from trimtab.runtime.formats import ask_format, model_classes
-from trimtab.runtime.packing_runs import alone, draw_samples, types_key_of
+from trimtab.runtime.data.formats import ask_format, model_classes
+from trimtab.runtime.data.packing_runs import alone, draw_samples, types_key_of
+from trimtab.runtime.data.processed import read_processed
 from trimtab.runtime.pipeline.flow import Batch, has_images
-from trimtab.runtime.processed import read_processed
 from trimtab.specs import Tower
 
 

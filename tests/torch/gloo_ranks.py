@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-IMPORTED_ONCE = ["trimtab.runtime.train", "trimtab.runtime.vision", "transformers.models.auto.modeling_auto", "pytest"]
+IMPORTED_ONCE = [
+    "trimtab.runtime.training.loop",
+    "trimtab.runtime.vision",
+    "transformers.models.auto.modeling_auto",
+    "pytest",
+]
 
 
 def on_ranks(function: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from simulated_devices import SimTensor, simulated
 
-from trimtab.runtime.placement import load_placed
+from trimtab.runtime.placing.load import load_placed
 
 PAGE = 4096
 _ALIVE: dict[int, weakref.ref[SimTensor]] = {}

@@ -12,7 +12,7 @@ from recompute_checks import count_forwards, gradients, make_model, trace_of
 from torch import nn
 from traced_families import Family, find_layers
 
-from trimtab.runtime.recompute import apply
+from trimtab.runtime.recompute.apply import apply
 
 
 class DeviceBytes(LiveBytes):

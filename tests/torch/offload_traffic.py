@@ -17,11 +17,11 @@ import transformers
 from simulated_devices import Traffic, counted, simulated
 from tiny_models import IMAGE_TOKEN, INTERNVIT, QWEN25_VIT, SIGLIP, TEXT, as_saved, preprocessor_of
 
-from trimtab.costs.inference import Workload, inference_table
 from trimtab.models.describe import describe
-from trimtab.partition.machine import Gpu, Machine
-from trimtab.partition.placement import place
-from trimtab.runtime.placement import load_placed, move_inputs
+from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.place import place
+from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.specs import ModelSpec
 
 LANGUAGE = {**TEXT, "num_hidden_layers": 6, "vocab_size": 6000}

@@ -15,8 +15,8 @@ from tiny_packs import TinyPacks, make_tiny_packs
 
 from trimtab.errors import PlanError
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.loss import label_weights, packed_loss
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
 from trimtab.runtime.pipeline.layout import Recompute
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from gloo_ranks import run_rank
 
 from trimtab.files import write_atomically
-from trimtab.plan.packs import pack_contents
-from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader
+from trimtab.plan.decide.packs import pack_contents
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader
 from trimtab.specs import Packing, Schedule
 
 NUM_PACKS, PLAN_DP, NUM_MICROBATCHES = 22, 2, 2
@@ -141,7 +141,7 @@ def train(
     """A tiny Llama over two epochs of the plan; writes rows and loss of every micro-batch to `name`-`rank`.jsonl."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from trimtab.runtime.trainer import PlanTrainerMixin
+    from trimtab.runtime.training.trainer import PlanTrainerMixin
 
     log = (folder / f"{name}-{rank}.jsonl").open("a")
 

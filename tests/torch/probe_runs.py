@@ -9,12 +9,12 @@ from pathlib import Path
 from train_runs import write_run
 
 import trimtab
+from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.measured.probed import with_budget
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.probed import with_budget
-from trimtab.plan.reload import reload_plan
 from trimtab.runtime.probe.bench import Bench, ProbeSettings, open_bench
 from trimtab.runtime.probe.trial import frozen_heap
-from trimtab.runtime.ranks import process_group
+from trimtab.runtime.training.ranks import process_group
 from trimtab.units import MIB
 
 

@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from trimtab.runtime.formats import ask_format, image_token, model_classes
-from trimtab.runtime.packing_runs import text_ids
+from trimtab.runtime.data.formats import ask_format, image_token, model_classes
+from trimtab.runtime.data.packing_runs import text_ids
 
 WIDTH = 64
 """Of language model, tower and all between them: where widths are alike, no projector's field can be wrong."""

@@ -12,13 +12,13 @@ import torch
 import transformers
 from tiny_models import CLIP, IMAGE_TOKEN, SIGLIP, TEXT, as_saved, make_tiny_model
 
-from trimtab.costs.inference import Workload
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.partition.chain import modules_of, parts_of
-from trimtab.partition.machine import Gpu, Machine
-from trimtab.partition.placed import DeviceKey, Placement
-from trimtab.partition.placement import place
+from trimtab.placement.bytes import Workload
+from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.place import place
+from trimtab.placement.placed import DeviceKey, Placement
 from trimtab.specs import ModelSpec
 
 DESCRIBED = (

@@ -36,9 +36,9 @@ from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.conversations import ReadingOptions, open_conversations
-from trimtab.runtime.missing import UnreadableSampleError
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.conversations import ReadingOptions, open_conversations
+from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.samples.tokens import MARKUPS
 
 pytestmark = pytest.mark.torch

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E40
 
 from trimtab.adapters.huggingface import huggingface_export, plain_settings  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
-from trimtab.runtime.recompute import _Recomputed  # noqa: E402
+from trimtab.runtime.recompute.apply import _Recomputed  # noqa: E402
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage  # noqa: E402
 
 ONE_OF_EACH = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -20,13 +20,13 @@ from pipeline_runs import dispatch_by
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.plan.file import load_plan
-from trimtab.plan.reload import load_details
-from trimtab.plan.run_log import read_run_of
+from trimtab.plan.file.reload import load_details
+from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.measured.run_log import read_run_of
 from trimtab.report.run import run_sentences
 from trimtab.runtime.pipeline import read_layout
-from trimtab.runtime.train import train
-from trimtab.runtime.train_settings import TrainSettings
+from trimtab.runtime.training.loop import train
+from trimtab.runtime.training.settings import TrainSettings
 
 pytestmark = pytest.mark.torch
 

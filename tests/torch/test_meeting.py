@@ -10,7 +10,7 @@ pytest.importorskip("accelerate", reason="the runtime needs it")
 
 from simulated_devices import counted, simulated  # noqa: E402
 
-from trimtab.runtime.meeting import Absent, Copies, Meeting  # noqa: E402
+from trimtab.runtime.placing.meeting import Absent, Copies, Meeting  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch", reason="the sampler is torch's")
 from trimtab.costs.devices import parse_cluster  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.plan.build import make_plan, write_plan  # noqa: E402
-from trimtab.plan.mixture import draw_sources  # noqa: E402
+from trimtab.plan.decide.mixture import draw_sources  # noqa: E402
 from trimtab.plan.options import PlanOptions  # noqa: E402
-from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader, PlanDataset  # noqa: E402
-from trimtab.runtime.missing import MissingSample  # noqa: E402
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset  # noqa: E402
+from trimtab.runtime.data.missing import MissingSample  # noqa: E402
 from trimtab.specs import SampleTable  # noqa: E402
 
 pytestmark = pytest.mark.torch

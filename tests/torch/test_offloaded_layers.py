@@ -22,7 +22,7 @@ from traced_families import FAMILIES, find_layers, make_family  # noqa: E402
 from trimtab.costs.offload import with_offload  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
 from trimtab.partition.assess import assess_stages  # noqa: E402
-from trimtab.runtime.recompute import apply  # noqa: E402
+from trimtab.runtime.recompute.apply import apply  # noqa: E402
 from trimtab.specs import RecomputeChoice, Stage  # noqa: E402
 
 pytestmark = pytest.mark.torch

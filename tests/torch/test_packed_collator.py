@@ -15,9 +15,9 @@ from tiny_models import IMAGE_TOKEN  # noqa: E402
 from tiny_packs import CASES, alone, make_tiny_packs, one_thread  # noqa: E402, F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
-from trimtab.runtime.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.loss import label_weights, packed_loss, step_denominator  # noqa: E402
-from trimtab.runtime.masks import image_numbers, pack_mask  # noqa: E402
+from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator  # noqa: E402
+from trimtab.runtime.data.masks import image_numbers, pack_mask  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -228,7 +228,7 @@ def test_tiles_that_do_not_fit_are_named(case, change, message):
 @pytest.fixture
 def trainer_of(tmp_path):
     pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
-    from trimtab.runtime.packed_trainer import PackedTrainer
+    from trimtab.runtime.training.packed_trainer import PackedTrainer
 
     def make(packs, weighting, groups, **options):
         collator = PackedCollator(packs.model.config, loss_weighting=weighting)

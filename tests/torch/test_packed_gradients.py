@@ -19,8 +19,8 @@ from rounding import distance  # noqa: E402
 from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from trimtab.runtime.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.loss import packed_loss, step_denominator  # noqa: E402
+from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data.loss import packed_loss, step_denominator  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

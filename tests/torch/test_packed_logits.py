@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="holds the models that
 
 from tiny_packs import CASES, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
 
-from trimtab.runtime.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -12,12 +12,12 @@ pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
 from test_packed_gradients import gradient_alone  # noqa: E402
 from tiny_packs import TinyPacks, make_tiny_packs, one_thread  # noqa: E402, F401
 
-from trimtab.runtime.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader  # noqa: E402
-from trimtab.runtime.loss import step_denominator  # noqa: E402
-from trimtab.runtime.packed_trainer import PackedTrainer  # noqa: E402
-from trimtab.runtime.tables import PlanTables, hold_tables  # noqa: E402
-from trimtab.runtime.trainer import PlanTrainerMixin  # noqa: E402
+from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader  # noqa: E402
+from trimtab.runtime.data.loss import step_denominator  # noqa: E402
+from trimtab.runtime.data.tables import PlanTables, hold_tables  # noqa: E402
+from trimtab.runtime.training.packed_trainer import PackedTrainer  # noqa: E402
+from trimtab.runtime.training.trainer import PlanTrainerMixin  # noqa: E402
 from trimtab.specs import Packing, Schedule  # noqa: E402
 
 pytestmark = pytest.mark.torch

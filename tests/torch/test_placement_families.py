@@ -13,7 +13,7 @@ from simulated_devices import simulated  # noqa: E402
 from spread_cases import DESCRIBED, GENERATE, OTHERS, coarse_maps, make_case, maps_of  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 
-from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
+from trimtab.runtime.placing.load import load_placed, move_inputs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -23,11 +23,11 @@ from tiny_packs import one_thread  # noqa: E402, F401
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
 from trimtab.errors import ConfigError, PartitionError  # noqa: E402
-from trimtab.partition.placed import Placement  # noqa: E402
-from trimtab.plan.placement_file import map_json  # noqa: E402
-from trimtab.runtime.device_units import resolve_units  # noqa: E402
-from trimtab.runtime.placement import load_placed, move_inputs  # noqa: E402
-from trimtab.runtime.weights import LazyTensors, open_weights  # noqa: E402
+from trimtab.placement.placed import Placement  # noqa: E402
+from trimtab.plan.file.placement import map_json  # noqa: E402
+from trimtab.runtime.placing.device_units import resolve_units  # noqa: E402
+from trimtab.runtime.placing.load import load_placed, move_inputs  # noqa: E402
+from trimtab.runtime.placing.stored_weights import LazyTensors, open_weights  # noqa: E402
 from trimtab.serve.device_map import read_device_map  # noqa: E402
 
 pytestmark = pytest.mark.torch

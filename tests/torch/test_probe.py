@@ -26,15 +26,15 @@ from trimtab.costs.profile import load_profile
 from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.plan.build import write_plan
-from trimtab.plan.check import check_plan
-from trimtab.plan.file import load_plan, plan_to_yaml
-from trimtab.plan.probed import full_recompute, with_profile
-from trimtab.plan.reload import reload_plan
-from trimtab.plan.vision_choice import VisionChoice
+from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
+from trimtab.plan.measured.check import check_plan
+from trimtab.plan.measured.probed import full_recompute, with_profile
+from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
 from trimtab.runtime.probe.run import CHOICE, probe, settle
-from trimtab.runtime.recompute import apply
+from trimtab.runtime.recompute.apply import apply
 from trimtab.units import MIB
 
 pytestmark = pytest.mark.torch

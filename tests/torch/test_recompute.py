@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from traced_families import FAMILIES, find_layers  # noqa: E402
 
 from trimtab.errors import PlanError, TrimtabError  # noqa: E402
-from trimtab.plan.file import load_plan  # noqa: E402
+from trimtab.plan.file.yaml import load_plan  # noqa: E402
 from trimtab.plan.plan import RecomputeDecision  # noqa: E402
-from trimtab.runtime.recompute import apply  # noqa: E402
+from trimtab.runtime.recompute.apply import apply  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

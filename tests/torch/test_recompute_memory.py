@@ -19,7 +19,7 @@ from trimtab.costs.analytic import Gradients, backward_workspace, cost_layer  # 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.settings import CostSettings  # noqa: E402
 from trimtab.partition.assess import assess_stages  # noqa: E402
-from trimtab.runtime.recompute import apply  # noqa: E402
+from trimtab.runtime.recompute.apply import apply  # noqa: E402
 from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -26,11 +26,11 @@ from report_fixtures import make_header, make_step
 
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.build import write_plan
-from trimtab.plan.candidates import candidate_splits
-from trimtab.plan.file import load_plan, plan_to_yaml
-from trimtab.plan.reload import load_details, reload_plan
-from trimtab.plan.run_log import line_of
-from trimtab.runtime.refine import RefineSettings, _run, refine
+from trimtab.plan.decide.candidates import candidate_splits
+from trimtab.plan.file.reload import load_details, reload_plan
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
+from trimtab.plan.measured.run_log import line_of
+from trimtab.runtime.training.refine import RefineSettings, _run, refine
 
 pytestmark = pytest.mark.torch
 
@@ -84,7 +84,7 @@ def test_a_split_that_does_not_run_is_told_and_the_fastest_other_kept(folder, mo
         return [sys.executable, "-c", ""]
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("trimtab.runtime.refine._command", command)
+    monkeypatch.setattr("trimtab.runtime.training.refine._command", command)
     found = refine(folder / "plan", settings_of(folder, num_candidates=3))
     assert [trial.median_step_s for trial in found.trials] == [pytest.approx(0.2), None, pytest.approx(0.1)]
     assert [trial.problem for trial in found.trials] == [None, "out of memory", None]
@@ -96,7 +96,7 @@ def test_a_split_that_does_not_run_is_told_and_the_fastest_other_kept(folder, mo
 def test_no_split_that_runs_is_an_error(folder, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     words = [sys.executable, "-c", "raise ValueError('no such thing')"]
-    monkeypatch.setattr("trimtab.runtime.refine._command", lambda *_: words)
+    monkeypatch.setattr("trimtab.runtime.training.refine._command", lambda *_: words)
     with pytest.raises(PlanError, match=r"2 splits were to be timed, and none of them ran \(ValueError: no such"):
         refine(folder / "plan", settings_of(folder))
 
@@ -169,7 +169,7 @@ def test_sigterm_stops_the_run_and_its_workers(tmp_path):
 
 
 def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.refine._GRACE_S", 0.2)
+    monkeypatch.setattr("trimtab.runtime.training.refine._GRACE_S", 0.2)
     pid = tmp_path / "pid"
     stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     stubborn += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"

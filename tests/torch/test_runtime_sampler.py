@@ -21,8 +21,8 @@ from gloo_ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from trimtab.errors import PlanError, SampleError
-from trimtab.runtime.data import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.tables import open_tables
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
+from trimtab.runtime.data.tables import open_tables
 from trimtab.specs import SampleTable
 
 pytestmark = pytest.mark.torch
@@ -139,8 +139,8 @@ def test_a_rank_that_does_not_exist_is_refused(folder: Path) -> None:
 
 
 def test_what_the_trainer_skips_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.runtime.tables import PlanTables
-    from trimtab.runtime.trainer import TrainerPlanSampler
+    from trimtab.runtime.data.tables import PlanTables
+    from trimtab.runtime.training.trainer import TrainerPlanSampler
 
     sampler = TrainerPlanSampler(folder / "plan", dp=2, rank=1)
     whole, sampler.num_unread = list(sampler), 8
@@ -164,7 +164,7 @@ class Host:
 def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = True) -> Any:
     from types import SimpleNamespace
 
-    from trimtab.runtime.trainer import PlanTrainerMixin
+    from trimtab.runtime.training.trainer import PlanTrainerMixin
 
     class Planned(PlanTrainerMixin, Host):
         pass

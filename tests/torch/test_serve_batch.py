@@ -163,7 +163,7 @@ def test_a_batch_of_a_placed_model_is_that_of_the_whole_one(tmp_path: Path, plac
     pytest.importorskip("accelerate", reason="hooks modules")
     from simulated_devices import simulated
 
-    from trimtab.runtime.placement import load_placed, move_inputs
+    from trimtab.runtime.placing.load import load_placed, move_inputs
 
     whole = Loaded(tmp_path, "qwen2_5_vl")
     rows = [whole.inputs("hello"), whole.inputs("what is it?", picture(5))]

@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.adapters.torch_pipelining import SCHEDULE_CLASSES, pipelining_export
 from trimtab.models.describe import describe
-from trimtab.plan.expressible import as_stages
+from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims
 
 pytestmark = pytest.mark.torch

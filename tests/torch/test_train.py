@@ -31,22 +31,22 @@ from train_runs import (
     write_variant,
 )
 
-import trimtab.runtime.train
+import trimtab.runtime.training.loop
 from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
-from trimtab.plan.file import load_plan, name_table, plan_to_yaml
+from trimtab.plan.file.reload import load_details
+from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
+from trimtab.plan.measured.run_log import compare_times, read_run_log, read_run_of
 from trimtab.plan.plan import RecomputeDecision
-from trimtab.plan.reload import load_details
-from trimtab.plan.run_log import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
-from trimtab.runtime.checkpoint import list_checkpoints, read_progress
-from trimtab.runtime.conversations import ReadingOptions
+from trimtab.runtime.data.conversations import ReadingOptions
 from trimtab.runtime.pipeline import Pipeline, StepResult
-from trimtab.runtime.ranks import process_group
-from trimtab.runtime.train import fit_layout, refuse_unshared, refuse_useless, train
-from trimtab.runtime.train_settings import TrainSettings, rate_factor
-from trimtab.runtime.verify import verify_plan
+from trimtab.runtime.training.checkpoint import list_checkpoints, read_progress
+from trimtab.runtime.training.loop import fit_layout, refuse_unshared, refuse_useless, train
+from trimtab.runtime.training.ranks import process_group
+from trimtab.runtime.training.settings import TrainSettings, rate_factor
+from trimtab.runtime.training.verify import verify_plan
 
 pytestmark = pytest.mark.torch
 
@@ -293,7 +293,7 @@ def test_the_exported_model_is_the_trained_one(folder, alone):
 
 
 def test_a_model_that_mixes_samples_is_refused_before_the_first_step(folder, alone, monkeypatch):
-    load = trimtab.runtime.train.load_model
+    load = trimtab.runtime.training.loop.load_model
 
     def load_leaky(*arguments):
         model = load(*arguments)
@@ -302,7 +302,7 @@ def test_a_model_that_mixes_samples_is_refused_before_the_first_step(folder, alo
         attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
         return model
 
-    monkeypatch.setattr(trimtab.runtime.train, "load_model", load_leaky)
+    monkeypatch.setattr(trimtab.runtime.training.loop, "load_model", load_leaky)
     settings = settings_of(folder, folder / "alone", "run-leaky", steps=1)
     with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.0.self_attn .* one sample sees another"):
         train(settings)
@@ -534,7 +534,7 @@ def test_a_plan_that_was_changed_is_not_trained(folder, alone, tmp_path, name, m
     shutil.copytree(folder / "alone", plan)
     verify_plan(plan, describe(folder / "model"))
     change(plan)
-    monkeypatch.setattr("trimtab.runtime.train.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("trimtab.runtime.training.loop.load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(PlanError, match=message):
         train(settings_of(folder, plan, "no"))
 

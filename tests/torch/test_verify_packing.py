@@ -17,10 +17,10 @@ from shrunk_models import draw_image_samples, draw_weights, make_shrunk, shrink 
 from tiny_packs import one_thread  # noqa: E402, F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
-from trimtab.runtime.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.formats import PackFormat, ask_format, pack_format  # noqa: E402
-from trimtab.runtime.packing import prepare_packing, verify_packing  # noqa: E402
-from trimtab.runtime.state_layers import hold_samples_apart  # noqa: E402
+from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
+from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format  # noqa: E402
+from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402
+from trimtab.runtime.data.state_layers import hold_samples_apart  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

@@ -12,7 +12,7 @@ from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
 from trimtab.errors import ConfigError, ImageError, PackingError  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
-from trimtab.plan.work import price_samples  # noqa: E402
+from trimtab.plan.decide.work import price_samples  # noqa: E402
 from trimtab.specs import NUM_WORK_TERMS, Profile, SampleTable  # noqa: E402
 
 pytestmark = pytest.mark.torch

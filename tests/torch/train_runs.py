@@ -19,12 +19,12 @@ from test_conversations import write_data, write_model
 import trimtab
 from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
-from trimtab.plan.file import load_plan, plan_to_yaml
-from trimtab.plan.modules import fold_modules
+from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDecision
-from trimtab.runtime.train import train
-from trimtab.runtime.train_settings import TrainSettings
+from trimtab.runtime.training.loop import train
+from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
 from trimtab.specs import Tower
 

@@ -16,7 +16,7 @@ from vision_runs import make_case, make_rank_case, shard, sum_over_ranks
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import PlanError, TrimtabError
-from trimtab.plan.file import plan_from_yaml, plan_to_yaml
+from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.vision import encode_pooled, vision_dp_from_plan
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.partition.assess import DeviceMemory
-from trimtab.plan.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
 from trimtab.plan.plan import (
     BalanceEstimate,
     ClusterInput,
@@ -28,7 +29,6 @@ from trimtab.plan.plan import (
     TrainingInput,
     VariantEstimate,
 )
-from trimtab.plan.run_log import RunHeader, RunLog, StepRecord
 from trimtab.specs import (
     DeviceSpec,
     ImageCounts,

@@ -13,11 +13,11 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PartitionError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.check import check_plan
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.file import plan_to_yaml
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import load_details
+from trimtab.plan.file.yaml import plan_to_yaml
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.reload import load_details
 
 MODEL = describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("32xA100-80GB")

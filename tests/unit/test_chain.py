@@ -11,7 +11,7 @@ from placement_cases import small_model
 
 from trimtab.models.describe import describe
 from trimtab.models.images import UnsettledRule
-from trimtab.partition.chain import arrangements, device_changes, modules_of, parts_of
+from trimtab.placement.chain import arrangements, device_changes, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"

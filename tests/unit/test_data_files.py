@@ -28,7 +28,7 @@ from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
 from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file import load_plan, plan_to_yaml
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.samples.size import size_samples
@@ -472,7 +472,7 @@ def test_xtuner_presets_refuse_images_and_what_has_no_line_numbers(drawn: Path, 
 def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Path) -> None:
     import shutil
 
-    from trimtab.plan.file import array_bytes, name_table
+    from trimtab.plan.file.yaml import array_bytes, name_table
 
     copy = tmp_path / "plan"
     shutil.copytree(planned, copy)

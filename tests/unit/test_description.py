@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.inference import Workload, inference_table
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
 from trimtab.models.description import RULES, VERSION, description_bytes, read_description, save_description
 from trimtab.models.images import UnsettledRule
 from trimtab.models.shipped import shipped_models
+from trimtab.placement.bytes import Workload, inference_table
 from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec, ParallelDims
 
 

@@ -8,11 +8,11 @@ import pytest
 from placement_cases import gemma, small_model
 
 from trimtab.adapters.engines import StageCounts, count_placed_layers, count_planned_layers, engine_commands
-from trimtab.costs.inference import Workload, inference_table
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
-from trimtab.partition.machine import machine_of
-from trimtab.partition.placement import place
+from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.machine import machine_of
+from trimtab.placement.place import place
 from trimtab.specs import Stage
 from trimtab.units import GIB
 

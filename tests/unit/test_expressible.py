@@ -18,8 +18,7 @@ from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.check import check_plan
-from trimtab.plan.expressible import (
+from trimtab.plan.decide.expressible import (
     Expressible,
     as_stages,
     best_expressible,
@@ -27,9 +26,10 @@ from trimtab.plan.expressible import (
     overfull_ranks,
     relative_time,
 )
+from trimtab.plan.decide.stages import epoch_s
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.reload import ReloadedPlan, reload_plan
-from trimtab.plan.split import epoch_s
 from trimtab.specs import RecomputeChoice
 
 MODEL = describe("Qwen2.5-VL-7B")

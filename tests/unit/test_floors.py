@@ -22,6 +22,7 @@ FLOORS = {
     "costs": 2,
     "balance": 3,
     "partition": 3,
+    "placement": 3,
     "plan": 4,
     "runtime": 5,
     "adapters": 5,

@@ -18,7 +18,7 @@ from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from trimtab.balance.mixture import mix_samples
 from trimtab.errors import SampleError
-from trimtab.plan.work import select_rows
+from trimtab.plan.decide.work import select_rows
 from trimtab.samples.read import read_lengths
 from trimtab.samples.size import size_samples
 from trimtab.samples.table import load_table, save_table, table_bytes, table_from_bytes

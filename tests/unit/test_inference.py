@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from placement_cases import gemma, small_model
 
-from trimtab.costs.inference import QUANTS, Workload, batch_of, count_batch, inference_table, kv_bytes_per_token
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
+from trimtab.placement.bytes import QUANTS, Workload, batch_of, count_batch, inference_table, kv_bytes_per_token
 from trimtab.specs import ImageCounts
 
 IMAGE = ((112, 112),)

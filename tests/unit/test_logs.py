@@ -20,7 +20,7 @@ from trimtab.costs.minima import _least_squares
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
 from trimtab.partition.assess import assess_stages
-from trimtab.plan.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
+from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import PartitionError, TrimtabError
-from trimtab.partition.machine import Machine, machine_of, parse_machine
+from trimtab.placement.machine import Machine, machine_of, parse_machine
 from trimtab.units import GIB
 
 

@@ -9,14 +9,14 @@ import re
 import pytest
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.inference import Workload, count_batch, inference_table
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.describe import describe
 from trimtab.models.images import image_rule
-from trimtab.partition.chain import parts_of
-from trimtab.partition.machine import Gpu, Machine
-from trimtab.partition.placement import place
+from trimtab.placement.bytes import Workload, count_batch, inference_table
+from trimtab.placement.chain import parts_of
+from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.place import place
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

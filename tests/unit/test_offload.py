@@ -21,11 +21,11 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.partition.assess import assess_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.check import check_plan
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import recompute_offloaded
+from trimtab.plan.decide.expressible import recompute_offloaded
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import load_details, reload_plan
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.reload import load_details, reload_plan
 from trimtab.report.html import html_report
 from trimtab.report.words import describe_recompute
 from trimtab.specs import RecomputeChoice, Stage

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import gemma, small_model
 
-from trimtab.costs.inference import Workload, inference_table
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.partition.chain import arrangements, modules_of, parts_of
-from trimtab.partition.device_bytes import device_bytes, run_bytes, unit_table
-from trimtab.partition.machine import Gpu, Machine, machine_of
-from trimtab.partition.placement import place
+from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.chain import arrangements, modules_of, parts_of
+from trimtab.placement.device_bytes import device_bytes, run_bytes, unit_table
+from trimtab.placement.machine import Gpu, Machine, machine_of
+from trimtab.placement.place import place
 from trimtab.units import GIB, MIB
 
 WORK = Workload(batch=2, seq_len=30, max_new_tokens=5, images=((112, 112),))

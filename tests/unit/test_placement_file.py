@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.costs.inference import Workload
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
-from trimtab.partition.machine import parse_machine
-from trimtab.partition.placement import place
-from trimtab.partition.split_model import assess_map, split_model_map
-from trimtab.plan.file import record_to_yaml
-from trimtab.plan.placement_file import image_texts, load_placement, placement_file, write_placement
+from trimtab.placement.bytes import Workload
+from trimtab.placement.machine import parse_machine
+from trimtab.placement.place import place
+from trimtab.placement.split_model import assess_map, split_model_map
+from trimtab.plan.file.placement import image_texts, load_placement, placement_file, write_placement
+from trimtab.plan.file.yaml import record_to_yaml
 
 MODEL = describe("Qwen2.5-VL-7B")
 MACHINE = parse_machine("12GiB,2xA100-80GB:8GiB", cpu="16GiB")

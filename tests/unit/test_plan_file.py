@@ -1,4 +1,4 @@
-"""plan/file.py: plans as YAML, tables as .npy, hostile files."""
+"""plan/file/yaml.py: plans as YAML, tables as .npy, hostile files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from plans import small_plan
 
 from trimtab.errors import PlanError
-from trimtab.plan.file import array_bytes, load_array, load_plan, name_table, plan_from_yaml, plan_to_yaml
+from trimtab.plan.file.yaml import array_bytes, load_array, load_plan, name_table, plan_from_yaml, plan_to_yaml
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

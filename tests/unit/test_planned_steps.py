@@ -7,9 +7,9 @@ import pytest
 from plan_cases import tile_samples
 
 import trimtab
-from trimtab.plan.candidates import candidate_splits
-from trimtab.plan.planned_steps import planned_steps
-from trimtab.plan.reload import reload_plan
+from trimtab.plan.decide.candidates import candidate_splits
+from trimtab.plan.decide.planned_steps import planned_steps
+from trimtab.plan.file.reload import reload_plan
 
 
 @pytest.fixture(scope="module")

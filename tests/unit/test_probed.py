@@ -1,4 +1,4 @@
-"""plan/probed.py: what a probe measured, in a plan's profile."""
+"""plan/measured/probed.py: what a probe measured, in a plan's profile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from trimtab.models.describe import describe
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.probed import (
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.measured.probed import (
     DeviceProbe,
     KeptProbe,
     add_transient,
@@ -28,8 +29,7 @@ from trimtab.plan.probed import (
     with_budget,
     with_profile,
 )
-from trimtab.plan.reload import ReloadedPlan, reload_plan
-from trimtab.plan.setting import profile_setting
+from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerCost, ParallelDims, Profile
 from trimtab.units import GIB
 

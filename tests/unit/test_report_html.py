@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import report_fixtures as fixtures
 
-from trimtab.plan.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails
 from trimtab.report.html import html_report
 
 CASES = {

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 from rich.console import Console
 
-from trimtab.costs.inference import Workload
 from trimtab.models.describe import describe
-from trimtab.partition.machine import parse_machine
-from trimtab.partition.placement import place
-from trimtab.partition.split_model import Assessed, assess_map, split_model_map
+from trimtab.placement.bytes import Workload
+from trimtab.placement.machine import parse_machine
+from trimtab.placement.place import place
+from trimtab.placement.split_model import Assessed, assess_map, split_model_map
 from trimtab.report.placement_html import placement_html
 from trimtab.report.placement_text import print_placement
 

@@ -1,4 +1,4 @@
-"""`runtime/cursor.py`, `tables.py`, `order.py`: a plan's packs dealt to any number of ranks, from any place."""
+"""`runtime/data/cursor.py`, `tables.py`, `order.py`: a plan's packs dealt to any number of ranks, from any place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from plans import small_plan
 from trimtab.balance.metrics import dist_ratio
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.plan.file import name_table, plan_to_yaml
-from trimtab.plan.packs import even_steps, pack_contents
-from trimtab.runtime.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
-from trimtab.runtime.order import shuffled_index
-from trimtab.runtime.tables import PlanTables, hold_tables, open_tables, redeal_tables
+from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.plan.file.yaml import name_table, plan_to_yaml
+from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
+from trimtab.runtime.data.order import shuffled_index
+from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables, redeal_tables
 from trimtab.specs import Packing, SampleTable, Schedule
 
 

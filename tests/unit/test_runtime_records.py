@@ -1,4 +1,4 @@
-"""`runtime/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
+"""`runtime/data/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sample_sets import PixelRule, talk, write_jsonl
 
 from trimtab.errors import PlanError, SampleError
-from trimtab.runtime.records import PlannedRecords, open_records
+from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, load_table, save_sizing, save_table, table_bytes
 from trimtab.specs import SampleTable
@@ -107,7 +107,7 @@ def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, m
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     assert len(list(tmp_path.glob("line-starts-*.npy"))) == 1
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.runtime.records.line_starts", lambda file: pytest.fail("the file was read again"))
+        patched.setattr("trimtab.runtime.data.records.line_starts", lambda file: pytest.fail("the file was read again"))
         assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     write_jsonl(file, [record("longer"), b"[", record("b")])
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]

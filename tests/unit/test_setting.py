@@ -1,4 +1,4 @@
-"""Tests of plan/setting.py: degrees and schedules that are left open, and what the plan says of them."""
+"""Tests of plan/decide/setting.py: degrees and schedules that are left open, and what the plan says of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from plan_cases import tile_samples
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
-from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.check import check_plan
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.setting import choose_setting
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.setting import choose_setting
 from trimtab.specs import ClusterSpec
 
 MODEL = describe("InternVL-Chat-V1-5")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from placement_cases import small_model
 
-from trimtab.costs.inference import Workload
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.partition.machine import machine_of
-from trimtab.partition.placement import place
-from trimtab.partition.split_model import assess_map, split_model, split_model_map
+from trimtab.placement.bytes import Workload
+from trimtab.placement.machine import machine_of
+from trimtab.placement.place import place
+from trimtab.placement.split_model import assess_map, split_model, split_model_map
 from trimtab.units import GIB
 
 WORK = Workload(seq_len=100, images=((448, 448),))

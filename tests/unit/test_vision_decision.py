@@ -23,17 +23,17 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
-from trimtab.plan.check import check_plan
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import Expressible, best_expressible, replan
-from trimtab.plan.file import plan_from_yaml, plan_to_yaml
-from trimtab.plan.image_sizes import image_sizes
+from trimtab.plan.decide.expressible import Expressible, best_expressible, replan
+from trimtab.plan.decide.image_sizes import image_sizes
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import load_details, options_of, reload_plan
+from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
-from trimtab.plan.reload import load_details, options_of, reload_plan
-from trimtab.plan.vision import share_vision
-from trimtab.plan.vision_choice import VisionChoice
-from trimtab.plan.vision_exchange import feature_values
+from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.sharing.decision import share_vision
+from trimtab.plan.sharing.exchange import feature_values
 from trimtab.report.html import html_report
 from trimtab.report.text import plan_text
 from trimtab.specs import SampleTable

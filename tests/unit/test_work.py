@@ -1,4 +1,4 @@
-"""plan/work.py: what micro-batches ask of the layers."""
+"""plan/decide/work.py: what micro-batches ask of the layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from plan_cases import tile_samples
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
-from trimtab.plan.work import PATCHES, TOKENS, TOKENS_SQ, extreme_rows, in_patches, limit_work, packed_work, padded_work
+from trimtab.plan.decide.work import (
+    PATCHES,
+    TOKENS,
+    TOKENS_SQ,
+    extreme_rows,
+    in_patches,
+    limit_work,
+    packed_work,
+    padded_work,
+)
 from trimtab.specs import Packing, SampleTable
 
 

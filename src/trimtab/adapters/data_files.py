@@ -19,8 +19,8 @@ import numpy.typing as npt
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
-from trimtab.plan.file import array_bytes, load_plan, read_table
-from trimtab.plan.packs import load_packs, pack_contents
+from trimtab.plan.decide.packs import load_packs, pack_contents
+from trimtab.plan.file.yaml import array_bytes, load_plan, read_table
 from trimtab.plan.plan import Plan, TableFile
 from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.records import detect_format

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.partition.chain import device_changes
+from trimtab.placement.chain import device_changes
 from trimtab.specs import ModelSpec, Stage
 
 Engine = Literal["vllm", "sglang"]

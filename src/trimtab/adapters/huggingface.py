@@ -1,6 +1,6 @@
 """A plan's recompute for Transformers: layer by layer, or the nearest setting of its own.
 
-Layer by layer it is `trimtab.runtime.recompute`. Transformers' own switch knows "every n-th layer" (`every_n_layers` of
+Layer by layer it is `trimtab.apply_recompute`. Transformers' own switch knows "every n-th layer" (`every_n_layers` of
 `activation_checkpointing_kwargs`, in 5.17 `gradient_checkpointing_kwargs`), counted through the vision tower and the
 language model alike, from the first block on: tests/torch/test_huggingface_switch.py asks Transformers' own models.
 Remote code has one switch for all layers.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from trimtab.adapters.blocks import TIERS, recomputing
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.plan.modules import fold_modules
+from trimtab.plan.file.modules import fold_modules
 from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage, Tower
 
 _REMOTE_CODE = ("internvl_chat", "kimi_vl", "minicpmv")
-_APPLY = """from trimtab.runtime.recompute import apply
+_APPLY = """from trimtab.runtime.recompute.apply import apply
 
 RECOMPUTE = {{
 {tiers}

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.plan.case import Case
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import (
+from trimtab.plan.decide.expressible import (
     Expressible,
     best_expressible,
     mean_step_s,
@@ -19,7 +18,8 @@ from trimtab.plan.expressible import (
     relative_time,
     replan,
 )
-from trimtab.plan.reload import ReloadedPlan
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.specs import ModelSpec, Stage
 from trimtab.units import format_bytes, format_seconds
 

@@ -17,8 +17,8 @@ from trimtab.adapters.running import Exported, Target, cost_of_runs
 from trimtab.adapters.torch_pipelining import pipelining_export
 from trimtab.adapters.torchtitan import titan_export, titan_ladder, titan_unsupported_cuts
 from trimtab.adapters.xtuner_fsdp import xtuner_export, xtuner_ladder
-from trimtab.plan.expressible import Expressible, fastest_fitting
-from trimtab.plan.reload import ReloadedPlan
+from trimtab.plan.decide.expressible import Expressible, fastest_fitting
+from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 
 # -- the frameworks -------------------------------------------------------------------------------------------------

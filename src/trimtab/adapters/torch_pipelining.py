@@ -13,7 +13,7 @@ from typing import cast
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.partition.schedules import ScheduleName, device_of_stage
-from trimtab.plan.expressible import recompute_offloaded
+from trimtab.plan.decide.expressible import recompute_offloaded
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 SCHEDULE_CLASSES: dict[str, str] = {

@@ -12,7 +12,7 @@ from trimtab.cli.output import JsonOption, console, print_json
 
 if TYPE_CHECKING:
     from trimtab.adapters.megatron_check import Finding, Launcher
-    from trimtab.plan.check_memory import MemoryCheck
+    from trimtab.plan.measured.check_memory import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
 Framework = Literal[
@@ -110,7 +110,7 @@ def _check_plan(
         raise PlanError(
             f"--config {config} was given with a plan, which names its model itself: leave it out, or give --memory too"
         )
-    from trimtab.plan.check import check_plan
+    from trimtab.plan.measured.check import check_plan
 
     if not memory:
         problems, counted = check_plan(plan), None
@@ -125,8 +125,8 @@ def _check_plan(
 def _check_memory(plan: Path, config: str | None) -> tuple[list[str], MemoryCheck | None]:
     """What does not hold, memory as counted included; and the count, where the plan can be read back."""
     from trimtab.errors import TrimtabError
-    from trimtab.plan.check import check_plan
-    from trimtab.plan.check_memory import check_memory, find_traced_model
+    from trimtab.plan.measured.check import check_plan
+    from trimtab.plan.measured.check_memory import check_memory, find_traced_model
 
     problems = check_plan(plan, model=find_traced_model(plan, config).model)
     try:
@@ -183,7 +183,7 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     from trimtab.adapters.running import cost_of_running, export_plan
     from trimtab.adapters.targets import TARGETS, megatron_export
     from trimtab.errors import UnsupportedPlanError
-    from trimtab.plan.reload import reload_plan
+    from trimtab.plan.file.reload import reload_plan
 
     found = reload_plan(plan)
     try:

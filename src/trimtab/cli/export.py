@@ -100,12 +100,12 @@ def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool
     from trimtab.adapters.engines import count_placed_layers, count_planned_layers
 
     if placed.name == "plan.yaml" or (placed.is_dir() and not (placed / "placement.yaml").is_file()):
-        from trimtab.plan.reload import reload_plan
+        from trimtab.plan.file.reload import reload_plan
 
         found = reload_plan(placed)
         stages = count_planned_layers(found.case.model, found.stages, num_ranks=found.case.setting.dims.pp)
     else:
-        from trimtab.plan.placement_file import load_placement
+        from trimtab.plan.file.placement import load_placement
 
         stages = count_placed_layers(load_placement(placed).device_map)
     if as_json:

@@ -14,10 +14,10 @@ from trimtab.cli.output import JsonOption, console, given_command, log, print_js
 from trimtab.errors import ImageError, TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.costs.inference import Workload
-    from trimtab.partition.machine import Machine
-    from trimtab.partition.placement import Placement
-    from trimtab.partition.split_model import Assessed
+    from trimtab.placement.bytes import Workload
+    from trimtab.placement.machine import Machine
+    from trimtab.placement.place import Placement
+    from trimtab.placement.split_model import Assessed
     from trimtab.specs import ModelSpec
 
 _MAX_IMAGES = 10_000
@@ -64,11 +64,11 @@ def map_model(
     as_json: JsonOption = False,
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
-    from trimtab.costs.inference import Workload
     from trimtab.models.describe import describe
     from trimtab.partition.choice import place_unasked
-    from trimtab.partition.machine import parse_machine
-    from trimtab.partition.placement import place
+    from trimtab.placement.bytes import Workload
+    from trimtab.placement.machine import parse_machine
+    from trimtab.placement.place import place
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
@@ -116,7 +116,7 @@ def parse_images(texts: list[str]) -> tuple[tuple[int, int], ...]:
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:
     """InternVL's rule, and Accelerate's and Transformers' own maps where they are installed and know the model."""
-    from trimtab.partition.split_model import Assessed, assess_map, split_model_map
+    from trimtab.placement.split_model import Assessed, assess_map, split_model_map
 
     rule = "InternVL split_model(0.5)"
     found = [assess_map(model, machine, workload, split_model_map(model, len(machine.gpus)), rule=rule)]
@@ -154,7 +154,7 @@ def _write(
     command: str,
 ) -> None:
     from trimtab.files import write_atomically
-    from trimtab.plan.placement_file import write_placement
+    from trimtab.plan.file.placement import write_placement
     from trimtab.report.placement_html import placement_html
 
     write_placement(

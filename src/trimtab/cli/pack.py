@@ -45,9 +45,9 @@ def pack(
 
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
     from trimtab.files import write_atomically
-    from trimtab.plan.mixture import describe_draw, draw_sources, packed_rows
-    from trimtab.plan.packs import pack_contents
-    from trimtab.plan.work import select_rows
+    from trimtab.plan.decide.mixture import describe_draw, draw_sources, packed_rows
+    from trimtab.plan.decide.packs import pack_contents
+    from trimtab.plan.decide.work import select_rows
     from trimtab.samples.read import read_lengths
 
     samples = read_lengths(sizes)

@@ -31,7 +31,7 @@ from trimtab.cli.pack import OrderOption, OversizeOption
 from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
 
 if TYPE_CHECKING:
-    from trimtab.plan.details import PlanDetails
+    from trimtab.plan.file.details import PlanDetails
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
 
@@ -159,9 +159,9 @@ def plan(
     from trimtab.costs.profile import load_profile
     from trimtab.errors import PlanError
     from trimtab.models.describe import describe
-    from trimtab.plan.check import refuse_broken
+    from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOptions, PlanOrigin
-    from trimtab.plan.vision_choice import VisionChoice
+    from trimtab.plan.sharing.choice import VisionChoice
     from trimtab.units import parse_bytes
 
     model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
@@ -254,7 +254,7 @@ def plan(
     if as_json:
         print_json(plan_json(details, paths))
         return
-    from trimtab.plan.mixture import describe_draw
+    from trimtab.plan.decide.mixture import describe_draw
     from trimtab.report.text import print_plan
 
     for sentence in describe_draw(details.plan.inputs.data.mixture):
@@ -273,8 +273,8 @@ def _refined(
 ) -> PlanDetails:
     """The plan in `folder` with the split that ran fastest; what was measured goes to stderr."""
     from trimtab.cli.output import log, progress
-    from trimtab.runtime.conversations import ReadingOptions
-    from trimtab.runtime.refine import RefineSettings, refine
+    from trimtab.runtime.data.conversations import ReadingOptions
+    from trimtab.runtime.training.refine import RefineSettings, refine
     from trimtab.units import format_bytes, format_seconds
 
     settings = RefineSettings(

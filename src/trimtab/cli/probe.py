@@ -50,12 +50,12 @@ def probe(
     is a budget that is counted.
     """
     from trimtab.cli.show import parse_share, plan_json, write_all
-    from trimtab.plan.check import refuse_broken
+    from trimtab.plan.measured.check import refuse_broken
     from trimtab.units import parse_bytes
 
     memory_bytes = None if budget is None else parse_bytes(budget)
     share = None if reserve is None else parse_share(reserve)
-    from trimtab.runtime.conversations import ReadingOptions  # torch: only for what can be run
+    from trimtab.runtime.data.conversations import ReadingOptions  # torch: only for what can be run
     from trimtab.runtime.probe.bench import ProbeSettings
     from trimtab.runtime.probe.run import probe as run
 

@@ -99,7 +99,7 @@ def profile(
 
         given |= {"dtype": dtype, "frozen_towers": frozenset(frozen), "dims": ParallelDims(tp=tp)}
         if from_logs is not None:
-            from trimtab.plan.calibrate import profile_from_logs
+            from trimtab.plan.measured.calibrate import profile_from_logs
 
             calibration = profile_from_logs(from_logs, model, find_device(device), **given)
         result = profile_model(model, find_device(device), **given) if calibration is None else calibration.profile

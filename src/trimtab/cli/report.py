@@ -21,8 +21,8 @@ def report(
 ) -> None:
     """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
     from trimtab.files import write_atomically
-    from trimtab.plan.reload import load_details
-    from trimtab.plan.run_log import read_run_of
+    from trimtab.plan.file.reload import load_details
+    from trimtab.plan.measured.run_log import read_run_of
     from trimtab.report.html import html_report
     from trimtab.report.run import run_lines
     from trimtab.report.text import print_plan

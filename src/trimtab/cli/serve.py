@@ -40,7 +40,7 @@ def serve(
 
     Prints also what vLLM and SGLang need for the same placement: use them for throughput.
     """
-    from trimtab.runtime.placement import load_placed, move_inputs
+    from trimtab.runtime.placing.load import load_placed, move_inputs
     from trimtab.serve.config_check import check_config
     from trimtab.serve.device_map import read_device_map
     from trimtab.serve.limits import ServeLimits

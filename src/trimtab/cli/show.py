@@ -10,7 +10,7 @@ from typing import Any, cast
 from trimtab.errors import PlanError
 from trimtab.files import fingerprint_file, write_atomically
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report

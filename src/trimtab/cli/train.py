@@ -75,9 +75,9 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone."""
-    from trimtab.runtime.conversations import ReadingOptions
-    from trimtab.runtime.train import train as run
-    from trimtab.runtime.train_settings import TrainSettings
+    from trimtab.runtime.data.conversations import ReadingOptions
+    from trimtab.runtime.training.loop import train as run
+    from trimtab.runtime.training.settings import TrainSettings
 
     settings = TrainSettings(
         plan=plan,

@@ -12,19 +12,19 @@ from trimtab.balance.packing import pack_samples, report_packing
 from trimtab.costs.profile import profile_bytes
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.plan.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
-from trimtab.plan.budget import MemoryBudget
 from trimtab.plan.case import Case
-from trimtab.plan.compare import compare_variants
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.file import name_table, plan_to_yaml
-from trimtab.plan.mixture import describe_draw, draw_sources, packed_rows
+from trimtab.plan.decide.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.compare import compare_variants
+from trimtab.plan.decide.mixture import describe_draw, draw_sources, packed_rows
+from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.plan.decide.setting import choose_setting, default_global_batch
+from trimtab.plan.decide.stages import choose_split
+from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.yaml import name_table, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.packs import even_steps, pack_contents
-from trimtab.plan.setting import choose_setting, default_global_batch
-from trimtab.plan.split import choose_split
-from trimtab.plan.vision_search import choose_vision
-from trimtab.plan.work import in_patches, packed_work, price_samples, select_rows
+from trimtab.plan.sharing.search import choose_vision
 from trimtab.samples.table import table_bytes
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.partition.stages import SplitProblem
-from trimtab.plan.budget import MemoryBudget
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDecision
-from trimtab.plan.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,

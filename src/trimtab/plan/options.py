@@ -11,9 +11,9 @@ from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, Attention
 from trimtab.errors import PlanError, join_problems
 from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.stages import RecomputeMode
-from trimtab.plan.mixture import weight_problems
+from trimtab.plan.decide.mixture import weight_problems
 from trimtab.plan.plan import DataFile, PlanMethod
-from trimtab.plan.vision_choice import VisionChoice
+from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.specs import Profile, Tower
 
 ScheduleChoice = ScheduleName | Literal["auto"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.schedules import WEIGHT
-from trimtab.plan.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report import svg
 from trimtab.report.markup import legend, section
 from trimtab.report.words import before_after, memory_scale, percent, time_scale

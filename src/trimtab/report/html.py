@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from html import escape
 
-from trimtab.plan.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.measured.run_log import RunLog
 from trimtab.plan.plan import VariantEstimate
-from trimtab.plan.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes, pack_sizes_section, timelines
 from trimtab.report.markup import Column, bar, esc, facts, page, section, table
 from trimtab.report.run import run_section

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.plan.check_memory import MemoryCheck
+from trimtab.plan.measured.check_memory import MemoryCheck
 from trimtab.report.words import clean
 from trimtab.units import format_bytes
 

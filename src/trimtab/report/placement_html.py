@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.costs.inference import Workload
-from trimtab.partition.machine import Machine
-from trimtab.partition.placed import DeviceUse, Placement
-from trimtab.partition.split_model import Assessed
-from trimtab.plan.modules import fold_modules
-from trimtab.plan.placement_file import assumptions, image_texts, summary
+from trimtab.placement.bytes import Workload
+from trimtab.placement.machine import Machine
+from trimtab.placement.placed import DeviceUse, Placement
+from trimtab.placement.split_model import Assessed
+from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.placement import assumptions, image_texts, summary
 from trimtab.report import svg
 from trimtab.report.markup import Column, esc, facts, legend, page, section, table
 from trimtab.report.words import Scale, memory_scale

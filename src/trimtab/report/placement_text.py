@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.partition.placed import DeviceUse, Placement
-from trimtab.partition.split_model import Assessed
-from trimtab.plan.modules import fold_modules
-from trimtab.plan.placement_file import summary
+from trimtab.placement.placed import DeviceUse, Placement
+from trimtab.placement.split_model import Assessed
+from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.placement import summary
 from trimtab.report.words import clean, memory_scale
 from trimtab.units import format_bytes
 

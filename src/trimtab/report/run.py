@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.run_log import RunLog, StepRecord, TimeComparison, compare_times
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
 from trimtab.report.curves import MAX_POINTS, Curve, curves
 from trimtab.report.markup import Column, bar, esc, legend, section, table
 from trimtab.report.words import clean, count_scale, memory_scale, percent, ratio_text, signed_percent, time_scale

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.balance.metrics import BalanceReport
-from trimtab.plan.modules import fold_modules
+from trimtab.plan.file.modules import fold_modules
 from trimtab.report.words import clean
 from trimtab.samples.table import SizingResult
 from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable

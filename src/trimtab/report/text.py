@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.plan.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails
 from trimtab.report.vision import vision_lines
 from trimtab.report.words import (
     before_after,

@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from trimtab.plan.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report.words import before_after, clean
 
 Event = dict[str, object]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from trimtab.plan.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.plan import VisionDecision, VisionEstimate
 from trimtab.report import svg
 from trimtab.report.markup import Column, legend, section, table

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trimtab.plan.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.specs import FloatArray, ModelSpec, Stage
 from trimtab.units import GIB, KIB, MIB
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from trimtab.runtime.placement import load_placed, move_inputs
+from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.serve.application import PlacedGeneration, PlacedModel, chat_handler
 from trimtab.serve.body import parse_json
 from trimtab.serve.chat import ChatProcessor

@@ -26,7 +26,7 @@ from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage
 from trimtab.runtime.pipeline.trace import Tracer
-from trimtab.runtime.recompute import apply
+from trimtab.runtime.recompute.apply import apply
 
 
 def build_pipeline(

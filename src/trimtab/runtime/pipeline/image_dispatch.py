@@ -26,6 +26,7 @@ from torch import Tensor
 from trimtab.balance.images import Rule, TowerCost, share_images
 from trimtab.errors import TrimtabError
 from trimtab.plan.plan import VisionDecision
+from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
@@ -36,7 +37,6 @@ from trimtab.runtime.vision.families import Family, GridFamily, Kind, find_famil
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.runtime.vision.seams import Seam, find_seams
-from trimtab.runtime.zero_weight import filler_sample
 from trimtab.specs import IntArray
 
 TIMEOUT_S = 600.0

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_stage
-from trimtab.plan.modules import unfold_modules
+from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.recompute import Granularity
+from trimtab.runtime.recompute.apply import Granularity
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""

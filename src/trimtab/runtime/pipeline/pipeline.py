@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import PlanError
-from trimtab.runtime.loss import label_weights, packed_loss, step_denominator
+from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
 from trimtab.runtime.pipeline.flow import PIXELS, Batch, Sealed, Wire
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
 from trimtab.runtime.pipeline.image_dispatch import ImageLoad

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.runtime.loss import label_weights, packed_loss
+from trimtab.runtime.data.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline.cuts import Cuts
 from trimtab.runtime.pipeline.flow import Batch, Sealed, arguments_of
 from trimtab.runtime.pipeline.module import StageModule

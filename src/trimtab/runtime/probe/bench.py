@@ -13,23 +13,23 @@ import torch.distributed as dist
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.plan.case import Case
-from trimtab.plan.plan import Plan
-from trimtab.plan.probed import (
+from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.measured.probed import (
     heaviest_packs,
 )
-from trimtab.plan.reload import ReloadedPlan
-from trimtab.runtime.collate import PackedCollator
-from trimtab.runtime.conversations import ReadingOptions, open_conversations
+from trimtab.plan.plan import Plan
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.conversations import ReadingOptions, open_conversations
 from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
-from trimtab.runtime.ranks import device_mesh, on_first_rank
-from trimtab.runtime.recompute import Granularity
-from trimtab.runtime.train import autocast, load_model, make_optimizer
-from trimtab.runtime.train_settings import TrainSettings
-from trimtab.runtime.verify import verify_plan
+from trimtab.runtime.recompute.apply import Granularity
+from trimtab.runtime.training.loop import autocast, load_model, make_optimizer
+from trimtab.runtime.training.ranks import device_mesh, on_first_rank
+from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.verify import verify_plan
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
 

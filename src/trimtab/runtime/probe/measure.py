@@ -9,7 +9,7 @@ from typing import get_args
 from trimtab.errors import PlanError
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
-from trimtab.plan.probed import DeviceProbe, KeptProbe, full_recompute
+from trimtab.plan.measured.probed import DeviceProbe, KeptProbe, full_recompute
 from trimtab.runtime.probe.bench import CURES, Bench, listed
 from trimtab.specs import RecomputeChoice, RecomputedTier, Stage
 from trimtab.units import format_bytes

@@ -16,9 +16,10 @@ import torch
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.case import Case
-from trimtab.plan.details import PlanDetails
-from trimtab.plan.expressible import replan
-from trimtab.plan.probed import (
+from trimtab.plan.decide.expressible import replan
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.measured.probed import (
     ABOUT_BYTES,
     DeviceProbe,
     KeptProbe,
@@ -30,11 +31,10 @@ from trimtab.plan.probed import (
     with_budget,
     with_profile,
 )
-from trimtab.plan.reload import ReloadedPlan, reload_plan
 from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, ProbeSettings, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
 from trimtab.runtime.probe.trial import Reading, frozen_heap
-from trimtab.runtime.ranks import process_group
+from trimtab.runtime.training.ranks import process_group
 from trimtab.specs import Profile, Stage, Tower
 from trimtab.units import format_bytes
 

@@ -21,7 +21,7 @@ from trimtab.runtime.pipeline import Pipeline
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.stage import PackedStage
 from trimtab.runtime.probe.meter import Meter, storage_bytes
-from trimtab.runtime.recompute import Granularity, apply
+from trimtab.runtime.recompute.apply import Granularity, apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

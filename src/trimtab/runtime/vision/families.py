@@ -213,7 +213,7 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
 
 
 def _encoder_of(config: Any) -> Callable[..., Any]:
-    from trimtab.runtime.formats import model_classes
+    from trimtab.runtime.data.formats import model_classes
 
     core, outer = model_classes(config)
     found = getattr(core, "get_image_features", None) or getattr(outer, "get_image_features", None)

@@ -1,0 +1,135 @@
+"""Bytes that serving a model takes, layer by layer: weights, KV cache, and what is live while a layer runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.placement.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
+from trimtab.placement.workload import QUANTS, Batch, Quant, Workload, batch_of, count_batch
+from trimtab.specs import IntArray, LayerSpec, ModelSpec
+
+__all__ = [
+    "QUANTS",
+    "Batch",
+    "InferenceTable",
+    "Quant",
+    "Workload",
+    "batch_of",
+    "count_batch",
+    "inference_table",
+    "kv_bytes_per_token",
+    "weight_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InferenceTable:
+    """Bytes of every layer, one array each, in the order of `ModelSpec.layers`.
+
+    A device that holds a set of layers needs, beside context and allocator slack, weights + max(
+    held + largest prefill peak in front of the decoder, prompt KV + held + largest prefill peak of the decoder,
+    full KV + largest decode peak).
+    """
+
+    weights: IntArray
+    kv_prompt: IntArray  # cache of the prompts
+    kv_full: IntArray  # cache at the last new token
+    held: IntArray  # live on the layer's device all through the prefill: pixels, embedded inputs, image features
+    prefill: IntArray  # most that is live while the layer runs over the prompts, its input included
+    decode: IntArray  # the same for one new token of each sequence
+    cached: IntArray  # 1 where the KV cache exists while the layer runs: in the decoder; 0 in tower and projector
+    runs: IntArray  # times the layer runs in one batch of requests
+    rows_out: IntArray  # bytes that leave it over all its runs: what a cut behind it would carry
+    touched: IntArray  # weight bytes that its runs read; of an embedding the rows looked up
+
+
+def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = None) -> InferenceTable:
+    """What each layer of `model` takes under `workload`.
+
+    Exact for weights and KV cache. The live bytes follow the modules of Transformers 5 and hold within 10 % of what
+    is counted on them together with the weights; not counted: workspace inside kernels, the allocator's rounding.
+    `batch`: the workload's rows, where images are counted elsewhere.
+    """
+    serving = Serving.of(model, workload, count_batch(model, workload) if batch is None else batch)
+    costs = [_layer_bytes(layer, serving) for layer in model.layers]
+    columns = np.array(costs, dtype=np.float64).reshape(len(costs), -1)
+    columns[:, _PREFILL] += stacked_bytes(model, serving)
+    if not columns.max() < _MAX_BYTES:
+        raise PartitionError(
+            f"batch {workload.batch}, {workload.seq_len} tokens of text, {len(workload.images)} images and "
+            f"{workload.max_new_tokens} new tokens make one layer take more than 8 PiB: give less of them"
+        )
+    exact = np.ceil(columns - 1e-6).astype(np.int64)
+    return InferenceTable(**{name: exact[:, i] for i, name in enumerate(_COLUMNS)})
+
+
+_MAX_BYTES = 2**53  # of one layer: float64 counts so far, and sums of a thousand layers stay in int64
+_COLUMNS = ("weights", "kv_prompt", "kv_full", "held", "prefill", "decode", "cached", "runs", "rows_out", "touched")
+_PREFILL = _COLUMNS.index("prefill")
+
+
+def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
+    w, rows = serving.item_bytes, serving.rows
+    weights = weight_bytes(layer, serving.workload)
+    per_token = kv_bytes_per_token(layer, w)
+    state = 0.0 if layer.cache is None else rows.sequences * layer.cache.bytes_per_sequence
+    crosses = layer.attention is not None and layer.attention.cross
+    window = layer.attention.window if layer.attention is not None else None
+    # a sliding cache keeps what the next query still sees, but as a view of the whole prompt until the first new token
+    kept = rows.context if window is None else min(rows.context, window)
+    language = layer.tower == "language"
+    runs = rows.new_tokens if language else (1 if rows.patches else 0)
+    if (crosses and not rows.patches) or layer.tower == "audio":  # skipped where there is nothing to read
+        runs = 0
+    num_out = rows.tokens + rows.sequences * (rows.new_tokens - 1) if language else rows.patches
+    out = num_out * layer.rows_out_per_input * layer.output_size * w
+    if layer.kind == "head":
+        out = rows.sequences * rows.new_tokens * layer.output_size * w
+    touched = runs * weights
+    if layer.kind == "embed" and language:
+        touched = num_out * layer.output_size * w
+    return [
+        weights + layer.extra_bytes,
+        (serving.crossed_rows if crosses else rows.tokens) * per_token + state,
+        (serving.crossed_rows if crosses else rows.sequences * kept) * per_token + state,
+        held_bytes(layer, serving),
+        prefill_bytes(layer, serving),
+        decode_bytes(layer, serving) if language else 0.0,
+        language,
+        runs,
+        out,
+        touched,
+    ]
+
+
+def weight_bytes(layer: LayerSpec, workload: Workload) -> float:
+    """Parameters in the dtype, matrices that the quantised format covers in its own."""
+    w = workload.item_bytes
+    quant = QUANTS[workload.quant] if workload.quant is not None else None
+    if quant is None or layer.tower not in quant.towers or layer.kind not in ("block", "projector"):
+        return float(layer.num_params * w)
+    m = layer.mlp
+    experts = active = router = 0
+    if m is not None and m.num_experts:
+        expert = (3 if m.gated else 2) * layer.hidden_size * m.intermediate_size
+        experts, active = m.num_experts * expert, (m.experts_per_token or 1) * expert
+        router = layer.hidden_size * m.num_experts
+    # of an expert layer `num_matmul_params` holds the active experts only; the router stays in the dtype
+    covered = layer.num_matmul_params - active - router + (experts if quant.experts else 0)
+    return covered * quant.weight_bytes + (layer.num_params - covered) * w
+
+
+def kv_bytes_per_token(layer: LayerSpec, item_bytes: int) -> float:
+    """Keys and values of one token (of cross-attention: of one image row), as Transformers caches them.
+
+    Grouped heads as they are; what a family caches in another way (latent attention, states) as `LayerSpec.cache` says.
+    """
+    a = layer.attention
+    if layer.cache is not None:
+        return item_bytes * layer.cache.values_per_token
+    if layer.tower != "language" or a is None:
+        return 0
+    return item_bytes * a.num_kv_heads * (a.head_dim + a.value_head_dim)

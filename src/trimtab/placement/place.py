@@ -1,0 +1,331 @@
+"""Which device holds which module when a model serves: exact where everything fits on the GPUs, cheapest spill else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.placement.bytes import InferenceTable, Workload, inference_table
+from trimtab.placement.chain import (
+    Arrangement,
+    Parts,
+    arrangements,
+    parts_of,
+    pipeline_arrangement,
+)
+from trimtab.placement.device_bytes import UnitTable, run_bytes, unit_table
+from trimtab.placement.fullest import Choices, Run, choices_of, least_sum, smallest_fullest
+from trimtab.placement.machine import Machine
+from trimtab.placement.placed import DeviceKey, DeviceUse, Objective, Placement, Spilled, summarize
+from trimtab.placement.spill import Victims, order_victims, with_borrowers
+from trimtab.specs import FloatArray, ModelSpec
+from trimtab.units import GIB, format_bytes
+
+__all__ = ["DeviceKey", "DeviceUse", "Objective", "Placement", "Spilled", "place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """One arrangement, cut."""
+
+    arrangement: Arrangement
+    runs: tuple[Run, ...]
+    fullest: float
+
+
+def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: Objective = "memory") -> Placement:
+    """The device map of `model` on `machine` that lets `workload` run.
+
+    memory: the fullest device's share of its capacity is the least of all maps that cut one of `chain.arrangements`
+    into consecutive runs, one a device, devices in any order (past 12 unlike devices in the order given): exact.
+    Among those maps the sum of squared shares is the least. latency: of the maps that fit, one with the fewest
+    devices; among these the least time of reading weights where all speeds are known, else the least fullest share.
+    pipeline: as memory, over the maps that serving engines run as pipeline stages (`chain.pipeline_arrangement`);
+    nothing spills there.
+    Where nothing fits, weights spill in the order of bytes moved per request for each byte freed: the embedding, run
+    in host memory row by row; the ViT, copied once; decoder blocks and at last the head, copied for every token.
+    Then layers come back, dearest first, as long as all still fits. Host memory is filled first, disk takes the rest.
+    `PartitionError` says how much is missing and what would do where even that does not fit.
+    """
+    table = inference_table(model, workload)
+    parts = parts_of(model)
+    if objective == "pipeline":
+        return _place_stages(model, machine, workload, table, parts)
+    victims = order_victims(model, parts, table, cpu_bytes=machine.cpu_bytes)
+    search = _Search.of(arrangements(parts), machine, table, victims.by_rows)
+    cut = search.cut((), objective)
+    if cut is not None:
+        return _assemble(model, machine, table, cut, spilled={}, objective=objective)
+    found = _spill(search, victims, objective) if machine.cpu_bytes or machine.disk else None
+    if found is None:
+        raise PartitionError(_explain(model, machine, workload, search))
+    cut, gone = found
+    homes = _homes(model, victims, gone, machine, table)
+    if homes is None:
+        raise PartitionError(_explain(model, machine, workload, search))
+    return _assemble(model, machine, table, cut, spilled=homes, objective=objective, by_rows=victims.by_rows)
+
+
+def _place_stages(
+    model: ModelSpec, machine: Machine, workload: Workload, table: InferenceTable, parts: Parts
+) -> Placement:
+    """Stages of an engine: each keeps a copy of a tied weight that it reads."""
+    if parts.tied:
+        owner = sum(int(table.weights[i]) for i in parts.embed.layers)
+        copied = table.weights.copy()
+        copied[parts.head.layers[-1]] = owner
+        table = replace(table, weights=copied)
+    search = _Search.of((pipeline_arrangement(parts),), machine, table, frozenset())
+    cut = search.cut((), "memory")
+    if cut is None:
+        share, _ = search.fullest(())
+        raise PartitionError(
+            f"{model.name} does not fit {len(machine.gpus)} GPUs as pipeline stages (batch {workload.batch}): the "
+            f"fullest would be filled to {100 * share:.0f} %; give more or larger GPUs, a smaller batch, or place it "
+            "without --for pipeline"
+        )
+    return _assemble(model, machine, table, cut, spilled={}, objective="pipeline")
+
+
+# -- search ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Search:
+    """What stays the same whatever spills."""
+
+    options: tuple[Arrangement, ...]
+    table: InferenceTable
+    context_bytes: int
+    capacities: tuple[int, ...]  # of each class of devices
+    speeds: tuple[float | None, ...]  # of each class
+    choices: Choices
+    by_rows: frozenset[int]  # layers that run in host memory if they spill
+
+    @staticmethod
+    def of(
+        options: tuple[Arrangement, ...], machine: Machine, table: InferenceTable, by_rows: frozenset[int]
+    ) -> _Search:
+        kinds = sorted({(gpu.free_bytes, gpu.memory_bytes_per_s or 0.0) for gpu in machine.gpus}, reverse=True)
+        classes = [kinds.index((gpu.free_bytes, gpu.memory_bytes_per_s or 0.0)) for gpu in machine.gpus]
+        return _Search(
+            options=options,
+            table=table,
+            context_bytes=machine.context_bytes,
+            capacities=tuple(int(free * (1 - machine.kept_share)) for free, _ in kinds),
+            speeds=tuple(speed or None for _, speed in kinds),
+            choices=choices_of(classes),
+            by_rows=by_rows,
+        )
+
+    def fractions(self, option: Arrangement, spilled: Sequence[int]) -> tuple[UnitTable, FloatArray]:
+        units = unit_table(self.table, option.units, spilled, self.by_rows.intersection(spilled))
+        total = run_bytes(units, self.context_bytes).astype(np.float64)
+        shares = [np.where(total > 0, total / free if free else np.inf, 0.0) for free in self.capacities]
+        return units, np.stack(shares)
+
+    def fullest(self, spilled: Sequence[int], *, below: float = np.inf) -> tuple[float, Arrangement | None]:
+        """The least fullest share over all arrangements; the first arrangement of those that reach it."""
+        best: Arrangement | None = None
+        for option in self.options:
+            _, shares = self.fractions(option, spilled)
+            value = smallest_fullest(shares, self.choices, below=below)
+            if value < below:
+                below, best = value, option
+        return below, best
+
+    def cut(self, spilled: Sequence[int], objective: Objective) -> _Cut | None:
+        """The best map in which every device keeps within its capacity; None if there is none."""
+        value, best = self.fullest(spilled)
+        if best is None or value > 1:
+            return None
+        if objective == "latency":
+            return self._fewest(spilled)
+        _, shares = self.fractions(best, spilled)
+        return _Cut(arrangement=best, runs=_even(shares, self.choices, value), fullest=value)
+
+    def _fewest(self, spilled: Sequence[int]) -> _Cut:
+        """Fewest devices and so fewest crossings, then time or fullest share."""
+        timed = None not in self.speeds and len(set(self.speeds)) > 1
+        found: list[tuple[int, float, float, _Cut]] = []
+        for option in self.options:
+            units, shares = self.fractions(option, spilled)
+            ones = _where_fits(shares, np.ones_like(shares), 1.0)
+            num, runs = least_sum(ones, self.choices)
+            if not runs:
+                continue
+            count, seconds = round(num), 0.0
+            if timed:
+                before = np.concatenate([[0.0], np.cumsum(units.touched, dtype=np.float64)])
+                reads = before[None, :] - before[:, None]
+                times = np.stack([reads / speed for speed in self.speeds if speed is not None])
+                seconds, runs = least_sum(_where_fits(shares, times, 1.0), self.choices, num_devices=count)
+            else:
+                runs = _evenest(shares, self.choices, count)
+            fullest = max(float(shares[self._class(run), run.start, run.stop]) for run in runs)
+            crossings = len(runs) - 1 + (option.name != "forward" and len(runs) > 1)
+            found.append((crossings, seconds, fullest, _Cut(arrangement=option, runs=runs, fullest=fullest)))
+        return min(found, key=lambda x: x[:3])[3]
+
+    def _class(self, run: Run) -> int:
+        return next(step.device_class for step in self.choices.steps if step.device == run.device)
+
+
+def _where_fits(shares: FloatArray, cost: FloatArray, bound: float) -> FloatArray:
+    """Costs of runs that are not empty and keep within `bound`, infinite elsewhere."""
+    return np.where((shares > 0) & (shares <= bound), cost, np.inf)
+
+
+def _even(shares: FloatArray, choices: Choices, bound: float) -> tuple[Run, ...]:
+    """Of the maps whose fullest device takes `bound`, the one with the least sum of squares."""
+    _, runs = least_sum(_where_fits(shares, shares * shares, bound), choices)
+    return runs
+
+
+def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Run, ...]:
+    """The least fullest share with exactly `num_devices`, by bisection over the shares themselves."""
+    values = np.unique(shares[(shares > 0) & (shares <= 1)])
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        cost = _where_fits(shares, shares * shares, float(values[middle]))
+        if least_sum(cost, choices, num_devices=num_devices)[1]:
+            high = middle
+        else:
+            low = middle + 1
+    cost = _where_fits(shares, shares * shares, float(values[low]))
+    return least_sum(cost, choices, num_devices=num_devices)[1]
+
+
+# -- spill ----------------------------------------------------------------------------------------------------------
+
+
+def _spill(search: _Search, victims: Victims, objective: Objective) -> tuple[_Cut, tuple[int, ...]] | None:
+    """The shortest beginning of the victims that lets the rest fit, then without those that can stay after all."""
+
+    def fits(gone: Sequence[int]) -> bool:
+        return search.fullest(gone)[0] <= 1
+
+    order = victims.layers
+    low, high = 1, len(order)
+    if not order or not fits(order):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if fits(order[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    gone, needed = list(order[:low]), set()
+    for layer in sorted(gone, key=lambda i: (-victims.moved_bytes[i], i)):
+        kind = (int(victims.moved_bytes[layer]), int(search.table.weights[layer]))
+        without = [i for i in gone if i != layer]
+        if kind not in needed and fits(without):
+            gone = without
+        else:
+            needed.add(kind)
+    cut = search.cut(gone, objective)
+    assert cut is not None
+    return cut, tuple(gone)
+
+
+def _homes(
+    model: ModelSpec, victims: Victims, gone: Sequence[int], machine: Machine, table: InferenceTable
+) -> dict[int, str] | None:
+    """Host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room.
+
+    Layers that share a weight with one that goes, go with it.
+    """
+    left = machine.cpu_bytes
+    homes: dict[int, str] = {}
+    for layer in sorted(gone, key=lambda i: (i not in victims.by_rows, -int(victims.moved_bytes[i]), i)):
+        together = [i for i in with_borrowers(model, layer) if i not in homes]
+        size = sum(int(table.weights[i]) for i in together)
+        if size > left and not machine.disk:
+            return None
+        homes.update(dict.fromkeys(together, "cpu" if size <= left else "disk"))
+        left -= size if size <= left else 0
+    return homes
+
+
+def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Search) -> str:
+    """What is missing, and what would do."""
+    num = len(machine.gpus)
+    sizes = format_bytes(sum(gpu.free_bytes for gpu in machine.gpus))
+    gpus = f"one GPU of {sizes}" if num == 1 else f"{num} GPUs of {sizes} together"
+    host = f" with {format_bytes(machine.cpu_bytes)} of host memory" if machine.cpu_bytes else ""
+    asked = (
+        f"{model.name} does not fit {gpus}{host} (batch {workload.batch}, {workload.seq_len} tokens of text, "
+        f"{len(workload.images)} images, {workload.max_new_tokens} new tokens)"
+    )
+    fullest, _ = search.fullest(())
+    if not np.isfinite(fullest):
+        return f"{asked}: no GPU has memory free; free some or name other GPUs"
+    larger = f"{_two_digits_up(fullest)} times the memory on each GPU"
+    smaller = _largest_batch(model, machine, workload)
+    if smaller is not None:
+        larger += f", or batch {smaller}"
+    parts = parts_of(model)
+    victims = order_victims(model, parts, search.table, cpu_bytes=_ANY)
+    roomy = replace(search, by_rows=victims.by_rows)
+    found = _spill(roomy, victims, "memory")
+    if found is None:
+        share = roomy.fullest(victims.layers)[0]
+        return (
+            f"{asked}: with all weights elsewhere, KV cache, activations and one layer at a time still fill the "
+            f"fullest GPU to {100 * share:.0f} %; what would do: {larger}"
+        )
+    needed = sum(int(search.table.weights[i]) for i in found[1])
+    missing = max(needed - machine.cpu_bytes, 1)
+    return (
+        f"{asked}: {missing:,} bytes ({format_bytes(missing)}) of weights find no place; what would do: "
+        f"{larger}, or --cpu {-(-needed // GIB)}GiB"
+    )
+
+
+_ANY = 2**62  # host memory without end
+
+
+def _two_digits_up(share: float) -> str:
+    return f"{np.ceil(100 * share) / 100:.2f}"
+
+
+def _largest_batch(model: ModelSpec, machine: Machine, workload: Workload) -> int | None:
+    """The largest smaller batch that fits the GPUs alone; None if not even one sequence does."""
+    low, high = 0, workload.batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        asked = replace(workload, batch=middle)
+        search = _Search.of(arrangements(parts_of(model)), machine, inference_table(model, asked), frozenset())
+        if search.fullest(())[0] <= 1:
+            low = middle
+        else:
+            high = middle
+    return low or None
+
+
+# -- result ---------------------------------------------------------------------------------------------------------
+
+
+def _assemble(
+    model: ModelSpec,
+    machine: Machine,
+    table: InferenceTable,
+    cut: _Cut,
+    *,
+    spilled: Mapping[int, str],
+    objective: Objective,
+    by_rows: frozenset[int] = frozenset(),
+) -> Placement:
+    runs_on: dict[int, DeviceKey] = {}
+    for run in cut.runs:
+        for unit in cut.arrangement.units[run.start : run.stop]:
+            runs_on.update(dict.fromkeys(unit.layers, machine.gpus[run.device].index))
+    for layer, home in spilled.items():
+        if layer in by_rows:
+            assert home == "cpu", "what runs in host memory lies there"
+            runs_on[layer] = "cpu"
+    return summarize(model, machine, table, runs_on, spilled, arrangement=cut.arrangement.name, objective=objective)

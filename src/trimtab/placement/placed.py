@@ -1,0 +1,154 @@
+"""A device map and what it costs: the bytes of every device by kind, and what moves because it did not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.placement.bytes import InferenceTable
+from trimtab.placement.chain import device_changes, modules_of
+from trimtab.placement.device_bytes import device_bytes
+from trimtab.placement.machine import Machine
+from trimtab.specs import ModelSpec
+
+Objective = Literal["memory", "latency", "pipeline"]
+DeviceKey = int | str  # a GPU's number, "cpu" or "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What one device holds, and how much of it is taken at the peak."""
+
+    device: DeviceKey
+    capacity_bytes: int | None  # None: a disk is not counted
+    weight_bytes: int = 0
+    kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
+    activation_bytes: int = 0  # live beside it at that moment
+    streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
+    reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
+    modules: tuple[str, ...] = ()  # whose weights it holds
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes + self.streamed_bytes + self.reserve_bytes
+
+    @property
+    def fraction(self) -> float:
+        """Share of the capacity in use: above 1 it does not fit; 0 for an empty device and for a disk."""
+        if self.capacity_bytes is None or self.total_bytes == 0:
+            return 0.0
+        return self.total_bytes / self.capacity_bytes if self.capacity_bytes else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spilled:
+    """Modules of one layer that no GPU holds, and what that costs each batch of requests."""
+
+    modules: tuple[str, ...]
+    device: str  # "cpu" or "disk"
+    weight_bytes: int
+    runs_on: DeviceKey  # the GPU its weights are copied to, or "cpu": computed in host memory, only its rows move
+    moved_bytes: int  # over the link to a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A device map and what it costs."""
+
+    model: str
+    device_map: Mapping[str, DeviceKey]  # module path -> device, forward order; each parameter and buffer once
+    uses: tuple[DeviceUse, ...]  # GPUs in order, then "cpu" and "disk" where the machine has them
+    arrangement: str  # which of `chain.arrangements` was cut
+    crossings: tuple[tuple[DeviceKey, DeviceKey], ...]  # devices that the activations pass between, in forward order
+    spilled: tuple[Spilled, ...] = ()
+    cuts: tuple[int, ...] = ()  # a cut c lies in front of layers[c] of the model, where another device runs on
+    objective: Objective = "memory"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> float:
+        """The fullest GPU's share of its capacity."""
+        return max(use.fraction for use in self.uses if isinstance(use.device, int))
+
+    @property
+    def fits(self) -> bool:
+        return all(use.fraction <= 1 for use in self.uses)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Weights and rows that cross a link because they did not fit, per batch of requests."""
+        return sum(x.moved_bytes for x in self.spilled)
+
+    @property
+    def runs_on(self) -> dict[str, DeviceKey]:
+        """The GPU to which each module's weights are copied to run, of those that no GPU holds."""
+        return {name: x.runs_on for x in self.spilled if x.runs_on != "cpu" for name in x.modules}
+
+    @property
+    def run_on_cpu(self) -> tuple[str, ...]:
+        """Modules to compute in host memory instead of copying their weights: dispatch by `torch.device("cpu")`."""
+        return tuple(name for x in self.spilled if x.runs_on == "cpu" for name in x.modules)
+
+
+def summarize(
+    model: ModelSpec,
+    machine: Machine,
+    table: InferenceTable,
+    runs_on: Mapping[int, DeviceKey],
+    spilled: Mapping[int, str],
+    *,
+    arrangement: str,
+    objective: Objective = "memory",
+) -> Placement:
+    """The placement in which layer i runs on `runs_on[i]`, its weights in `spilled[i]` where they are not there."""
+    where = [runs_on[i] for i in range(len(model.layers))]
+    home = [spilled.get(i, where[i]) for i in range(len(model.layers))]
+    names = [modules_of(model, i) for i in range(len(model.layers))]
+    uses = []
+    for gpu in machine.gpus:
+        at = [i for i, device in enumerate(where) if device == gpu.index]
+        held = device_bytes(table, at, spilled, machine.context_bytes)
+        uses.append(
+            DeviceUse(
+                device=gpu.index,
+                capacity_bytes=gpu.free_bytes,
+                weight_bytes=held.weight_bytes,
+                kv_bytes=held.kv_bytes,
+                activation_bytes=held.activation_bytes,
+                streamed_bytes=held.streamed_bytes,
+                reserve_bytes=held.reserve_bytes,
+                modules=_named(names, [i for i in at if i not in spilled]),
+            )
+        )
+    for device, capacity in (("cpu", machine.cpu_bytes), ("disk", None)):
+        at = [i for i, x in enumerate(home) if x == device]
+        if at or (machine.cpu_bytes if device == "cpu" else machine.disk):
+            size = sum(int(table.weights[i]) for i in at)
+            use = DeviceUse(device=device, capacity_bytes=capacity, weight_bytes=size, modules=_named(names, at))
+            uses.append(use)
+    gone = tuple(
+        Spilled(
+            modules=names[i],
+            device=spilled[i],
+            weight_bytes=int(table.weights[i]),
+            runs_on=where[i],
+            moved_bytes=int(table.rows_out[i] if where[i] == "cpu" else table.runs[i] * table.weights[i]),
+        )
+        for i in sorted(spilled)
+    )
+    changes = device_changes(where)
+    return Placement(
+        model=model.name,
+        device_map={name: home[i] for i in range(len(model.layers)) for name in names[i]},
+        uses=tuple(uses),
+        arrangement=arrangement,
+        crossings=tuple((where[i - 1], where[i]) for i in changes),
+        spilled=gone,
+        cuts=tuple(changes),
+        objective=objective,
+    )
+
+
+def _named(names: Sequence[tuple[str, ...]], layers: Sequence[int]) -> tuple[str, ...]:
+    return tuple(name for i in layers for name in names[i])

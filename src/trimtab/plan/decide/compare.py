@@ -1,0 +1,254 @@
+"""The same data set run in several ways, from nothing balanced to the plan, simulated step by step.
+
+Each variant has its own micro-batches and stages, and all are priced by the same profile, so what one gains over
+another is said in one unit: seconds for the same samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.packing import pack_samples
+from trimtab.partition.baselines import even_stages
+from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.plan.case import Case
+from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
+from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
+from trimtab.plan.decide.work import PATCHES, TOKENS, padded_work, select_rows
+from trimtab.plan.file.details import Variant
+from trimtab.specs import (
+    ClusterSpec,
+    FloatArray,
+    IntArray,
+    RecomputeChoice,
+    SampleTable,
+    Schedule,
+    Stage,
+    Timeline,
+)
+
+_ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatches:
+    """What every micro-batch asks of the layers, padding included, and when it runs."""
+
+    label: str
+    work: FloatArray  # (num_packs, len(WORK_TERMS))
+    largest: FloatArray  # (len(WORK_TERMS),) term by term the most a micro-batch may ask: prices memory
+    schedule: Schedule
+    held: FloatArray | None = None  # (num_packs, ...) the same before ranks share images; None: they do not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staging:
+    """Stages with their recompute, and the words that say how they came about."""
+
+    stages_rule: str
+    recompute_rule: str
+    stages: tuple[Stage, ...]
+
+
+def compare_variants(
+    case: Case,
+    stages: Sequence[Stage],
+    *,
+    without: SplitChoice | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Variant, ...]:
+    """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
+
+    Where ranks share images, that is the last one, and the rows above are those of the case without it.
+
+    The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
+    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
+    all variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if
+    it ran.
+    """
+    shared, case = case, case.without_vision()
+    if shared.vision is not None and without is None:
+        without = choose_split(case)
+    one_switch = None if without is None else without.one_switch
+    problem = case.problem
+    packs = MicroBatches(
+        label=f"{case.packing.method}, {case.schedule.order} order",
+        work=case.work,
+        largest=problem.work_max,
+        schedule=case.schedule,
+    )
+    num_stages = problem.num_stages * problem.num_chunks
+    even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
+    rule = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
+    planned = Staging(stages_rule="balanced", recompute_rule=rule, stages=tuple(stages))
+    alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
+    last = "recompute as needed" if problem.recompute == "auto" else "the plan"
+    runs = [
+        _baseline(case, problem, even),
+        _Run(name="balanced packs", problem=problem, batches=packs, staging=_uniform(problem, even, packs)),
+        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, one_switch)),
+        _Run(name=last, problem=problem, batches=packs, staging=alone),
+    ]
+    if shared.vision is not None:
+        own = shared.problem
+        split = replace(packs, work=shared.work, largest=own.work_max, held=case.work)
+        runs.append(_Run(name="images shared", problem=own, batches=split, staging=planned))
+    variants = []
+    for number, run in enumerate(runs):
+        variants.append(_simulate_run(run, case.cluster))
+        if progress is not None:
+            progress(number + 1, len(runs))
+    return tuple(variants)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    name: str
+    problem: SplitProblem
+    batches: MicroBatches
+    staging: Staging
+
+
+def _baseline(case: Case, problem: SplitProblem, even: Sequence[Stage]) -> _Run:
+    """The fastest batch size that fits, of 1, 2, 4, ... samples up to a pack's mean; single samples if none fits."""
+    samples, samples_work = case.samples, case.samples_work
+    rows = np.sort(case.packing.indices)
+    if not np.array_equal(rows, np.arange(len(samples))):
+        samples, samples_work = select_rows(samples, rows), samples_work[rows]
+    per_pack = max(1.0, len(samples) / case.packing.num_packs)
+    sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    runs = [_baseline_of(per_pack, size, samples, samples_work, problem, even, case.options.seed) for size in sizes]
+    fitting = [run for run in runs if _fits(run.problem, run.staging.stages, run.batches)]
+    return min(fitting, key=lambda run: _estimate_s(run, case.cluster), default=runs[0])
+
+
+def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
+    """Seconds of the whole data set, from up to 64 steps spread over it."""
+    table = run.batches.schedule.table
+    steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
+    packs = table[steps]
+    slots = np.where(packs >= 0, np.arange(packs.size).reshape(packs.shape), -1)
+    times = times_of(
+        run.batches.work[np.maximum(packs.reshape(-1), 0)], run.staging.stages, run.problem.profile, cluster
+    )
+    return float(steps_of(times, slots, run.staging.stages, run.problem).mean()) * len(table)
+
+
+def _baseline_of(
+    per_pack: float,
+    size: float,
+    samples: SampleTable,
+    samples_work: FloatArray,
+    problem: SplitProblem,
+    even: Sequence[Stage],
+    seed: int,
+) -> _Run:
+    """Batches of `size` samples, so many a step that steps hold as many samples as the plan's."""
+    # interleaved schedules take micro-batches in multiples of the pipeline's devices
+    unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
+    num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
+    own = replace(problem, num_microbatches=num_microbatches)
+    batches = _random_batches(samples, samples_work, own, size, seed)
+    return _Run(name="baseline", problem=own, batches=batches, staging=_uniform(own, even, batches))
+
+
+def _random_batches(
+    samples: SampleTable, samples_work: FloatArray, problem: SplitProblem, batch_size: float, seed: int
+) -> MicroBatches:
+    random = pack_samples(
+        samples,
+        limits=(int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1),
+        dp=problem.profile.dims.dp,
+        num_microbatches=problem.num_microbatches,
+        method="random",
+        batch_size=batch_size,
+        seed=seed,
+    )
+    work = padded_work(random.packing, samples_work)
+    label = f"random, padded, {batch_size:.3g} a batch"
+    return MicroBatches(label=label, work=work, largest=work.max(axis=0), schedule=random.schedule)
+
+
+def _fits(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatches) -> bool:
+    memory = replace(problem, work_max=batches.largest).assess(stages).memory
+    return max(device.total_bytes for device in memory) <= problem.memory_bytes
+
+
+def _uniform(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatches) -> Staging:
+    """Nothing recomputed if that fits, else everything that can be: one switch for the whole model."""
+    plain = tuple(replace(stage, recompute=()) for stage in stages)
+    if problem.recompute != "full" and _fits(problem, plain, batches):
+        return Staging(stages_rule="equal layers", recompute_rule="none", stages=plain)
+    full = tuple(_recompute_all(problem, stage) for stage in stages)
+    return Staging(stages_rule="equal layers", recompute_rule="full", stages=full)
+
+
+def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> Staging:
+    """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
+    priced = price_splits(case, uniform_splits(case.problem)) if one_switch is None else one_switch
+    if not priced:  # only the choice per layer fits
+        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=split_stages(case.problem).stages)
+    best = min(priced, key=lambda x: x.epoch_s).split
+    rule = "full" if any(stage.recompute for stage in best.stages) else "none"
+    return Staging(stages_rule="balanced", recompute_rule=rule, stages=best.stages)
+
+
+def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
+    offered = problem.profile.layers
+    layers = tuple(i for i in range(stage.start, stage.stop) if offered[i].tier("full") is not None)
+    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())
+
+
+def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
+    """Every step of the data set through the pipeline simulator."""
+    problem, batches, staging = run.problem, run.batches, run.staging
+    profile, table = problem.profile, batches.schedule.table
+    dims = profile.dims
+    times = times_of(batches.work, staging.stages, profile, cluster)
+    step_s = steps_of(times, table, staging.stages, problem)
+    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, staging.stages)
+    assessed = replace(problem, work_mean=batches.work.mean(axis=0), work_max=batches.largest).assess(staging.stages)
+    held = batches.work if batches.held is None else batches.held
+    busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
+    return Variant(
+        name=run.name,
+        packs=batches.label,
+        stages_rule=staging.stages_rule,
+        recompute_rule=staging.recompute_rule,
+        pack_patches=held[:, PATCHES],
+        pack_tokens=held[:, TOKENS],
+        stages=staging.stages,
+        stage_forward_s=np.array(assessed.forward_s),
+        stage_backward_s=np.array(assessed.backward_s),
+        memory=assessed.memory,
+        step_s=step_s,
+        idle_share=1.0 - busy_s / (pipeline_s * dims.pp * dims.dp),
+        fits=_fits(problem, staging.stages, batches),
+        timeline=_typical_timeline(times, table, step_s, problem),
+    )
+
+
+def _typical_timeline(times: StageTimes, table: IntArray, step_s: FloatArray, problem: SplitProblem) -> Timeline:
+    """The slowest rank of the step of median length."""
+    step = int(np.argsort(step_s, kind="stable")[len(step_s) // 2])
+    ranks = [_columns(times, table[step, rank]) for rank in range(table.shape[1])]
+    timelines = [simulate(t, schedule=problem.schedule, num_devices=problem.num_stages) for t in ranks]
+    return max(timelines, key=lambda timeline: timeline.makespan_s)
+
+
+def _columns(times: StageTimes, packs: IntArray) -> StageTimes:
+    """The times of these packs; an empty slot (-1) takes none."""
+    there = (packs >= 0).astype(np.float64)
+    index = np.maximum(packs, 0)
+    return StageTimes(
+        forward_s=times.forward_s[:, index] * there,
+        backward_s=times.backward_s[:, index] * there,
+        weight_s=None if times.weight_s is None else times.weight_s[:, index] * there,
+        send_forward_s=times.send_forward_s[:, index] * there,
+        send_backward_s=times.send_backward_s[:, index] * there,
+    )

@@ -1,0 +1,273 @@
+"""The best plan that a framework can run: the same packs, split again under what the framework cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.profile import profile_bytes
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitResult
+from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.plan.build import PROFILE_FILE, SAMPLES_FILE
+from trimtab.plan.case import Case
+from trimtab.plan.decide.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
+from trimtab.plan.decide.compare import compare_variants
+from trimtab.plan.decide.packs import pack_contents
+from trimtab.plan.decide.stages import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
+from trimtab.plan.decide.work import price_samples
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.file.yaml import name_table
+from trimtab.plan.options import PlanOrigin
+from trimtab.samples.table import table_bytes
+from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
+
+Stages = tuple[Stage, ...]
+_SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expressible:
+    """What a framework can run of a model at given degrees of parallelism."""
+
+    forbidden_cuts: frozenset[int] = frozenset()
+    splits: tuple[tuple[int, ...], ...] | None = None  # the cuts of every split it knows; None: any of the other cuts
+    tiers: Callable[[LayerSpec], Collection[str]] | None = None
+    """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
+    ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
+    """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
+
+
+def best_expressible(case: Case, can: Expressible) -> Stages | None:
+    """The fastest stages found that `can` be run and fit the memory, recompute as the framework would do it.
+
+    Candidates are the exact split, the refined one and those with recompute nowhere and everywhere, or all of
+    `can.splits`; on each ladder the lowest rung that fits. Unless the splits are given, the best is improved by moving
+    single cuts until none helps. Those with the least slowest stage are simulated over all packs. Heuristic where
+    recompute is coarse: split and recompute are then not solved as one. None if nothing fits.
+    """
+    model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
+    case = replace(case, model=model)
+    case = _with_tiers(case, can.tiers)
+    try:
+        problem = case.problem
+    except PartitionError:
+        return None  # fewer pieces than stages
+    found: dict[tuple[int, ...], _Priced] = {}
+
+    def price(cuts: tuple[int, ...], stages: Sequence[Stage]) -> None:
+        fitting = [way for ladder in can.ladders(stages) if (way := _lowest_rung(problem, ladder)) is not None]
+        best = min(fitting, key=lambda way: way.bottleneck_s, default=None)
+        if best is not None and (cuts not in found or best.bottleneck_s < found[cuts].bottleneck_s):
+            found[cuts] = best
+
+    for stages in _candidates(case, can):
+        price(_cuts_of(stages), stages)
+    if can.splits is None and found:
+        at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
+        while True:
+            for cuts in _neighbours(at, len(model.layers), problem.forbidden_cuts):
+                if cuts not in found:
+                    price(cuts, as_stages(cuts, len(model.layers)))
+            best = min(found, key=lambda cuts: found[cuts].bottleneck_s)
+            if found[best].bottleneck_s >= found[at].bottleneck_s:
+                break
+            at = best
+    ranked = sorted(found.values(), key=lambda way: way.bottleneck_s)[:_SIMULATED]
+    return min((way.stages for way in ranked), key=lambda stages: epoch_s(case, stages), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    stages: Stages
+    bottleneck_s: float
+
+
+def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | None:
+    """The first that fits, by bisection: a rung holds no more than the one below it."""
+    priced = [_as_priced(problem.profile, way) for way in ladder]
+    ladder = [way for way in priced if _is_offered(problem.profile, way)]
+    if problem.recompute == "none":
+        ladder = [way for way in ladder if not any(stage.recompute for stage in way)]
+    low, high, best = 0, len(ladder), None
+    while low < high:
+        middle = (low + high) // 2
+        result = problem.assess(ladder[middle])
+        if max(device.total_bytes for device in result.memory) <= problem.memory_bytes:
+            best, high = _Priced(stages=ladder[middle], bottleneck_s=result.bottleneck_s), middle
+        else:
+            low = middle + 1
+    return best
+
+
+def _cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    return tuple(stage.start for stage in stages[1:])
+
+
+def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int]) -> Iterator[tuple[int, ...]]:
+    """The splits with one cut moved to the next place before or behind it that is allowed."""
+    bounds = (0, *cuts, num_layers)
+    for number in range(1, len(bounds) - 1):
+        below = range(bounds[number] - 1, bounds[number - 1], -1)
+        above = range(bounds[number] + 1, bounds[number + 1])
+        for places in (below, above):
+            place = next((c for c in places if c not in forbidden), None)
+            if place is not None:
+                yield (*cuts[: number - 1], place, *cuts[number:])
+
+
+def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
+    # without the cap where recompute is not per layer: ladders and the memory check decide together
+    free = replace(case, budget=replace(case.budget, total_bytes=2**62))
+    if can.splits is not None:
+        num_layers = len(case.model.layers)
+        for cuts in can.splits:
+            if case.problem.forbidden_cuts.isdisjoint(cuts):
+                yield as_stages(cuts, num_layers)
+        return
+    solvers: list[Callable[[], Iterable[SplitResult]]] = [
+        lambda: [split_case(case)],
+        lambda: [split_stages(case.problem)],
+        lambda: uniform_splits(case.problem),
+        lambda: uniform_splits(free.problem),
+    ]
+    for solver in solvers:
+        try:
+            found = list(solver())
+        except PartitionError:
+            continue
+        yield from (split.stages for split in found)
+
+
+def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
+    """The case whose layers recompute by these tiers (None: any) or not at all, and are not offloaded.
+
+    Split and recompute are then solved for that.
+    """
+    profile = case.setting.profile
+
+    def is_left(layer: LayerSpec, tier: str) -> bool:
+        return tier != "offload" and (tiers is None or tier in tiers(layer))
+
+    layers = tuple(
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if is_left(layer, tier.name))))
+        for layer, cost in zip(case.model.layers, profile.layers, strict=True)
+    )
+    return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+
+
+def _as_priced(profile: Profile, stages: Sequence[Stage]) -> Stages:
+    """The stages as the profile prices them: a layer without a backward (a frozen tower's) has nothing to run again."""
+    idle = {i for i, cost in enumerate(profile.layers) if len(cost.tiers) == 1}
+    if not any(idle.intersection(choice.layers) for stage in stages for choice in stage.recompute):
+        return tuple(stages)
+    return tuple(replace(stage, recompute=tuple(_without(idle, stage.recompute))) for stage in stages)
+
+
+def _is_offered(profile: Profile, stages: Sequence[Stage]) -> bool:
+    """Whether every tier has a price: unfused attention has none of its own."""
+    offered = [{tier.name for tier in cost.tiers} for cost in profile.layers]
+    return all(choice.tier in offered[i] for stage in stages for choice in stage.recompute for i in choice.layers)
+
+
+def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Iterator[RecomputeChoice]:
+    for choice in choices:
+        left = tuple(i for i in choice.layers if i not in layers)
+        if left:
+            yield replace(choice, layers=left)
+
+
+def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
+    """The stages with full recompute of what they offload: as many bytes held, fewer while a backward runs."""
+    result = []
+    for stage in stages:
+        full = tuple(sorted(i for x in stage.recompute if x.tier in ("full", "offload") for i in x.layers))
+        kept = tuple(x for x in stage.recompute if x.tier not in ("full", "offload"))
+        more = (RecomputeChoice(tier="full", layers=full),) if full else ()
+        result.append(replace(stage, recompute=(*kept, *more)) if stage.num_offloaded() else stage)
+    return tuple(result)
+
+
+def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:
+    """Stages between these cuts, without recompute."""
+    return tuple(Stage(index=s, start=a, stop=b) for s, (a, b) in enumerate(pairwise((0, *cuts, num_layers))))
+
+
+def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:
+    """Predicted time of `stages` for the whole data set, over that of `other`."""
+    return mean_step_s(case, stages) / mean_step_s(case, other)
+
+
+def mean_step_s(case: Case, stages: Sequence[Stage]) -> float:
+    """Predicted seconds of a step on these stages, the mean over the data set."""
+    return epoch_s(case, _as_priced(case.setting.profile, stages)) / case.schedule.num_steps
+
+
+def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Predicted peak of every pipeline rank, reserve included."""
+    memory = case.problem.assess(_as_priced(case.setting.profile, stages)).memory
+    return tuple(device.total_bytes for device in memory)
+
+
+def fastest_fitting(case: Case, ways: Sequence[Sequence[Stage]]) -> int | None:
+    """Which of these ways fits the plan's memory with the least slowest stage at the mean pack; None if none fits."""
+    problem = case.problem
+    times: dict[int, float] = {}
+    for number, way in enumerate(ways):
+        result = problem.assess(_as_priced(problem.profile, way))
+        if max(device.total_bytes for device in result.memory) <= problem.memory_bytes:
+            times[number] = result.bottleneck_s
+    return min(times, key=lambda number: times[number], default=None)
+
+
+def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Pipeline ranks that would hold more than the plan's memory."""
+    most = case.problem.memory_bytes
+    return tuple(rank for rank, held in enumerate(rank_bytes(case, stages)) if held > most)
+
+
+def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
+    """The plan with other stages: packs, degrees and inputs unchanged, estimates made anew; `write_plan` saves it.
+
+    What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
+    """
+    plan = found.plan
+    model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
+    case = replace(found.case, model=model)
+    split = case.problem.assess(stages)
+    variants = compare_variants(case, stages)
+    cost = price_samples(case.without_vision().setting.profile, case.samples_work)
+    packed = PackResult(packing=case.packing, schedule=case.schedule)
+    contents = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
+    if case.options.profile is not None:
+        contents[PROFILE_FILE] = profile_bytes(case.options.profile)
+    files = {name: name_table(name, content) for name, content in contents.items()}
+    origin = PlanOrigin(
+        command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
+    )
+    return PlanDetails(
+        plan=assemble_plan(
+            inputs=describe_inputs(
+                case,
+                origin,
+                table=files[SAMPLES_FILE],
+                profile=files.get(PROFILE_FILE),
+                mixture=plan.inputs.data.mixture,
+            ),
+            decisions=describe_decisions(case, stages, files=files),
+            estimates=describe_estimates(case, report_packing(case.samples, packed, cost=cost), split, variants),
+            origin=origin,
+            assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
+        ),
+        model=model,
+        samples=case.samples,
+        packing=case.packing,
+        schedule=case.schedule,
+        profile=case.setting.profile,
+        saved_profile=case.options.profile,
+        memory_cap_bytes=case.budget.total_bytes,
+        variants=variants,
+    )

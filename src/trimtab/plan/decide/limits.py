@@ -1,0 +1,108 @@
+"""Candidate pack limits, and how the data packs under each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.errors import PackingError
+from trimtab.plan.decide.work import PATCHES, TOKENS, extreme_rows, select_rows
+from trimtab.plan.options import PlanOptions
+from trimtab.specs import FloatArray, SampleTable
+
+_PACK_SIZES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # samples per pack that are tried
+_TOKEN_SLACK = 1.04  # both limits bind at once only if samples are alike: room that lets packs fill in patches
+_TRIED_SAMPLES, _TRIED_RANKS = 8192, 8  # of the data set, and data-parallel ranks, to see how packs come out
+_LARGE = 0.99  # quantile of sizes that open limits must hold, where larger samples may be skipped or go alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TriedLimits:
+    """A pair of limits, and the packs it makes of the data."""
+
+    max_patches: int
+    max_tokens: int
+    samples_per_pack: float
+    utilisation: float  # useful share of the ranks' time, if every row waits for its slowest rank
+    mean: FloatArray  # (len(WORK_TERMS),) of the samples that are packed
+    extremes: FloatArray  # (few, len(WORK_TERMS)) samples that decide the largest pack
+
+
+def try_limits(
+    samples: SampleTable, samples_work: FloatArray, options: PlanOptions, cost: FloatArray
+) -> list[TriedLimits]:
+    """Each candidate pair, with a random part of the samples packed under it."""
+    count = min(len(samples), _TRIED_SAMPLES)
+    rows = np.sort(np.random.Generator(np.random.PCG64(options.seed)).choice(len(samples), count, replace=False))
+    part, part_cost = select_rows(samples, rows), cost[rows]
+    mean, extremes = samples_work.mean(axis=0), extreme_rows(samples_work)
+    tried = []
+    for max_patches, max_tokens in candidate_limits(samples_work, options):
+        packed = pack_samples(
+            part,
+            limits=(max_patches, max_tokens),
+            dp=_TRIED_RANKS,
+            method=options.method,
+            order=options.order,
+            cost=part_cost,
+            seed=options.seed,
+            oversize=options.oversize if options.oversize != "error" else "skip",
+        )
+        if packed.packing.num_packs == 0:
+            continue
+        if options.oversize == "skip":
+            packable = (samples_work[:, PATCHES] <= max_patches) & (samples_work[:, TOKENS] <= max_tokens)
+            mean, extremes = samples_work[packable].mean(axis=0), extreme_rows(samples_work[packable])
+        balance = report_packing(part, packed, cost=part_cost)
+        tried.append(
+            TriedLimits(
+                max_patches=max_patches,
+                max_tokens=max_tokens,
+                samples_per_pack=balance.samples_per_pack,
+                utilisation=balance.utilisation,
+                mean=mean,
+                extremes=extremes,
+            )
+        )
+    if not tried:
+        raise PackingError(
+            f"max_patches {options.max_patches} and max_tokens {options.max_tokens} were given, and hardly a sample is "
+            "that small: raise the limits, or leave them out to have them chosen"
+        )
+    return tried
+
+
+def candidate_limits(samples_work: FloatArray, options: PlanOptions) -> Iterator[tuple[int, int]]:
+    """Pairs of limits, growing, in the ratio of the mean sample.
+
+    They hold the largest sample; or, where larger ones may be skipped or go alone, 99 % of the samples.
+    """
+    if options.max_patches is not None and options.max_tokens is not None:
+        yield options.max_patches, options.max_tokens
+        return
+    mean = samples_work.mean(axis=0)
+    quantile = 1.0 if options.oversize == "error" else _LARGE
+    least_patches = int(np.quantile(samples_work[:, PATCHES], quantile, method="higher"))
+    least_tokens = int(np.quantile(samples_work[:, TOKENS], quantile, method="higher"))
+    patches = samples_work[:, PATCHES].astype(np.int64)
+    positive = patches[patches > 0]
+    unit = int(np.gcd.reduce(positive)) if len(positive) else 1  # rows of one tile, where images come in tiles
+    seen = set[tuple[int, int]]()
+    for size in _PACK_SIZES:
+        # a limit that is given says how many samples a pack holds, if the data has what it limits
+        if options.max_patches is not None and mean[PATCHES] > 0:
+            size = options.max_patches / mean[PATCHES]
+        elif options.max_tokens is not None and mean[TOKENS] > 0:
+            size = options.max_tokens / mean[TOKENS]
+        max_patches, max_tokens = options.max_patches, options.max_tokens
+        if max_patches is None:
+            max_patches = max(1, math.ceil(size * mean[PATCHES] / unit) * unit, least_patches)
+        if max_tokens is None:
+            max_tokens = max(1, math.ceil(_TOKEN_SLACK * size * mean[TOKENS]), least_tokens)
+        if (max_patches, max_tokens) not in seen:
+            seen.add((max_patches, max_tokens))
+            yield max_patches, max_tokens

@@ -1,0 +1,125 @@
+"""Sources drawn by weight: how often each row of a sample table is in an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.mixture import mix_samples
+from trimtab.balance.packing import PackResult
+from trimtab.errors import PlanError, join_problems
+from trimtab.plan.decide.work import select_rows
+from trimtab.plan.plan import MixedSource
+from trimtab.specs import IntArray, SampleTable
+
+Weights = Sequence[tuple[str, float]]  # source name, weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draw:
+    """What one epoch is made of."""
+
+    times: IntArray  # (num_rows,) how often each row is in it
+    sources: tuple[MixedSource, ...]
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of the table, ascending, each as often as it is drawn."""
+        return np.repeat(np.arange(len(self.times)), self.times)
+
+
+def draw_sources(samples: SampleTable, weights: Weights, *, num_drawn: int | None = None, seed: int = 0) -> Draw:
+    """`num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
+
+    Exact as `mix_samples` is: shares are met to less than one sample, and rows of one source are drawn equally often or
+    once more. Every source of the table needs a weight; 0 leaves it out.
+    """
+    sizes = np.bincount(samples.source, minlength=len(samples.source_names)).tolist()
+    _refuse_names(dict(zip(samples.source_names, sizes, strict=True)), weights, num_drawn)
+    weight_of = dict(weights)
+    bare = replace(samples, ids=None)
+    rows = [np.flatnonzero(samples.source == number) for number in range(len(sizes))]
+    mixture = mix_samples(
+        [select_rows(bare, own) for own in rows],
+        [weight_of[name] for name in samples.source_names],
+        num_samples=len(samples) if num_drawn is None else num_drawn,
+        seed=seed,
+    )
+    drawn = [own[mixture.row[mixture.part == number]] for number, own in enumerate(rows)]
+    return Draw(
+        times=np.bincount(np.concatenate(drawn), minlength=len(samples)),
+        sources=tuple(
+            MixedSource(name=name, weight=weight_of[name], num_rows=part.num_rows, num_drawn=part.num_drawn)
+            for name, part in zip(samples.source_names, mixture.parts, strict=True)
+        ),
+    )
+
+
+def packed_rows(packed: PackResult, rows: IntArray) -> PackResult:
+    """Packs of a table of drawn samples as packs of the table they were drawn from: sample i is its row `rows[i]`."""
+    packing = packed.packing
+    return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
+
+
+def times_drawn(samples: SampleTable, weights: Weights, *, num_drawn: int | None, seed: int) -> IntArray | None:
+    """`Draw.times` of a plan's weights; None where it has none and every sample is there once."""
+    return draw_sources(samples, weights, num_drawn=num_drawn, seed=seed).times if weights else None
+
+
+def weight_problems(weights: Weights) -> list[str]:
+    """What is wrong with weights whatever they are for, a sentence each."""
+    names = [name for name, _ in weights]
+    problems = [
+        f"source {name!r} has two weights: give it one" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
+    problems += [
+        f"source {name!r} was to have weight {weight:g}, which is no proportion: give 0 or more"
+        for name, weight in weights
+        if not (math.isfinite(weight) and weight >= 0)
+    ]
+    if weights and all(weight == 0 for _, weight in weights):
+        problems.append("all weights are 0, which draws nothing: give one source a weight above 0")
+    return problems
+
+
+def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None) -> None:
+    problems, given = weight_problems(weights), dict(weights)
+    known = ", ".join(sizes)
+    problems += [
+        f"source {name!r} has a weight and no samples: the data's are {known}" for name in given if name not in sizes
+    ]
+    problems += [
+        f"source {name!r} has {size} samples and no weight: give it one, or 0 to leave it out"
+        for name, size in sizes.items()
+        if name not in given
+    ]
+    problems += [
+        f"source {name!r} was to have weight {given[name]:g}, and none of its samples is left: give it 0"
+        for name, size in sizes.items()
+        if size == 0 and given.get(name, 0) > 0
+    ]
+    if num_drawn is not None and num_drawn < 1:
+        problems.append(f"{num_drawn} samples were to be drawn, which is no epoch: draw 1 or more")
+    if problems:
+        raise PlanError(join_problems(problems))
+
+
+def describe_draw(sources: Sequence[MixedSource]) -> tuple[str, ...]:
+    """A sentence a source: its share, what repeats, what is left out."""
+    total = sum(source.num_drawn for source in sources)
+    return tuple(_describe(source, total) for source in sources)
+
+
+def _describe(source: MixedSource, total: int) -> str:
+    share = f"Source {source.name}, weight {source.weight:g}: {source.num_drawn:,} of {total:,} drawn samples, "
+    if source.num_drawn < source.num_rows:
+        return share + f"{source.num_rows - source.num_drawn:,} of its {source.num_rows:,} left out."
+    if source.num_rows == 0:
+        return share + "it has none."
+    times, more = divmod(source.num_drawn, source.num_rows)
+    often = "once" if times == 1 else f"{times} times"
+    extra = f", {more:,} of them once more" if more else ""
+    return share + f"each of its {source.num_rows:,} drawn {often}{extra}."

@@ -1,0 +1,73 @@
+"""Packs and schedule as three .npy tables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.balance.dispatch import redispatch
+from trimtab.errors import PlanError
+from trimtab.plan.file.yaml import array_bytes, load_array
+from trimtab.plan.plan import PackingDecision
+from trimtab.specs import IntArray, Packing, Schedule
+
+
+def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
+    """File name -> content of the three tables."""
+    return {
+        "offsets.npy": array_bytes(packing.offsets.astype(np.int64)),
+        "indices.npy": array_bytes(packing.indices.astype(np.int64)),
+        "schedule.npy": array_bytes(schedule.table.astype(np.int64)),
+    }
+
+
+def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The same rows of packs in the same order, in steps of equal length near `num_microbatches` rows.
+
+    A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
+    last of them shorter: steps of exactly M rows may leave it almost empty.
+    """
+    num_rows = int((schedule.table >= 0).any(axis=1).sum())
+    per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
+    return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedPacks:
+    packing: Packing
+    schedule: Schedule
+
+
+def load_packs(
+    folder: Path, decision: PackingDecision, *, num_samples: int, times: IntArray | None = None
+) -> LoadedPacks:
+    """The tables a plan names; their hashes and shapes are checked before anything indexes with them.
+
+    `times` is how often each sample is drawn, for a plan with a mixture; None: once.
+    """
+    offsets, indices, table = (load_array(folder, t) for t in (decision.offsets, decision.indices, decision.schedule))
+    whole = all(a.dtype == np.int64 for a in (offsets, indices, table))
+    if not whole or offsets.ndim != 1 or indices.ndim != 1 or table.ndim != 3 or len(offsets) == 0:
+        raise PlanError(f"the packs in {folder} have other shapes than a plan's: run `trimtab plan` again")
+    ascending = offsets[0] == 0 and offsets[-1] == len(indices) and bool(np.all(np.diff(offsets) > 0))
+    in_range = (len(indices) == 0 or (indices.min() >= 0 and indices.max() < num_samples)) and (
+        table.size == 0 or (table.min() >= -1 and table.max() < len(offsets) - 1)
+    )
+    if not (ascending and in_range):
+        raise PlanError(f"the packs in {folder} point outside the sample table: run `trimtab plan` again")
+    oversize = np.empty(0, np.int64)
+    if decision.num_oversize:
+        missing = (1 if times is None else times) - np.bincount(indices, minlength=num_samples)
+        oversize = np.repeat(np.arange(num_samples), np.maximum(missing, 0))
+    packing = Packing(
+        offsets=offsets,
+        indices=indices,
+        limits=(decision.max_patches, decision.max_tokens),
+        oversize=oversize,
+        method=decision.method,
+        seed=decision.seed,
+    )
+    return LoadedPacks(packing=packing, schedule=Schedule(table=table, order=decision.order))

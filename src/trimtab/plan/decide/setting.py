@@ -1,0 +1,340 @@
+"""Degrees of parallelism, schedule, pack limits and micro-batches per step, for whatever the user left open.
+
+All candidates run the same number of samples a step, and are priced the same way: profile, exact split with recompute
+under the memory cap, then samples per second of the full pipeline,
+
+    dp M k u / (T + S)
+
+with M micro-batches of k samples, T the simulated step of M mean micro-batches on that split, sends included, and S the
+gradient exchange and optimizer step. k and the utilisation u are those of a part of the samples, packed under the
+candidate's limits. Heuristic: a grid, and a simulation that knows only the mean pack; each candidate's split is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.costs.offload import with_offload
+from trimtab.costs.profile import profile_model
+from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
+from trimtab.errors import PartitionError, PlanError
+from trimtab.partition.schedules import ScheduleName
+from trimtab.partition.simulate import simulate
+from trimtab.partition.stages import split_stages
+from trimtab.plan.case import Setting, split_problem
+from trimtab.plan.decide.budget import MemoryBudget, host_bytes_per_s
+from trimtab.plan.decide.limits import TriedLimits, try_limits
+from trimtab.plan.decide.times import rank_step_s, times_of
+from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
+from trimtab.plan.options import PlanOptions
+from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
+
+_GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
+_MOST_OVER = 1.25  # of a global batch that was asked for
+_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
+_MOST_STAGES = 16  # pipeline degree, where it is left open
+_RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
+_SAID = 4  # divisions and schedules named in the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    setting: Setting
+    options: PlanOptions  # with its schedule
+    samples_per_s: float
+
+    @property
+    def label(self) -> str:
+        schedule = self.options.schedule
+        chunks = f" with {self.options.num_chunks} chunks" if schedule == "Interleaved1F1B" else ""
+        return f"{_degrees_of(self.setting.dims)} {schedule}{chunks}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenSetting:
+    """The fastest setting, and the options with the schedule that was chosen for it."""
+
+    setting: Setting
+    options: PlanOptions
+    considered: tuple[_Priced, ...]  # fastest first
+    num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+
+    def sentences(self) -> tuple[str, ...]:
+        """What was considered, for the plan's reader; nothing where there was no choice."""
+        if len(self.considered) + self.num_misfits < 2:
+            return ()
+        said = [f"{x.label} {x.samples_per_s:.3g} samples/s" for x in self.considered[:_SAID]]
+        rest = len(self.considered) - len(said)
+        more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
+        return (
+            "Degrees and schedules considered, at their mean packs: "
+            + ", ".join([*said, *(text for text in more if text)])
+            + ".",
+        )
+
+
+def choose_setting(
+    model: ModelSpec,
+    samples: SampleTable,
+    samples_work: FloatArray,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> ChosenSetting:
+    """The fastest setting that fits; a global batch of our own choice is halved until something does.
+
+    Schedule "auto": 1F1B, which needs least memory, decides which divisions of the devices are fastest; these are tried
+    with the other schedules. Raises `PlanError` when the degrees do not divide the devices, and `PartitionError` when
+    nothing fits.
+    """
+    first = options
+    if options.schedule == "auto":
+        first = replace(options, schedule="1F1B", num_chunks=1)
+    candidates = list(_parallel_dims(model, cluster, first))
+    profiles, refused = _profile_candidates(model, cluster, options, candidates)
+    if not profiles:
+        assert refused is not None, "every candidate was profiled or refused"
+        raise refused
+    # how samples pack hardly depends on the degrees: once is enough
+    limits = try_limits(samples, samples_work, options, price_samples(profiles[0], samples_work))
+    global_batch = default_global_batch(cluster, options, len(samples))
+    while True:
+        priced: list[_Priced] = []
+        misfit: PartitionError | None = None
+        for number, profile in enumerate(profiles):
+            if progress is not None:
+                progress(number, len(profiles))
+            try:
+                priced.append(_price_limits(model, cluster, first, profile, budget, limits, global_batch))
+            except PartitionError as error:
+                misfit = PartitionError(f"{_degrees_of(profile.dims)}: {error}")  # the last divides the model most
+        if priced:
+            break
+        if global_batch is None or options.global_batch is not None or global_batch == 1:
+            assert misfit is not None, "every profile was priced or does not fit"
+            if len(profiles) == 1:
+                raise misfit
+            raise PartitionError(
+                f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{misfit}\n"
+                "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
+            )
+        global_batch //= 2
+    num_misfits = len(candidates) - len(priced)
+    if options.schedule == "auto":
+        fastest = sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]
+        for found in fastest:
+            for other in _other_schedules(options, found.setting.dims):
+                try:
+                    priced.append(
+                        _price_limits(model, cluster, other, found.setting.profile, budget, limits, global_batch)
+                    )
+                except PartitionError:
+                    continue
+    priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
+    return ChosenSetting(
+        setting=priced[0].setting, options=priced[0].options, considered=tuple(priced), num_misfits=num_misfits
+    )
+
+
+def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:
+    """What "auto" tries beside 1F1B."""
+    if dims.pp == 1:
+        return []
+    chunks = max(2, options.num_chunks)
+    names: tuple[tuple[ScheduleName, int], ...] = (
+        ("GPipe", 1),
+        ("Interleaved1F1B", chunks),
+        ("ZBH1", 1),
+        ("ZBVZeroBubble", 2),
+    )
+    return [replace(options, schedule=name, num_chunks=number, pp=dims.pp) for name, number in names]
+
+
+def _profile_candidates(
+    model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, candidates: Sequence[ParallelDims]
+) -> tuple[list[Profile], PartitionError | None]:
+    """Cost tables of the degrees that the model's shapes allow, and why the last other one is ruled out."""
+    profiles: list[Profile] = []
+    refused: PartitionError | None = None
+    for dims in candidates:
+        try:
+            profiles.append(profile_setting(model, cluster, options, dims))
+        except PartitionError as error:
+            refused = PartitionError(f"{_degrees_of(dims)}: {error}")
+    return profiles, refused
+
+
+def _degrees_of(dims: ParallelDims) -> str:
+    return f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}"
+
+
+def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int | None:
+    """Samples a step over all ranks, one number for all candidates; None where micro-batches are given instead."""
+    if options.num_microbatches is not None:
+        return None
+    if options.global_batch is not None:
+        return options.global_batch
+    return min(max(_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE * cluster.num_devices), num_samples)
+
+
+def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
+    """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
+
+    A traced profile gives its bytes instead, a probed one both. The tier "offload" is priced last, for what copies cost
+    depends on the seconds that hide them.
+    """
+    profile = _priced_profile(model, cluster, options, dims)
+    if not options.offload:
+        return profile
+    return with_offload(profile, host_bytes_per_s=host_bytes_per_s(cluster.device, options))
+
+
+def _priced_profile(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
+    traced = options.profile is not None and options.profile.method == "traced"
+
+    def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float, *, gathered: bool = True) -> Profile:
+        return profile_model(
+            model,
+            device,
+            dims=dims,
+            dtype=options.dtype,
+            zero_stage=options.zero_stage if gathered else min(options.zero_stage, 2),
+            optimizer=options.optimizer,
+            attention=options.attention,
+            fused_kernels=options.fused_kernels,
+            dp_bytes_per_s=dp_bytes_per_s,
+            frozen_towers=frozenset(options.frozen_towers),
+        )
+
+    target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile
+    if saved is None:
+        return target
+    refuse_unlike(saved, model, target)
+    if saved.method == "probed" and (saved.optimizer, saved.zero_stage) != (options.optimizer, options.zero_stage):
+        raise PlanError(
+            f"the profile was probed with {saved.optimizer} at ZeRO stage {saved.zero_stage}, and the plan is to have "
+            f"{options.optimizer} at stage {options.zero_stage}, whose state was not measured: plan with those, or "
+            "probe again"
+        )
+    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
+    carry = carry_bytes if traced else carry_seconds
+    carried = carry(
+        saved,
+        base=base,
+        target=target,
+        # with such links gathering takes no seconds either
+        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf, gathered=not traced),
+    )
+    return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
+
+
+def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> Iterator[ParallelDims]:
+    devices = cluster.num_devices
+    fixed = math.prod(d for d in (options.dp, options.pp, options.tp) if d is not None)
+    if devices % fixed:
+        raise PlanError(
+            f"dp x pp x tp was asked to be a multiple of {fixed}, and the cluster has {devices} devices: "
+            "choose degrees whose product divides them"
+        )
+    if options.tp is not None and cluster.devices_per_node % options.tp:
+        raise PlanError(
+            f"tp {options.tp} was asked for, and nodes have {cluster.devices_per_node} devices: "
+            "choose a tp that divides a node, tensor-parallel devices talk in every layer"
+        )
+    found = False
+    for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
+        for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
+            if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
+                continue
+            dp = devices // (tp * pp)
+            if options.dp is not None and options.dp != dp:
+                continue
+            found = True
+            yield ParallelDims(dp=dp, pp=pp, tp=tp)
+    if not found:
+        asked = {name: getattr(options, name) for name in ("dp", "pp", "tp") if getattr(options, name) is not None}
+        raise PlanError(
+            f"{asked} was asked for on {devices} devices, and no whole number of replicas uses them all: "
+            "leave one of dp, pp, tp out, or change the cluster"
+        )
+
+
+def _degrees(asked: int | None, devices: int, *, limit: int) -> list[int]:
+    """The degree asked for, or every divisor of the devices up to `limit`."""
+    if asked is not None:
+        return [asked]
+    return [degree for degree in range(1, limit + 1) if devices % degree == 0]
+
+
+def _price_limits(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    profile: Profile,
+    budget: MemoryBudget,
+    limits: Sequence[TriedLimits],
+    global_batch: int | None,
+) -> _Priced:
+    """The smallest pack within 2 % of the fastest, for one cost table."""
+    dims, priced = profile.dims, list[_Priced]()
+    reason: PartitionError | None = None
+    for tried in limits:
+        num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
+        if options.global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * options.global_batch:
+            reason = reason or PartitionError(
+                f"global_batch {options.global_batch} was asked for, and one pack of {tried.samples_per_pack:.3g} "
+                f"samples on each of {dims.dp} ranks is more: ask for a larger batch, or for a smaller dp"
+            )
+            continue
+        work_mean = tried.mean * tried.samples_per_pack
+        work_mean[MICROBATCHES] = 1.0
+        problem = split_problem(
+            model,
+            profile,
+            options,
+            budget,
+            work_mean=work_mean,
+            work_max=limit_work(
+                tried.extremes, tried.max_patches, tried.max_tokens, joined=joins_samples(options.attention)
+            ),
+            num_microbatches=num_microbatches,
+        )
+        try:
+            split = split_stages(problem)
+        except PartitionError as error:
+            reason = reason or error
+            continue
+        times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
+        line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
+        setting = Setting(
+            dims=dims,
+            max_patches=tried.max_patches,
+            max_tokens=tried.max_tokens,
+            num_microbatches=num_microbatches,
+            profile=profile,
+        )
+        useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
+        step_s = line.makespan_s + rank_step_s(problem, split.stages)
+        priced.append(_Priced(setting=setting, options=options, samples_per_s=useful / step_s))
+    if not priced:
+        assert reason is not None, "there is at least one pair of limits"
+        raise reason
+    fastest = max(p.samples_per_s for p in priced)
+    return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+
+
+def _num_microbatches(
+    options: PlanOptions, dims: ParallelDims, samples_per_pack: float, global_batch: int | None
+) -> int:
+    """Micro-batches of one rank; interleaved schedules take them in multiples of the pipeline's devices."""
+    if global_batch is None:
+        assert options.num_microbatches is not None
+        return options.num_microbatches
+    unit = dims.pp if options.schedule == "Interleaved1F1B" else 1
+    return max(1, round(global_batch / (dims.dp * samples_per_pack * unit))) * unit

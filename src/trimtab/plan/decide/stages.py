@@ -1,0 +1,116 @@
+"""The split of a case: the exact one, refined on the simulated step, and never slower than what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitResult
+from trimtab.partition.search import SearchResult, search_makespan
+from trimtab.partition.stages import RecomputeMode, SplitProblem, split_stages
+from trimtab.plan.case import Case
+from trimtab.plan.decide.times import stage_link, steps_of, times_of
+from trimtab.specs import IntArray, Stage
+from trimtab.units import format_seconds
+
+ABOUT_SPLIT = ("Splits were ", "Split again, ")
+"""How sentences begin that say where a plan's split comes from: they go when it gets another one."""
+
+_SAMPLED_STEPS = 32  # of one rank each: with 8, half of what the search gains is lost on other steps
+_MAX_SIMULATED = 1500  # candidate splits: about 2 s at 16 stages x 64 micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedSplit:
+    """A split and the seconds of the whole data set on it."""
+
+    split: SplitResult
+    epoch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitChoice:
+    """The chosen split, and what it was chosen among."""
+
+    split: SplitResult
+    one_switch: tuple[PricedSplit, ...]  # the exact splits while recompute is one switch for all layers
+    search: SearchResult | None  # None: there was nothing to search
+
+    def sentences(self) -> tuple[str, ...]:
+        """What the search says of its result, for the plan's reader."""
+        if self.search is None or self.search.lower_bound_s <= 0:
+            return ()
+        found = self.search
+        how = "all cuts were covered" if found.complete else "no cut near them is faster"
+        return (
+            f"Splits were simulated on sampled steps ({found.num_simulated} of them; {how}): the best runs its "
+            f"micro-batches in {format_seconds(found.makespan_s)}, the exact split of least slowest stage in "
+            f"{format_seconds(found.start_makespan_s)}; no split can in less than "
+            f"{format_seconds(found.lower_bound_s)}, {found.gap:.1%} below.",
+        )
+
+
+def split_case(case: Case) -> SplitResult:
+    """The split that `choose_split` chooses."""
+    return choose_split(case).split
+
+
+def choose_split(case: Case) -> SplitChoice:
+    """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
+    refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
+
+    The exact split minimises the slowest stage at the mean pack; with few or very different micro-batches another one
+    may end earlier. Raises `PartitionError` if nothing fits.
+    """
+    problem = case.problem
+    splits = [split_stages(problem)]
+    found: SearchResult | None = None
+    packs = _full_rows(case.schedule.table)
+    if problem.num_stages > 1 and len(packs):
+        found = search_makespan(
+            problem,
+            case.work[packs],
+            link_bytes_per_s=stage_link(case.cluster),
+            latency_s=case.cluster.latency_s,
+            max_simulated=_MAX_SIMULATED,
+        )
+        splits.append(found.split)
+    one_switch = price_splits(case, uniform_splits(problem))
+    known = {x.split.stages: x for x in one_switch}
+    priced = [known.get(x.stages) or price_splits(case, [x])[0] for x in splits]
+    best = min([*priced, *one_switch], key=lambda x: x.epoch_s)
+    return SplitChoice(split=best.split, one_switch=one_switch, search=found)
+
+
+def price_splits(case: Case, splits: Sequence[SplitResult]) -> tuple[PricedSplit, ...]:
+    """Each split with its epoch."""
+    return tuple(PricedSplit(split=split, epoch_s=epoch_s(case, split.stages)) for split in splits)
+
+
+def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
+    """The exact splits while recompute is one switch for all layers, where they fit."""
+    modes: tuple[RecomputeMode, ...] = ("none", "full") if problem.recompute == "auto" else (problem.recompute,)
+    found = []
+    for mode in modes:
+        try:
+            found.append(split_stages(replace(problem, recompute=mode)))
+        except PartitionError:
+            continue
+    return found
+
+
+def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
+    """Seconds of the whole data set on these stages."""
+    times = times_of(case.work, stages, case.setting.profile, case.cluster)
+    return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
+
+
+def _full_rows(table: IntArray) -> IntArray:
+    """(n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
+    rows = table.reshape(-1, table.shape[2])
+    rows = rows[(rows >= 0).all(axis=1)]
+    chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(_SAMPLED_STEPS, len(rows))).astype(np.int64))
+    return rows[chosen]

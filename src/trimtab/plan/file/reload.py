@@ -1,0 +1,239 @@
+"""A plan read back with everything it stands on: model, sizes, packs, cost table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trimtab.costs.devices import find_device
+from trimtab.costs.profile import profile_from_bytes
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe
+from trimtab.models.shipped import find_shipped
+from trimtab.plan.case import Case, Setting
+from trimtab.plan.decide.assemble import device_fingerprint
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.compare import compare_variants
+from trimtab.plan.decide.mixture import times_drawn
+from trimtab.plan.decide.packs import load_packs
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.work import packed_work
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.modules import unfold_modules
+from trimtab.plan.file.yaml import load_plan, read_table
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import Plan, TableFile, VisionDecision
+from trimtab.plan.sharing.choice import VisionChoice, raise_problems
+from trimtab.plan.sharing.decision import share_vision
+from trimtab.samples.table import table_from_bytes
+from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReloadedPlan:
+    """A plan file, and the case and stages its words stand for."""
+
+    plan: Plan
+    case: Case
+    stages: tuple[Stage, ...]
+
+
+def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> ReloadedPlan:
+    """Read the plan at `path` (the file or its folder); raises `PlanError` where its parts do not belong together.
+
+    `model` and `cluster` stand in for what the plan says of them, where no file and no published device does.
+    """
+    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    inputs, decisions = plan.inputs, plan.decisions
+    model = model or find_model(plan, folder)
+    forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
+    model = replace(model, forbidden_cuts=forbidden)
+    saved = load_saved_profile(plan, folder)
+    cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
+    if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
+        raise PlanError(
+            f"device {inputs.cluster.device} has other figures than when the plan was made: "
+            "pass the ClusterSpec it was made with as cluster=, or run `trimtab plan` again"
+        )
+    table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
+    samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+    options = replace(options_of(plan), profile=saved)
+    times = times_drawn(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    packs = load_packs(folder, decisions.packing, num_samples=len(samples), times=times)
+    parallel = decisions.parallel
+    dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
+    samples_work = samples.work(token_window=model.token_window)
+    case = Case(
+        model=model,
+        samples=samples,
+        samples_work=samples_work,
+        cluster=cluster,
+        options=options,
+        budget=MemoryBudget.of(cluster, options),
+        setting=Setting(
+            dims=dims,
+            max_patches=decisions.packing.max_patches,
+            max_tokens=decisions.packing.max_tokens,
+            num_microbatches=decisions.schedule.num_microbatches,
+            profile=profile_setting(model, cluster, options, dims),
+        ),
+        packing=packs.packing,
+        schedule=packs.schedule,
+        work=packed_work(packs.packing, samples_work),
+    )
+    if decisions.vision_data_parallel is not None:
+        raise_problems(decisions.vision_data_parallel, parallel, decisions.schedule, model)
+        num_ranks, num_slots = packs.schedule.table.shape[1:]
+        if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
+            raise PlanError(
+                f"the schedule's table has {num_ranks} x {num_slots} slots a step, and the plan dp {parallel.dp} x "
+                f"{decisions.schedule.num_microbatches} micro-batches: run `trimtab plan` again"
+            )
+        case = share_vision(case, decisions.vision_data_parallel)
+    return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
+
+
+def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
+    """The profile beside the plan that gave its seconds, if one did."""
+    table = plan.inputs.training.profile
+    return None if table is None else profile_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+
+
+def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
+    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
+    given = plan.inputs.cluster
+    return ClusterSpec(
+        device=find_device(given.device, beside=beside),
+        num_nodes=given.num_nodes,
+        devices_per_node=given.devices_per_node,
+        node_link_bytes_per_s=given.node_link_bytes_per_s,
+        latency_s=given.latency_s,
+    )
+
+
+def find_model(plan: Plan, folder: Path) -> ModelSpec:
+    """The plan's model: its config as the user named it, from here or from the plan's folder."""
+    given = plan.inputs.model
+    if given.config is None:
+        raise PlanError(
+            f"the plan's model {given.name} was described from Python, and no file says what it is: "
+            "describe it again and pass it as model="
+        )
+    source, preprocessor = find_config(given.config, folder), given.preprocessor
+    other = None if preprocessor is None else Path(preprocessor)
+    if other is not None and not other.exists() and (folder / other).exists():
+        other = folder / other
+    for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
+        if place is not None and not Path(place).exists():
+            raise PlanError(
+                f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "
+                f"folder that the plan was made in, or put the {what} there"
+            )
+    return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+
+
+def find_config(config: str, folder: Path) -> str:
+    """The plan's model as its user named it, or what lies beside the plan under that name; it may be nowhere."""
+    beside = folder / config
+    return str(beside) if not Path(config).exists() and beside.exists() else config
+
+
+def options_of(plan: Plan) -> PlanOptions:
+    """The options that would make these decisions again."""
+    inputs, decisions = plan.inputs, plan.decisions
+    packing, parallel = decisions.packing, decisions.parallel
+    return PlanOptions(
+        dp=parallel.dp,
+        pp=parallel.pp,
+        tp=parallel.tp,
+        num_microbatches=decisions.schedule.num_microbatches,
+        max_patches=packing.max_patches,
+        max_tokens=packing.max_tokens,
+        schedule=decisions.schedule.name,
+        num_chunks=decisions.schedule.num_chunks,
+        method=packing.method,
+        order=packing.order,
+        oversize=packing.oversize,
+        weights=tuple((source.name, source.weight) for source in inputs.data.mixture),
+        num_drawn=sum(source.num_drawn for source in inputs.data.mixture) or None,
+        seed=packing.seed,
+        recompute=inputs.training.recompute,
+        memory_bytes=inputs.cluster.memory_bytes,
+        reserve_bytes=inputs.cluster.reserve_bytes,
+        zero_stage=inputs.training.zero_stage,
+        optimizer=inputs.training.optimizer,
+        dtype=inputs.training.dtype,
+        attention=inputs.training.attention,
+        fused_kernels=inputs.training.fused_kernels,
+        frozen_towers=inputs.training.frozen_towers,
+        offload=inputs.cluster.host_bytes_per_s is not None,
+        host_bytes_per_s=inputs.cluster.host_bytes_per_s,
+        host_memory_bytes=inputs.cluster.host_memory_bytes,
+        vision=_choice_of(decisions.vision_data_parallel),
+    )
+
+
+def _choice_of(decision: VisionDecision | None) -> VisionChoice:
+    if decision is None:
+        return VisionChoice()
+    return VisionChoice(
+        group=decision.group,
+        exchange=decision.exchange,
+        pooling=decision.pooling,
+        rule=decision.rule,
+        objective=decision.objective,
+        reduction=decision.reduction,
+    )
+
+
+def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
+    """The plan's module paths as layer numbers; every layer on one stage, in forward order."""
+    names = [layer.name for layer in model.layers]
+    position = {name: i for i, name in enumerate(names)}
+    problems: list[str] = []
+    stages: list[Stage] = []
+    start = 0
+    for number, decision in enumerate(plan.decisions.stages):
+        modules = unfold_modules(decision.modules)
+        if decision.stage != number or list(modules) != names[start : start + len(modules)]:
+            problems.append(f"stage {decision.stage} does not hold the model's next layers in forward order")
+        stages.append(Stage(index=number, start=start, stop=start + len(modules)))
+        start += len(modules)
+    if start != len(names):
+        problems.append(f"the stages hold {start} of the model's {len(names)} layers")
+    expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks
+    if len(stages) != expected:
+        problems.append(f"there are {len(stages)} stages for pp x chunks = {expected}")
+    chosen: dict[int, list[RecomputeChoice]] = {}
+    for entry in plan.decisions.recompute:
+        layers = tuple(position.get(name, len(names)) for name in unfold_modules(entry.modules))
+        here = stages[entry.stage] if 0 <= entry.stage < len(stages) else None
+        if here is None or not all(here.start <= i < here.stop for i in layers):
+            problems.append(f"recompute names layers that stage {entry.stage} does not hold")
+            continue
+        choice = RecomputeChoice(tier=entry.granularity, layers=layers)
+        chosen.setdefault(entry.stage, []).append(choice)
+    if problems:
+        raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or mend the modules by hand")
+    return tuple(
+        Stage(index=s.index, start=s.start, stop=s.stop, recompute=tuple(chosen.get(s.index, ()))) for s in stages
+    )
+
+
+def load_details(
+    path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None
+) -> PlanDetails:
+    """A plan on disk with its figures simulated again, for a report."""
+    found = reload_plan(Path(path), model=model, cluster=cluster)
+    case = found.case
+    return PlanDetails(
+        plan=found.plan,
+        model=case.model,
+        samples=case.samples,
+        packing=case.packing,
+        schedule=case.schedule,
+        profile=case.setting.profile,
+        saved_profile=case.options.profile,
+        memory_cap_bytes=case.budget.total_bytes,
+        variants=compare_variants(case, found.stages),
+    )

@@ -1,0 +1,1 @@
+"""Plans held against what was measured, or what their decisions need."""

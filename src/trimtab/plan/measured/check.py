@@ -1,0 +1,173 @@
+"""Does a plan still hold: the same inputs, every sample once, no pack over its limits, within the memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.errors import PlanError, TrimtabError, join_problems
+from trimtab.files import fingerprint_file
+from trimtab.plan.case import tower_cuts
+from trimtab.plan.decide.assemble import model_fingerprint
+from trimtab.plan.decide.mixture import draw_sources
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.plan import Plan
+from trimtab.specs import ClusterSpec, ModelSpec
+from trimtab.units import format_bytes
+
+
+def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
+    """What does not hold, a sentence each; empty when all does.
+
+    `model` and `cluster` are needed only for a plan whose model was described from Python and not from a file, or whose
+    devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.
+    """
+    path = Path(path)
+    plan = load_plan(path)
+    problems = list(_changed_files(plan, path if path.is_dir() else path.parent))
+    try:
+        found = reload_plan(path, model=model, cluster=cluster)
+    except TrimtabError as error:
+        return [*problems, str(error)]
+    return [*problems, *reloaded_problems(found)]
+
+
+def refuse_broken(path: Path) -> None:
+    """Raises `PlanError` where a plan that was just written into the folder `path` does not hold.
+
+    Data files are left out: the plan that it was made from names the same ones.
+    """
+    problems = reloaded_problems(reload_plan(path))
+    if problems:
+        raise PlanError(
+            f"a plan was written to {path}, and it does not hold: make it again from a plan that `trimtab check` "
+            f"passes\n{join_problems(problems)}"
+        )
+
+
+def reloaded_problems(found: ReloadedPlan) -> list[str]:
+    """What does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
+    problems: list[str] = []
+    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory, _divided_tower):
+        try:
+            problems += check(found)
+        except TrimtabError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _changed_files(plan: Plan, folder: Path) -> Iterator[str]:
+    for file in plan.inputs.data.files:
+        places = [Path(file.path), folder / file.path]
+        there = next((p for p in places if p.is_file()), None)
+        if there is None:
+            yield f"data file {file.path} is not where it was: check from the folder the plan was made in"
+        elif there.stat().st_size != file.num_bytes or fingerprint_file(there) != file.blake2b:
+            yield f"data file {there} has changed since the plan was made: run `trimtab plan` again"
+
+
+def _changed_model(found: ReloadedPlan) -> Iterator[str]:
+    model = found.case.model
+    if model_fingerprint(model) != found.plan.inputs.model.layers_blake2b:
+        yield (
+            f"the model {found.plan.inputs.model.name} is described with other layers or image sizes than when the "
+            "plan was made: run `trimtab plan` again"
+        )
+    for stage in found.stages[1:]:
+        if stage.start in model.forbidden_cuts:
+            reason = model.forbidden_cut_reason or "the framework that the plan is for cannot make it"
+            yield f"stage {stage.index} begins at a forbidden cut: {reason}"
+
+
+def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
+    """Numbers of the file that other parts of it, or the model, say otherwise."""
+    inputs, decisions, case = found.plan.inputs, found.plan.decisions, found.case
+    parallel, given = decisions.parallel, inputs.cluster
+    used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
+    if used != there:
+        yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
+    if given.devices_per_node % parallel.tp:
+        yield f"tp {parallel.tp} does not divide a node of {given.devices_per_node} devices"
+    for name, said, true in (
+        ("num_layers", inputs.model.num_layers, len(case.model.layers)),
+        ("num_params", inputs.model.num_params, case.model.num_params),
+        ("num_packs", decisions.packing.num_packs, case.packing.num_packs),
+        ("num_samples", inputs.data.num_samples, len(case.samples)),
+        ("tokens_exact", inputs.data.tokens_exact, case.samples.tokens_exact),
+    ):
+        if said != true:
+            yield f"{name} is {said} in the plan and {true} in what it stands on: run `trimtab plan` again"
+    if inputs.data.num_skipped < 0:
+        yield f"num_skipped is {inputs.data.num_skipped}, and it counts samples: run `trimtab plan` again"
+
+
+def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
+    """Every sample in one pack, or in as many as it is drawn, or left out as oversize; every pack in one slot."""
+    packing, table = found.case.packing, found.case.schedule.table
+    decision, num_samples = found.plan.decisions, len(found.case.samples)
+    options, mixture = found.case.options, found.plan.inputs.data.mixture
+    drawn, often = np.ones(num_samples, np.int64), "more than once"
+    if mixture:
+        draw = draw_sources(found.case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+        drawn, often = draw.times, "more often than the weights draw them"
+        if draw.sources != mixture:
+            yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
+    missing_times = drawn - np.bincount(packing.indices, minlength=num_samples)
+    if (missing_times < 0).any():
+        yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
+    missing = int(missing_times[missing_times > 0].sum())
+    if missing != decision.packing.num_oversize:
+        yield (
+            f"{missing} samples are in no pack, and the plan says that {decision.packing.num_oversize} were left out: "
+            "run `trimtab plan` again"
+        )
+    runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
+    if (runs != 1).any():
+        yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
+    expected = (decision.packing.num_steps, decision.parallel.dp, decision.schedule.num_microbatches)
+    if table.shape != expected:
+        yield f"the schedule has {table.shape} slots, the plan's steps x dp x micro-batches are {expected}"
+
+
+def _over_limits(found: ReloadedPlan) -> Iterator[str]:
+    packing, decision = found.case.packing, found.plan.decisions.packing
+    for column, limit, unit in (
+        (found.case.samples.num_patches, decision.max_patches, "patches"),
+        (found.case.samples.num_tokens, decision.max_tokens, "tokens"),
+    ):
+        over = np.asarray(packing.sums(column)) > limit
+        if decision.oversize == "alone":
+            over &= np.diff(packing.offsets) > 1
+        if over.any():
+            yield f"{int(over.sum())} packs hold more than {limit} {unit}: run `trimtab plan` again"
+
+
+def _over_memory(found: ReloadedPlan) -> Iterator[str]:
+    problem = found.case.problem
+    for rank, memory in enumerate(problem.assess(found.stages).memory):
+        if memory.total_bytes > problem.memory_bytes:
+            yield (
+                f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
+                f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
+            )
+        if memory.host_bytes > problem.host_bytes:
+            yield (
+                f"pipeline rank {rank} would offload {format_bytes(memory.host_bytes)} to host memory, of which the "
+                f"plan has {format_bytes(problem.host_bytes)} for a device: offload fewer of its layers, or run "
+                "`trimtab plan` again"
+            )
+
+
+def _divided_tower(found: ReloadedPlan) -> Iterator[str]:
+    """Ranks that share images encode with the whole tower, which a plan then keeps on its first stage."""
+    vision = found.case.vision
+    if vision is None or len(found.stages) == 1:
+        return
+    if found.stages[0].stop in tower_cuts(found.case.model):
+        yield (
+            f"ranks of {vision.decision.group} share images, and stage 0 ends inside the vision tower or its "
+            "projector: keep both on stage 0, or leave vision_data_parallel out"
+        )

@@ -1,0 +1,1 @@
+"""The decision to share images between ranks."""

@@ -1,0 +1,173 @@
+"""A case whose ranks share the images of a micro-batch: other vision layers, and the slowest share as the work.
+
+Every cost is linear in the work terms, so the time of the slowest rank's share is that of a micro-batch that holds just
+this share: split, simulation and memory go on as ever. Each share follows from the plan's own packs, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.images import tower_seconds
+from trimtab.costs.settings import Efficiency
+from trimtab.plan.case import Case, SharedVision, VisionLoads
+from trimtab.plan.decide.image_sizes import ImageSizes, image_sizes
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
+from trimtab.plan.plan import VisionDecision
+from trimtab.plan.sharing.exchange import Exchange, num_trained, plus_constant, price_exchange, with_exchange
+from trimtab.plan.sharing.shares import Shares, pool_packs, share_calls
+from trimtab.specs import Profile, Stage
+
+_IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
+_GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
+
+
+def share_vision(case: Case, decision: VisionDecision) -> Case:
+    """`case` with images shared as decided; `decision` must be free of `decision_problems`.
+
+    Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; the whole
+    tower on every rank of tp, and the sum of its gradients over them; the exchange, which overlaps nothing; the
+    features each rank holds. Not priced: the few integers that ranks exchange before each call.
+    """
+    plain = case.without_vision()
+    profile = _whole_towers(plain) if decision.group == "tp" else plain.setting.profile
+    profile = _once_a_pool(profile, decision.pooling)
+    sizes = image_sizes(plain.samples, plain.model)
+    pools = pool_packs(plain.schedule.table, decision)
+    found = share_calls(plain, profile, decision, sizes, pools)
+
+    work = plain.work.copy()
+    work[:, _IMAGE_TERMS] = 0.0
+    in_slot = pools >= 0
+    by_rank = in_slot.reshape(len(pools), -1, decision.pooling).sum(axis=2)  # each of a dispatch has slots of its own
+    calls = np.repeat(np.maximum(by_rank, 1), decision.pooling, axis=1)
+    work[pools[in_slot], _IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
+
+    held = plain.work.copy()
+    held[:, _IMAGE_TERMS] = 0.0
+    held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
+
+    most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
+    packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
+    margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
+    exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
+    setting = replace(plain.setting, profile=with_exchange(profile, plain, decision, exchange))
+    return replace(
+        plain,
+        work=work,
+        setting=setting,
+        vision=SharedVision(
+            decision=decision,
+            work=plain.work,
+            held=held,
+            profile=plain.setting.profile,
+            largest=found.largest.max(axis=0) * np.maximum(margin, 1.0),
+            loads=_summarise(plain, profile, decision, found, exchange, sizes),
+        ),
+    )
+
+
+# -- the tower of a rank --------------------------------------------------------------------------------------------
+
+
+def _whole_towers(case: Case) -> Profile:
+    """The profile with every rank of tp holding the whole tower; its gradients are summed over them once a step."""
+    setting, tp = case.setting, case.setting.dims.tp
+    alone = profile_setting(case.model, case.cluster, case.options, replace(setting.dims, tp=1))
+    link = case.cluster.device.link_bytes_per_s * Efficiency().link
+    reduce_s = 2.0 * (tp - 1) / tp * _GRADIENT_BYTES / link  # ring
+    layers = tuple(
+        ours if ours.tower == "language" else replace(whole, step_s=whole.step_s + num_trained(case, whole) * reduce_s)
+        for ours, whole in zip(setting.profile.layers, alone.layers, strict=True)
+    )
+    return replace(setting.profile, layers=layers)
+
+
+def _once_a_pool(profile: Profile, pooling: int) -> Profile:
+    """What a call of the tower costs whatever is in it, divided among the micro-batches that share the call."""
+
+    def pooled(terms: tuple[float, ...]) -> tuple[float, ...]:
+        return plus_constant(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
+
+    layers = tuple(
+        layer
+        if layer.tower == "language"
+        else replace(
+            layer,
+            forward_s=pooled(layer.forward_s),
+            backward_s=pooled(layer.backward_s),
+            weight_s=pooled(layer.weight_s),
+            tiers=tuple(replace(tier, extra_backward_s=pooled(tier.extra_backward_s)) for tier in layer.tiers),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+# -- figures --------------------------------------------------------------------------------------------------------
+
+
+def _summarise(
+    case: Case, profile: Profile, decision: VisionDecision, found: Shares, exchange: Exchange, sizes: ImageSizes
+) -> VisionLoads:
+    table = case.schedule.table
+    num_steps, dp, _ = table.shape
+    groups = 1 if decision.group == "dp" else dp
+    constant = _constant_s(profile) * decision.pooling
+    called = found.seconds.any(axis=1, keepdims=True) * constant
+    seconds = (found.seconds + called).reshape(num_steps, groups, -1, decision.degree)  # (steps, groups, calls, N)
+    without = tower_seconds(case.setting.profile).of(*case.work[:, _IMAGE_TERMS].T)
+    without += (without > 0) * _constant_s(case.setting.profile)
+    per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)
+    own = per_step.mean(axis=0)
+    packed = np.bincount(case.packing.indices, minlength=len(case.samples)) * case.samples.num_patches
+    return VisionLoads(
+        rank_s=seconds.sum(axis=2).mean(axis=(0, 1)),
+        rank_without_s=own if decision.group == "dp" else np.full(decision.degree, own.mean()),
+        slowest_s=float(seconds.max(axis=3).sum(axis=2).max(axis=1).mean()),
+        slowest_without_s=float(per_step.max(axis=1).mean()),
+        ideal_s=float(seconds.mean(axis=3).sum(axis=2).max(axis=1).mean()),
+        update_s=_update_s(profile),
+        update_without_s=_update_s(case.setting.profile),
+        exchange_s=(exchange.forward_s + exchange.backward_s) / num_steps,
+        exchange_bytes=(exchange.forward_bytes + exchange.backward_bytes) / num_steps,
+        feature_bytes=exchange.largest_rows,
+        sizes_known=float(packed[sizes.known].sum() / max(1, packed.sum())),
+    )
+
+
+def _constant_s(profile: Profile) -> float:
+    """Forward and backward of vision tower and projector on a micro-batch of no size: kernels, weights read once."""
+    layers = (layer for layer in profile.layers if layer.tower != "language")
+    return sum(layer.forward_s[MICROBATCHES] + layer.backward_s[MICROBATCHES] for layer in layers)
+
+
+def _update_s(profile: Profile) -> float:
+    return sum(layer.step_s for layer in profile.layers if layer.tower != "language")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerMemory:
+    """Bytes of vision tower and projector on one device."""
+
+    state_bytes: float
+    saved_bytes: float  # of all micro-batches in flight, if no layer recomputes
+
+
+def tower_memory(case: Case, stages: Sequence[Stage]) -> TowerMemory:
+    """On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted."""
+    problem, profile = case.problem, case.setting.profile
+    split, work = problem.assess(stages), problem.work_max
+    state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)
+    for stage, device, in_flight in zip(stages, split.devices, split.in_flight, strict=True):
+        layers = profile.layers[stage.start : stage.stop]
+        for layer in layers:
+            if layer.tower != "language":
+                state[device] += layer.state_bytes
+                saved[device] += in_flight * max(0.0, float(np.dot(layer.tiers[0].saved_bytes, work)))
+    worst = int(np.argmax(state + saved))
+    return TowerMemory(state_bytes=float(state[worst]), saved_bytes=float(saved[worst]))

@@ -1,0 +1,138 @@
+"""What it takes to bring the features of shared images together: bytes, seconds, and what ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.images import keep_at_home, share_images
+from trimtab.costs.settings import ITEM_BYTES, Efficiency
+from trimtab.plan.case import Case
+from trimtab.plan.decide.image_sizes import ImageSizes
+from trimtab.plan.decide.work import MICROBATCHES, PATCHES
+from trimtab.plan.plan import VisionDecision
+from trimtab.plan.sharing.shares import lay_out, objective_cost
+from trimtab.specs import IntArray, LayerCost, LayerSpec, ModelSpec, Profile
+
+_PIXEL_BYTES = 4  # processors give fp32
+_DEALT_POOLS = 256  # spread over the data set, to see how much of a dispatch stays where it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Of one rank, over the whole data set."""
+
+    forward_bytes: float
+    backward_bytes: float
+    forward_s: float
+    backward_s: float
+    num_calls: int
+    rows_sent: float  # bytes of features that the next stage gets
+    largest_rows: float  # bytes of features held in the largest call
+
+
+def price_exchange(
+    case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray, *, margin: float
+) -> Exchange:
+    """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
+
+    gather: (N - 1) / N of the rows of all images, and as much of their gradients. routed: 1 / N of that. dispatch: the
+    pixels of images that come from other ranks, their rows back, and the gradients of these.
+    """
+    N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
+    patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
+    row = feature_values(case.model) * ITEM_BYTES[case.options.dtype]
+    num_calls = len(pools) // num_ranks
+    whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
+    most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
+    pixels = 0.0
+    if decision.exchange == "dispatch":
+        moved = _moved_share(case, decision, sizes, pools)
+        received, most = whole / N * moved, float(patches.max(initial=0.0)) * row * margin * decision.pooling
+        pixels = float(patches.sum()) / N * moved * _pixel_values(case.model) * _PIXEL_BYTES
+        sent = whole / N
+    else:
+        received, sent = whole * (N - 1) / N, whole
+        if decision.exchange == "routed":
+            received, most = received / N, most / N
+    trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
+    cluster = case.cluster
+    link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
+    per_byte = 1.0 / (link * Efficiency().link)
+    forward, backward = received + pixels, received if trained else 0.0
+    return Exchange(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        forward_s=forward * per_byte + 2 * num_calls * cluster.latency_s,
+        backward_s=backward * per_byte + 2 * num_calls * cluster.latency_s * trained,
+        num_calls=num_calls,
+        rows_sent=sent,
+        largest_rows=most,
+    )
+
+
+def feature_values(model: ModelSpec) -> float:
+    """Values of image features that leave the tower for each patch, DeepStack's among them."""
+    return sum(layer.rows_out_per_input * layer.output_size for layer in _last_projectors(model))
+
+
+def _last_projectors(model: ModelSpec) -> Iterator[LayerSpec]:
+    """Projector layers whose rows go to the language model: not on to another layer of the projector."""
+    for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
+        if layer.tower != "projector":
+            continue
+        if following is None or following.tower != "projector" or following.hidden_size != layer.output_size:
+            yield layer
+
+
+def _pixel_values(model: ModelSpec) -> float:
+    """Input values of one patch: rows of the patch embedding's weight."""
+    first = next(x for x in model.layers if x.tower == "vision" and x.kind == "embed" and x.num_matmul_params)
+    return first.num_matmul_params / first.output_size
+
+
+def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray) -> float:
+    """Part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
+    chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
+    part = lay_out(pools[chosen], case.packing, sizes)
+    cost = objective_cost(case.setting.profile, decision)
+    home = part.slot // decision.pooling
+    moved = total = 0.0
+    for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
+        atoms = part.atoms[first:last]
+        shares = keep_at_home(
+            share_images(cost.of(*atoms.T), decision.degree, rule=decision.rule), home[first:last], atoms[:, 0]
+        )
+        rank = np.repeat(np.arange(decision.degree), np.diff(shares.offsets))
+        moved += float(atoms[shares.order[rank != home[first:last][shares.order]], 0].sum())
+        total += float(atoms[:, 0].sum())
+    return moved / total if total > 0 else 0.0
+
+
+def with_exchange(profile: Profile, case: Case, decision: VisionDecision, exchange: Exchange) -> Profile:
+    """The last layer of the projector also exchanges and holds the features: constants of each micro-batch."""
+    number = max(case.model.indices("vision") + case.model.indices("projector"))
+    layer, num_packs = profile.layers[number], len(case.work) / case.setting.dims.dp  # of one rank
+    held = exchange.largest_rows
+    pooled = 2.0 * held if decision.pooling > 1 else 0.0  # features and their gradients until the last backward
+    changed = replace(
+        layer,
+        forward_s=plus_constant(layer.forward_s, exchange.forward_s / num_packs),
+        backward_s=plus_constant(layer.backward_s, exchange.backward_s / num_packs),
+        output_bytes=plus_constant((0.0,) * len(layer.output_bytes), exchange.rows_sent / num_packs),
+        tiers=tuple(replace(tier, saved_bytes=plus_constant(tier.saved_bytes, pooled)) for tier in layer.tiers),
+        transient_bytes=plus_constant(layer.transient_bytes, held),
+        other_transient_bytes=plus_constant(layer.other_transient_bytes, held) if layer.other_transient_bytes else (),
+        group=1 + max(other.group for other in profile.layers),
+    )
+    return replace(profile, layers=(*profile.layers[:number], changed, *profile.layers[number + 1 :]))
+
+
+def plus_constant(terms: tuple[float, ...], constant: float) -> tuple[float, ...]:
+    return (*terms[:MICROBATCHES], terms[MICROBATCHES] + constant, *terms[MICROBATCHES + 1 :])
+
+
+def num_trained(case: Case, layer: LayerCost) -> float:
+    return 0.0 if layer.tower in case.options.frozen_towers else layer.num_params

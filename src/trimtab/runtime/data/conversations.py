@@ -1,0 +1,212 @@
+"""Rows of a plan as the samples that a packed collator takes: ids, labels, and images as the processor cuts them."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from trimtab.errors import ConfigError, PlanError, SampleError
+from trimtab.models.describe import describe
+from trimtab.models.images import UnsettledRule
+from trimtab.plan.decide.assemble import model_fingerprint
+from trimtab.plan.file.yaml import load_plan
+from trimtab.runtime.data.formats import PACK_FORMATS, PackFormat
+from trimtab.runtime.data.loss import IGNORED
+from trimtab.runtime.data.missing import UnreadableSampleError
+from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.samples.encode import ConversationEncoder
+from trimtab.samples.headers import MAX_PIXELS, Exif
+from trimtab.samples.lengths import CountImage, image_counter
+from trimtab.samples.media import MediaFolder
+from trimtab.samples.problems import BadRecordError
+from trimtab.samples.rows import read_conversation
+from trimtab.samples.tokens import MARKUPS, SpecialTokens, TokenizerFiles, read_tokenizer
+from trimtab.specs import ModelSpec
+
+_UNREADABLE = ("json", "type", "path", "image")
+"""Kinds of bad records that say nothing about tokenizer and template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingOptions:
+    """How the data set was read when it was sized; the same here, or counts differ."""
+
+    tokenizer: Path | None = None  # None: the model's folder
+    chat_template: Path | None = None
+    special_tokens: SpecialTokens = "template"
+    media_root: Path | None = None  # None: the folder of each data file
+    allow_outside: bool = False
+    exif: Exif = "ignore"
+
+
+def open_conversations(
+    plan: Path | str, model: Path | str, options: ReadingOptions | None = None, *, data: list[Path] | None = None
+) -> PlannedConversations:
+    """The samples of a plan folder, for the model in the folder `model` (config.json, its preprocessor, its tokenizer).
+
+    Raises `PlanError` where the model is another than the plan's, `ConfigError` where its files do not say enough.
+    """
+    options, folder = options or ReadingOptions(), Path(model)
+    given = load_plan(plan).inputs.model
+    spec = describe(folder, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+    if model_fingerprint(spec) != given.layers_blake2b:
+        if isinstance(spec.image_rule, UnsettledRule):
+            raise PlanError(
+                f"{folder} says of no image how it is cut, and the plan was made for {given.name}: put "
+                "preprocessor_config.json (or processor_config.json) beside its config.json"
+            )
+        raise PlanError(
+            f"the model in {folder} has other layers or counts images otherwise than {given.name}, which the plan was "
+            "made for: name the folder of that model, or plan again"
+        )
+    return PlannedConversations(
+        open_records(plan, data),
+        spec,
+        read_tokenizer(
+            options.tokenizer or folder,
+            chat_template=options.chat_template,
+            markup=MARKUPS.get(spec.family) or spec.image_markup,
+            special_tokens=options.special_tokens,
+        ),
+        folder,
+        options=options,
+        limits=_Limits(max_pixels=given.max_pixels, max_tiles=given.max_tiles),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """The user's own limits of an image."""
+
+    max_pixels: int | None = None
+    max_tiles: int | None = None
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What every process opens for itself."""
+
+    encoder: ConversationEncoder
+    count_image: CountImage
+    processor: Any
+    folders: dict[Path, MediaFolder] = field(default_factory=dict)
+
+
+class PlannedConversations:
+    """Item i is row i of the plan as a processed sample: see `PackedCollator` for its keys.
+
+    Ids are those that sizing counted; the assistant's turns are learnt, ends of turn included, nothing else. Images
+    are decoded with Pillow and cut by the model's own image processor (its Pillow backend). A row that comes out with
+    another number of tokens than the plan counted raises `SampleError`, one whose record or media cannot be read
+    `UnreadableSampleError`. Objects go to worker processes.
+    """
+
+    def __init__(
+        self,
+        records: PlannedRecords,
+        model: ModelSpec,
+        tokenizer: TokenizerFiles,
+        preprocessor: Path,
+        *,
+        options: ReadingOptions,
+        limits: _Limits | None = None,
+    ) -> None:
+        self.records = records
+        self.model = model
+        self._tokenizer = tokenizer
+        self._preprocessor = preprocessor
+        self._options = options
+        self._limits = limits or _Limits()
+        self._format = _format_of(model)
+        self._opened: _Opened | None = None
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if self._opened is None:
+            self._opened = _Opened(
+                ConversationEncoder(self._tokenizer),
+                image_counter(self.model.image_rule),
+                _image_processor(self._preprocessor, self._limits),
+            )
+        opened, name = self._opened, self.records.samples.sample_id(row)
+        try:
+            conversation = read_conversation(self.records[row])
+            media = self._media(self.records.place(row).file)
+            pictures = [self._decode(media.read(image)) for image in conversation.images]
+            counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
+            encoded = opened.encoder.encode(conversation, counts)
+        except BadRecordError as error:
+            kind = UnreadableSampleError if error.kind in _UNREADABLE else SampleError
+            raise kind(f"sample {name} ({self.records.place(row)}): {error}") from None
+        expected = int(self.records.samples.num_tokens[row])
+        if len(encoded.input_ids) != expected:
+            raise SampleError(
+                f"sample {name} ({self.records.place(row)}) has {len(encoded.input_ids)} tokens and was sized at "
+                f"{expected}: train with the tokenizer, template and options of the sizing, or size and plan again"
+            )
+        ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
+        sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
+        return sample | self._pixels(opened, pictures) if pictures else sample
+
+    def _media(self, file: Path) -> MediaFolder:
+        assert self._opened is not None, "opened by the caller"
+        options, folders = self._options, self._opened.folders
+        root = options.media_root if options.media_root is not None else file.parent
+        if root not in folders:
+            folders[root] = MediaFolder(
+                root, allow_outside=options.allow_outside, exif=options.exif, max_pixels=MAX_PIXELS
+            )
+        return folders[root]
+
+    def _decode(self, content: bytes) -> Image.Image:
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                turned = ImageOps.exif_transpose(image) if self._options.exif == "apply" else image
+                return turned.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow's decoders raise
+            raise BadRecordError("image", f"an image cannot be decoded ({error}): replace or drop it") from None
+
+    def _pixels(self, opened: _Opened, pictures: list[Image.Image]) -> dict[str, Tensor]:
+        # one sample of several images, which LLaVA-OneVision's processor cuts otherwise than as many of one
+        nested = self.model.family == "llava_onevision" and len(pictures) > 1
+        processed = opened.processor(images=[pictures] if nested else pictures, return_tensors="pt")
+        return {key: processed[key] for key in self._format.joined if key in processed}
+
+
+def _format_of(model: ModelSpec) -> PackFormat:
+    known = PACK_FORMATS.get(model.family)
+    if known is None:
+        raise ConfigError(
+            f"samples of the family {model.family} were to be made, but it has no packed collator: "
+            f"choose a model of {', '.join(PACK_FORMATS)}, or process the data yourself"
+        )
+    return known
+
+
+def _image_processor(folder: Path, limits: _Limits) -> Any:
+    """The model's image processor under the user's own limits; nothing is fetched, and no code of the folder runs."""
+    processor = AutoImageProcessor.from_pretrained(
+        folder, backend="pil", trust_remote_code=False, local_files_only=True
+    )
+    if limits.max_pixels is not None:
+        size = dict(processor.size)
+        processor.size = {
+            "shortest_edge": min(size["shortest_edge"], limits.max_pixels),
+            "longest_edge": limits.max_pixels,
+        }
+    if limits.max_tiles is not None:
+        processor.max_patches = limits.max_tiles
+        processor.min_patches = min(processor.min_patches, limits.max_tiles)
+    return processor

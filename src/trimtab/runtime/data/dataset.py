@@ -1,0 +1,226 @@
+"""A plan in torch's data loading: the batch sampler of one rank, the loader that knows its place, the data set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from trimtab.errors import PlanError, SampleError, TrimtabError
+from trimtab.runtime.data.cursor import Cursor, ShortStep, cursor_from_state, cursor_to_state, make_deal
+from trimtab.runtime.data.missing import MissingSample, make_text_filler
+from trimtab.runtime.data.tables import PlanTables, open_tables
+from trimtab.specs import SampleTable
+
+logger = logging.getLogger("trimtab")
+
+_COUNTERS = 256  # one for each worker process that may count at the same time
+
+
+class PlanBatchSampler(Sampler[list[int]]):
+    """Micro-batches of one rank as lists of sample rows, an epoch at a time; [] is an empty pack.
+
+    Used as `DataLoader(data, batch_sampler=...)`. Already per rank: nothing may deal its batches out again. In an
+    Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration begins where
+    `set_epoch` or `load_state_dict` put it, and ends with that epoch.
+    """
+
+    def __init__(
+        self,
+        plan: PlanTables | Path | str,
+        *,
+        dp: int,
+        rank: int,
+        num_microbatches: int | None = None,
+        short_step: ShortStep = "fill",
+        reshuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
+        self.deal = make_deal(
+            tables, dp=dp, num_microbatches=num_microbatches, short_step=short_step, reshuffle=reshuffle, seed=seed
+        )
+        if not 0 <= rank < dp:
+            raise PlanError(f"rank {rank} is not one of {dp} ranks: give 0 to {dp - 1}")
+        self.rank = rank
+        self.cursor = Cursor()
+
+    @property
+    def epoch(self) -> int:
+        return self.cursor.epoch
+
+    @property
+    def batch_size(self) -> int | None:
+        """None: packs differ in size.
+
+        Accelerate asks for it where it is about to deal the batches out to the ranks a second time, which would lose
+        all but one in dp of them without a word (accelerate 1.15, `BatchSamplerShard`).
+        """
+        if self.deal.dp > 1:
+            raise PlanError(
+                f"something is about to share the batches of rank {self.rank} of {self.deal.dp} among ranks again: "
+                "give Accelerate a PlanDataLoader, and the Trainer the mixin of trimtab.runtime.training.trainer"
+            )
+        return None
+
+    def __len__(self) -> int:
+        """Micro-batches of a whole epoch, the same for every rank."""
+        return self.deal.num_microbatches_left(Cursor())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.deal.microbatches(self.rank, self.cursor)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; stay where the run stands if it is in that epoch already."""
+        if epoch != self.cursor.epoch:
+            self.cursor = Cursor(epoch=epoch)
+
+    def state_dict(self, num_batches: int = 0) -> dict[str, str | int]:
+        """The place after `num_batches` batches of an iteration that began at the sampler's own place.
+
+        A loader with workers draws batches ahead of their use, so the sampler cannot count them: `PlanDataLoader` does.
+        """
+        return cursor_to_state(self.deal, self.deal.advance(self.cursor, num_batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a run with this plan stood, on any number of ranks; see `cursor_from_state`."""
+        self.cursor = cursor_from_state(self.deal, state)
+
+
+class PlanDataLoader(DataLoader[Any]):
+    """A DataLoader over a `PlanBatchSampler` that knows which batches were used, whatever its workers hold ready.
+
+    A batch counts as used when it is handed out: a state taken in the body of the loop counts the batch in hand. A loop
+    ends with the epoch, and the next one runs the next epoch; after a loop that was left early, or
+    `load_state_dict`, it goes on where the run stood.
+
+    `Accelerator.prepare` returns it as it is (as it does with what it prepared itself; a private mark, accelerate
+    1.15), so batches go to `device` here.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        sampler: PlanBatchSampler,
+        *,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)  # type: ignore[arg-type]
+        self._plan_sampler = sampler
+        self._num_used = 0  # since the sampler's own place
+        self._device = None if device is None else torch.device(device)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._settle().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; stay where the run stands if it is in that epoch already."""
+        self._settle().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._settle()
+        for batch in super().__iter__():
+            self._num_used += 1
+            yield batch if self._device is None else _to_device(batch, self._device)
+        self._settle()
+
+    def state_dict(self) -> dict[str, str | int]:
+        """The place behind the last batch that was handed out."""
+        return self._plan_sampler.state_dict(self._num_used)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._plan_sampler.load_state_dict(state)
+        self._num_used = 0
+
+    def _settle(self) -> PlanBatchSampler:
+        """Move the sampler's own place to behind the batches used."""
+        sampler = self._plan_sampler
+        sampler.cursor = sampler.deal.advance(sampler.cursor, self._num_used)
+        self._num_used = 0
+        return sampler
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Every tensor of a batch, in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        moved = {key: _to_device(item, device) for key, item in value.items()}
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+class _Rows(Protocol):
+    """What a map-style data set is asked for: the sample of one row."""
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+class PlanDataset(Dataset[Any]):
+    """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
+
+    `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
+    counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
+    errors of this class are filled, any other is raised.
+    """
+
+    def __init__(
+        self,
+        data: _Rows,
+        samples: SampleTable,
+        *,
+        on_error: Literal["raise", "filler"] = "raise",
+        make_filler: Callable[[MissingSample], Any] = make_text_filler,
+        fill_for: type[Exception] = Exception,
+    ) -> None:
+        if on_error not in ("raise", "filler"):
+            raise PlanError(f"on_error {on_error!r} is unknown: choose raise or filler")
+        self._data = data
+        self._samples = samples
+        self._on_error = on_error
+        self._make_filler = make_filler
+        self._fill_for = fill_for
+        # worker processes write, we read
+        self._counts = torch.zeros(_COUNTERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    @property
+    def num_fillers(self) -> int:
+        """Fillers handed out so far on this rank, by its worker processes too."""
+        return int(self._counts.sum())
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, row: int) -> Any:
+        try:
+            return self._data[row]
+        except Exception as error:  # whatever a user's own code raises: named here, and either raised or counted
+            samples, reason = self._samples, f"{type(error).__name__}: {error}"
+            if not isinstance(error, self._fill_for):
+                if isinstance(error, TrimtabError):
+                    raise  # names the sample itself
+                raise SampleError(
+                    f"sample {samples.sample_id(row)} (row {row} of the plan) was read, but no input was made of it "
+                    f"({reason}): mend what makes it, the preprocessor of the model perhaps"
+                ) from error
+            if self._on_error == "raise":
+                raise SampleError(
+                    f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): mend it and "
+                    'resume, or have fillers take the place of such samples (on_error="filler", --on-bad filler)'
+                ) from error
+            missing = MissingSample.of(samples, row, reason=reason)
+            worker = get_worker_info()
+            self._counts[0 if worker is None else 1 + worker.id % (_COUNTERS - 1)] += 1
+            logger.warning("%s", missing)
+            return self._make_filler(missing)

@@ -1,0 +1,181 @@
+"""Rows of a plan to the records they were sized from: a file's line or row, wherever bad samples were left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import PlanError, SampleError
+from trimtab.files import blake2b, fingerprint_file, write_atomically
+from trimtab.plan.file.yaml import array_bytes, load_plan, read_table
+from trimtab.plan.plan import TableFile
+from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
+from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
+from trimtab.samples.table import is_saved_table, table_from_bytes
+from trimtab.specs import IntArray, SampleTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a sample's record is."""
+
+    file: Path
+    line: int  # of a JSON Lines file, blank lines counted; elsewhere the record's number; from 1
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> PlannedRecords:
+    """The records of a plan folder's samples; line starts are kept in the folder.
+
+    `files` are the data files, where they are no longer where the plan names them, or where the plan was made from
+    sizes that were taken before.
+    """
+    path = Path(plan)
+    folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
+    data = load_plan(path if path.is_file() else folder).inputs.data
+    samples = table_from_bytes(
+        read_table(folder, TableFile(file=data.table, blake2b=data.table_blake2b)), origin=str(folder / data.table)
+    )
+    if files is None:
+        named = [Path(file.path) for file in data.files]
+        files = [file if file.is_file() else folder / file for file in named]
+        unusable = [str(file) for file in files if not file.is_file() or is_saved_table(file)]
+        if unusable or not files:
+            raise PlanError(
+                f"the plan in {folder} names {', '.join(unusable) or 'no file'}, where no records are: "
+                "give the data files that were sized, in the same order (files=[...])"
+            )
+    return PlannedRecords(samples, files, index_dir=folder)
+
+
+class PlannedRecords(Sequence[Any]):
+    """Item i is the record that row i of the plan was sized from, as a dict.
+
+    Of JSON Lines a line is read at its place in the file; of Parquet the row group that holds the row (the last one is
+    kept); a JSON list is held in memory. Objects go to worker processes: each opens the files for itself.
+    """
+
+    def __init__(self, samples: SampleTable, files: Sequence[Path], *, index_dir: Path | None = None) -> None:
+        """`files` are those that were sized, in the same order; their line starts are found once, and with `index_dir`
+        kept there for later runs (8 bytes a sample).
+        """
+        refuse_other_files(samples, files)
+        self._files = tuple(files)
+        self._formats = tuple(detect_format(file) for file in files)
+        refused = [str(file) for file, kind in zip(files, self._formats, strict=True) if kind == "tar"]
+        if refused:
+            raise SampleError(
+                f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
+                "data set and take its items by row"
+            )
+        self.samples = samples
+        self._starts = _line_starts(self, samples, index_dir) if "jsonl" in self._formats else None
+        self._open: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def place(self, row: int) -> Place:
+        """File and line of a row; `IndexError` past the last."""
+        return Place(file=self._files[self._file_of(row)], line=self._line_of(row))
+
+    def __getitem__(self, row: Any) -> Any:
+        number, line = self._file_of(row), self._line_of(row)
+        if self._pid != os.getpid():  # a forked worker opens its own
+            self._open, self._pid = {}, os.getpid()
+        if number not in self._open:
+            self._open[number] = _OPENERS[self._formats[number]](self._files[number])
+        if self._starts is not None and self._formats[number] == "jsonl":
+            return self._open[number].read(int(self._starts[row]))
+        return self._open[number].read(line)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def _file_of(self, row: int) -> int:
+        if not 0 <= row < len(self.samples):
+            raise IndexError(f"row {row} of a plan of {len(self.samples)} samples")
+        return 0 if self.samples.file_index is None else int(self.samples.file_index[row])
+
+    def _line_of(self, row: int) -> int:
+        return row + 1 if self.samples.line is None else int(self.samples.line[row])
+
+
+class _Lines:
+    """A JSON Lines file, read at byte offsets."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = Lines(path)
+
+    def read(self, start: int) -> object:
+        return parse_json(self._lines.read(start))
+
+
+class _List:
+    """A JSON list, held whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows = read_json_list(path)
+
+    def read(self, line: int) -> object:
+        return self._rows[line - 1]
+
+
+class _RowGroups:
+    """A Parquet file, read by row groups."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_parquet(path)
+        metadata = self._file.metadata
+        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._firsts = np.cumsum([0, *counts])
+        self._group = -1
+        self._rows: Any = None
+
+    def read(self, line: int) -> object:
+        group = int(np.searchsorted(self._firsts, line - 1, side="right")) - 1
+        if group != self._group:
+            self._rows, self._group = self._file.read_row_group(group, use_threads=False), group
+        return self._rows.slice(line - 1 - int(self._firsts[group]), 1).to_pylist()[0]
+
+
+_OPENERS: dict[str, type[Any]] = {"jsonl": _Lines, "json": _List, "parquet": _RowGroups}
+
+
+def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:
+    """(num_rows,) byte offset of each row's line, 0 in other formats; found once, then mapped from `index_dir`."""
+    path = None
+    if index_dir is not None:
+        lines = b"" if samples.line is None else samples.line.tobytes()
+        parts = b"" if samples.file_index is None else samples.file_index.tobytes()
+        prints = "".join(fingerprint_file(file) for file in records._files).encode()
+        key = blake2b(prints + lines + b"\0" + parts + str(len(samples)).encode())
+        path = index_dir / f"line-starts-{key}.npy"
+        if path.is_file():
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
+    for number, file in enumerate(records._files):
+        if records._formats[number] != "jsonl":
+            continue
+        rows = np.flatnonzero(places.file == number)
+        lines_of, of_file = places.line[rows], line_starts(file)
+        if len(rows) and lines_of.max() > len(of_file):
+            raise SampleError(
+                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines_of.max()}: "
+                "give the files that were sized, in the same order"
+            )
+        starts[rows] = of_file[lines_of - 1]
+    if path is not None:
+        write_atomically(path, array_bytes(starts))
+    return starts

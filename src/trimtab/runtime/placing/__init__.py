@@ -1,0 +1,1 @@
+"""A placed model: weights where the placement says, moved or copied as modules run."""

@@ -1,0 +1,254 @@
+"""A device map read against the model it is for: which module lies where, and where it runs.
+
+A *unit* is a module that lies on one device and is called as a whole. The units of a map are disjoint and hold every
+tensor, but for those that a module above them owns itself. A model around other models, or around the embedding, is no
+unit whatever the map says: `generate` and the outer forward call its parts past it. No prefix of another name can then
+be taken for a unit, also by readers that compare letters instead of path parts (Transformers 5 takes `layers.10` for a
+part of `layers.1`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trimtab.errors import PartitionError, join_problems
+from trimtab.models.quote import quote
+from trimtab.placement.placed import DeviceKey
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUnit:
+    """A module of the map: where its weights lie, and where it runs."""
+
+    name: str
+    home: DeviceKey  # a GPU's number, "cpu" or "disk"
+    runs_on: torch.device
+
+    @property
+    def streamed(self) -> bool:
+        """Its weights are copied to where it runs, each time it does."""
+        return isinstance(self.home, str) and self.runs_on != CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUnits:
+    """A whole model on its devices."""
+
+    units: tuple[DeviceUnit, ...]  # in the map's order
+    loose: Mapping[str, torch.device]  # tensors of modules whose parts lie on several devices
+    main: torch.device  # where the model's inputs are best: that of the head
+
+
+def resolve_units(
+    model: nn.Module, device_map: Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey] | None = None
+) -> DeviceUnits:
+    """The units of `device_map` on `model`, which may be on the meta device.
+
+    An embedding on "cpu" or "disk" runs in host memory, as only the rows looked up then move. Other modules there run
+    where `runs_on` says, or on the GPU of the next module in the map that has one. `PartitionError` names every
+    module that has no device, is not there, or asks for a device that is not.
+    """
+    keys = {key: _device_key(device) for key, device in device_map.items()}
+    problems = [*_unknown_devices(keys), *_unknown_devices(runs_on or {}), *_unknown_modules(model, keys)]
+    homes: dict[str, DeviceKey] = {}
+    loose: dict[str, DeviceKey] = {}
+    missing: list[str] = []
+    for name, home, is_tensor in _cover(model, keys):
+        if home is None:
+            missing.append(name)
+        else:
+            (loose if is_tensor else homes)[name] = home
+    if homes or loose:
+        problems += [
+            f"the device map gives no device for {name}: add it, or the module that holds it"
+            for name in _topmost(missing, [*homes, *loose])
+        ]
+    if not problems:
+        problems += _torn(model, homes | loose)
+    if problems:
+        raise PartitionError(join_problems(problems))
+    units = _place(model, _in_order(keys, homes), runs_on or {})
+    gpus = [unit.runs_on for unit in units if unit.runs_on != CPU]
+    fallback = gpus[0] if gpus else CPU
+    head = _head_of(model)
+    return DeviceUnits(
+        units=tuple(units),
+        loose={name: _torch_device(home, fallback) for name, home in loose.items()},
+        main=next((x.runs_on for x in units if head is not None and _holds(x.name, head)), fallback),
+    )
+
+
+# -- the map ----------------------------------------------------------------------------------------------------------
+
+
+def _device_key(device: object) -> DeviceKey:
+    """A number for "cuda:1" and torch.device("cuda", 1) too; anything else as it is."""
+    if isinstance(device, torch.device):
+        device = str(device)
+    if isinstance(device, str) and device not in ("cpu", "disk"):
+        kind, _, index = device.partition(":")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and kind == accelerator.type and (index.isdigit() or not index):
+            return int(index or 0)
+    return device if isinstance(device, (int, str)) and not isinstance(device, bool) else repr(device)
+
+
+def _unknown_devices(keys: Mapping[str, DeviceKey]) -> list[str]:
+    count = torch.accelerator.device_count()
+    there = f"this machine has devices 0 to {count - 1}" if count else "this machine has no accelerator"
+    wrong = {x for x in keys.values() if (x not in ("cpu", "disk") if isinstance(x, str) else not 0 <= x < count)}
+    return [
+        f"the device map puts {_first_on(keys, device)} on {quote(device)}, but {there}: "
+        "choose one of them, cpu or disk"
+        for device in sorted(wrong, key=str)
+    ]
+
+
+def _first_on(keys: Mapping[str, DeviceKey], device: DeviceKey) -> str:
+    return next(key for key, home in keys.items() if home == device) or "the whole model"
+
+
+def _unknown_modules(model: nn.Module, keys: Mapping[str, DeviceKey]) -> list[str]:
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    known = {*modules, *(name for name, _ in _tensors(model))}
+    wrong = [key for key in keys if key not in known]
+    if keys and len(wrong) == len(keys):
+        return [
+            f"the device map is of another model: {type(model).__name__} has no {quote(wrong[0])} nor any other of its "
+            f"{len(keys)} modules; make a map of this one"
+        ]
+    problems = []
+    for key in wrong:
+        near = difflib.get_close_matches(key, modules, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        problems.append(f"the device map places {quote(key)}, which {type(model).__name__} does not have: {hint}")
+    return problems
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[str, DeviceKey | None, bool]]:
+    """Units, then what no unit holds: (name, device or None, whether it is a tensor), in module order."""
+    above = {key[: at + 1].rstrip(".") for key in keys for at, letter in enumerate(key) if letter == "."}
+    above |= {""} if any(keys) else set()  # some key that is not the root
+    above |= _called_past(model)
+
+    def visit(
+        name: str, module: nn.Module, inherited: DeviceKey | None
+    ) -> Iterator[tuple[str, DeviceKey | None, bool]]:
+        device = keys.get(name, inherited)
+        whole = name not in above and device is not None
+        if whole and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # which nobody calls
+            if next(_tensors(module), None) is not None:
+                yield name, device, False
+            return
+        for own, _ in _tensors(module, recurse=False):
+            path = f"{name}.{own}".lstrip(".")
+            yield path, keys.get(path, device), True
+        for child_name, child in module.named_children():
+            yield from visit(f"{name}.{child_name}".lstrip("."), child, device)
+
+    yield from visit("", model, None)
+
+
+def _called_past(model: nn.Module) -> set[str]:
+    """Models around other models or around the embedding: `self.model.visual(...)`, `get_input_embeddings()(...)`."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    inner = [
+        name for name, module in model.named_modules() if isinstance(module, PreTrainedModel) or module is embedding
+    ]
+    return {name[:at] for name in inner if name for at in (0, *(i for i, x in enumerate(name) if x == "."))}
+
+
+def _topmost(missing: Sequence[str], held: Sequence[str]) -> list[str]:
+    """Names without a device, the largest module in which nothing has one standing for all that it holds."""
+    covered = {""} | {name[:at] for name in held for at in (*(i for i, x in enumerate(name) if x == "."), len(name))}
+    found: dict[str, None] = {}
+    for name in missing:
+        top = name
+        while (above := top.rpartition(".")[0]) not in covered:
+            top = above
+        found[top] = None
+    return list(found)
+
+
+def _in_order(keys: Mapping[str, DeviceKey], homes: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+    """Units in the order of the keys that hold them: a map lists modules in forward order."""
+    position = {key: i for i, key in enumerate(keys)}
+
+    def of(name: str) -> int:
+        while name not in position:
+            name = name.rpartition(".")[0]
+        return position[name]
+
+    return {name: homes[name] for name in sorted(homes, key=of)}
+
+
+def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
+    """Modules that share a weight but not a device."""
+    problems = []
+    for borrower, owner in getattr(model, "all_tied_weights_keys", {}).items():
+        first, second = _home_of(homes, owner), _home_of(homes, borrower)
+        if first != second:
+            problems.append(
+                f"the device map puts {owner} on {first} and {borrower} on {second}, but they are one weight: put both "
+                f"on {first}"
+            )
+    return problems
+
+
+def _home_of(homes: Mapping[str, DeviceKey], tensor: str) -> DeviceKey | None:
+    name = tensor
+    while name not in homes and name:
+        name = name.rpartition(".")[0]
+    return homes.get(name)
+
+
+# -- where units run ---------------------------------------------------------------------------------------------------
+
+
+def _place(model: nn.Module, homes: Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey]) -> list[DeviceUnit]:
+    names = list(homes)
+    gpus = [home if isinstance(home, int) else None for home in homes.values()]
+    units = []
+    for i, name in enumerate(names):
+        home = homes[name]
+        at: DeviceKey | None = home
+        if isinstance(home, str):
+            at = runs_on.get(name)
+            if isinstance(model.get_submodule(name), nn.Embedding):
+                at = "cpu"
+            if at is None:
+                nearest = [*gpus[i:], *reversed(gpus[:i])]
+                at = next((gpu for gpu in nearest if gpu is not None), "cpu")
+        assert at is not None
+        units.append(DeviceUnit(name=name, home=home, runs_on=_torch_device(at, CPU)))
+    return units
+
+
+def _torch_device(key: DeviceKey, otherwise: torch.device) -> torch.device:
+    if isinstance(key, str):
+        return otherwise
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert accelerator is not None  # `_unknown_devices` has counted them
+    return torch.device(accelerator.type, key)
+
+
+def _head_of(model: nn.Module) -> str | None:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def _holds(unit: str, module: str) -> bool:
+    return unit in ("", module) or module.startswith(f"{unit}.")

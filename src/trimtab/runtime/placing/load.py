@@ -1,0 +1,235 @@
+"""Loads a model folder onto the devices that a placement names, ready to generate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.hooks import remove_hook_from_submodules
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from trimtab.errors import ConfigError, PartitionError, join_problems
+from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
+from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
+from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
+
+
+def load_placed(
+    path: str | Path,
+    placement: Placement | Mapping[str, DeviceKey],
+    *,
+    runs_on: Mapping[str, DeviceKey] | None = None,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    offload_folder: str | Path | None = None,
+) -> Any:
+    """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
+
+    A GPU's number, "cpu" or "disk" for each module. Modules on "cpu" or "disk" run on the GPU that the placement says,
+    or `runs_on` beside a bare map, their weights copied there each time; embeddings run in host memory and only rows
+    move. What is on disk stays in the
+    folder's own files, or is written to `offload_folder` where one is named. `dtype`: that of the config if None.
+    `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
+    `move_inputs` spares them detours.
+
+    Reads safetensors alone, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
+    device. Runs no code of the folder.
+    """
+    folder = Path(path)
+    stored = open_weights(folder)
+    config = _read_config(folder, attention)
+    kind = _model_class(folder, config)
+    with torch.device("meta"):
+        skeleton = kind(config)
+    placed = _resolve(skeleton, placement, runs_on)
+    dtype = dtype or _dtype_of(config, stored)
+    if offload_folder is None:
+        _check_on_disk(skeleton, placed, stored, dtype)
+    del skeleton
+    lazy = LazyTensors(stored)
+    target = None if offload_folder is None else Path(offload_folder)
+    model = _load(kind, config, folder, lazy, _load_map(placed, target), dtype, target)
+    on_disk = _settle(model, placed, lazy, target)
+    remove_hook_from_submodules(model)
+    dispatch(model, placed, on_disk)
+    model.hf_device_map = {unit.name: unit.home for unit in placed.units}
+    return model
+
+
+def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of a loaded model where they cross the fewest links: tokens and masks on the device of its head, so that
+    logits stay there; pixels as they are, as they go to the vision tower."""
+    hook = getattr(model, "_hf_hook", None)
+    device = model.device if hook is None else hook.execution_device
+    return {
+        key: value if key.startswith(PIXELS) or not isinstance(value, torch.Tensor) else value.to(device)
+        for key, value in inputs.items()
+    }
+
+
+# -- what the folder says ---------------------------------------------------------------------------------------------
+
+
+def _read_config(folder: Path, attention: str | None) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
+            f"folder's own code ({reason}): use a folder in Transformers' own format"
+        ) from None
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{folder} is quantised ({kind}), and the parts of its weights are not moved by a device map here: use the "
+            "folder that it was made from, or load it without a map"
+        )
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def _read_generation(folder: Path) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has a generation_config.json that cannot be read ({reason}): mend it, or take it away"
+        ) from None
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ConfigError(
+        f"{folder} is a {config.model_type}, which generates no text: use a vision-language or a language model"
+    )
+
+
+def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
+
+
+def _resolve(
+    model: nn.Module, placement: Placement | Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey] | None
+) -> DeviceUnits:
+    if not isinstance(placement, Placement):
+        return resolve_units(model, placement, runs_on)
+    return resolve_units(
+        model, placement.device_map, {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
+    )
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _load_map(placed: DeviceUnits, offload_folder: Path | None) -> dict[str, torch.device | str]:
+    """Where each tensor goes first. Only real devices, as Accelerate would otherwise offload in its own way."""
+    found: dict[str, torch.device | str] = {}
+    for unit in placed.units:
+        rewritten = unit.home == "disk" and unit.streamed and offload_folder is not None
+        found[unit.name] = "disk" if rewritten else CPU if isinstance(unit.home, str) else unit.runs_on
+    return found | dict(placed.loose)
+
+
+def _load(
+    kind: Any,
+    config: Any,
+    folder: Path,
+    lazy: LazyTensors,
+    load_map: Mapping[str, torch.device | str],
+    dtype: torch.dtype,
+    offload_folder: Path | None,
+) -> Any:
+    """Transformers renames and converts what the files hold, and places it; the files themselves it does not open."""
+    generation: dict[str, Any] = {}
+    if (folder / "generation_config.json").is_file():
+        generation["generation_config"] = _read_generation(folder)
+    with warnings.catch_warnings():
+        # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
+        model, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=lazy.state_dict(),
+            device_map=dict(load_map),
+            dtype=dtype,
+            offload_folder=None if offload_folder is None else str(offload_folder),
+            ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+            output_loading_info=True,
+            **generation,
+        )
+    problems = [f"{folder} holds no weight for {name}: download it again" for name in sorted(report["missing_keys"])]
+    problems += [
+        f"{folder} holds {name} in another shape than config.json says: use the config.json that came with it"
+        for name, *_ in sorted(report["mismatched_keys"])
+    ]
+    if problems:
+        raise ConfigError(join_problems(problems))
+    model.config.name_or_path = str(folder)
+    return model
+
+
+def _settle(
+    model: nn.Module, placed: DeviceUnits, lazy: LazyTensors, offload_folder: Path | None
+) -> dict[str, StoredTensor]:
+    """Copies into host memory what belongs there; where what belongs on disk lies, by its name in the model."""
+    on_disk: dict[str, StoredTensor] = {}
+    lost: list[str] = []
+    for unit in placed.units:
+        if not isinstance(unit.home, str):
+            continue
+        for name, parameter in model.get_submodule(unit.name).named_parameters(prefix=unit.name):
+            if parameter.device.type == "meta":
+                assert offload_folder is not None
+                on_disk.update(open_file(offload_folder / f"{name}.safetensors"))
+                continue
+            origin = lazy.origin(parameter)
+            if unit.home == "cpu" and origin is not None:
+                parameter.data = parameter.data.clone()
+            elif unit.home == "disk" and origin is not None:
+                on_disk[name] = origin
+            elif unit.home == "disk":
+                lost.append(name)
+    if lost:
+        raise PartitionError(join_problems([_converted(name) for name in lost]))
+    return on_disk
+
+
+def _check_on_disk(
+    skeleton: nn.Module, placed: DeviceUnits, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> None:
+    """Refuses, before anything is read, what cannot stay in the files: tensors that loading casts or puts together."""
+    tails = {_tail(name): tensor.dtype for name, tensor in stored.items()}  # Transformers renames what stands in front
+    lost = [
+        name
+        for unit in placed.units
+        if unit.home == "disk"
+        for name, parameter in skeleton.get_submodule(unit.name).named_parameters(prefix=unit.name)
+        if name not in getattr(skeleton, "all_tied_weights_keys", {})
+        and tails.get(_tail(name)) != (dtype if parameter.is_floating_point() else parameter.dtype)
+    ]
+    if lost:
+        raise PartitionError(join_problems([_converted(name) for name in lost]))
+
+
+def _tail(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _converted(name: str) -> str:
+    return (
+        f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or in parts: "
+        "name an offload folder, or place it on a GPU or the CPU"
+    )

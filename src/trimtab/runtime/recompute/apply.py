@@ -1,0 +1,223 @@
+"""A plan's recompute switched on in a model: chosen layers run their forward again in the backward, or are offloaded.
+
+Torch's non-reentrant checkpointing, set on the instances of the chosen layers alone and removed without trace. It works
+inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, outside, whichever Transformers is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeAlias, get_args
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trimtab.errors import PlanError, TrimtabError, join_problems
+from trimtab.plan.file.modules import unfold_modules
+from trimtab.plan.plan import Plan, RecomputeDecision
+from trimtab.runtime.recompute.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
+from trimtab.specs import RecomputedTier
+
+Granularity: TypeAlias = RecomputedTier
+
+
+_ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}) | (
+    {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()  # experts; torch 2.8 on
+)
+_KEPT: Mapping[str, frozenset[Any]] = MappingProxyType(
+    {"selective": _PRODUCTS | _ATTENTION, "attention": _ATTENTION, "full": frozenset()}
+)
+"""Operations whose results a layer holds beside its inputs, by granularity."""
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""What Transformers calls the key/value cache that it hands to a layer."""
+
+
+class AppliedRecompute:
+    """Recompute as it is set in one model, until `remove()` or the end of a `with` block."""
+
+    def __init__(self, wrapped: Mapping[str, _Recomputed], host: HostMemory) -> None:
+        self._wrapped = dict(wrapped)
+        self.host = host  # what offloaded layers hold there
+
+    @property
+    def granularity(self) -> dict[str, Granularity]:
+        """Of every layer that recomputes or is offloaded, by its name."""
+        return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
+
+    def remove(self) -> None:
+        """Every layer's `forward` is what it was before; a second call does nothing."""
+        covered = [name for name, wrapper in self._wrapped.items() if wrapper.layer.__dict__["forward"] is not wrapper]
+        if covered:
+            raise TrimtabError(
+                f"recompute of {_listed(covered)} was to be removed, but another wrapper was put around its forward "
+                "since: remove that one first"
+            )
+        for wrapper in self._wrapped.values():
+            wrapper.restore()
+        self._wrapped.clear()
+
+    def __enter__(self) -> AppliedRecompute:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.remove()
+
+
+def apply(
+    model: nn.Module, decision: Plan | Iterable[RecomputeDecision | str], *, granularity: Granularity = "full"
+) -> AppliedRecompute:
+    """From now on exactly the decided layers of `model` recompute, each by its granularity.
+
+    `decision` is a plan, its `decisions.recompute`, or names of layers ("model.visual.blocks[0..7]" is a range), which
+    then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
+    "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
+    outside of torch (flash_attention_2) and unfused attention run again under each. "offload" repeats nothing: all but
+    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`).
+
+    Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
+    mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
+    left alone, and no input is made to need one. As in Transformers, a layer in training mode is handed no key/value
+    cache, for it would be filled twice; in eval mode a call with a cache is left alone.
+
+    Instances are changed, never classes; parameters, state-dict keys and hooks stay. Works before or after
+    DistributedDataParallel, FSDP2's `fully_shard` and Transformers' Trainer take the model; leave their own switch
+    (`gradient_checkpointing`) off.
+    """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    entries = _entries_of(decision)
+    chosen = _read(entries, granularity)
+    layers = dict(model.named_modules())
+    problems = _problems(chosen, layers)
+    if problems:
+        raise PlanError(join_problems(problems))
+    host = HostMemory()
+    offloaded = {name: OffloadedLayer(layers[name], host) for name, how in chosen if how == "offload"}
+    link_neighbours(offloaded)
+    wrapped = {name: _Recomputed(layers[name], how, offloaded.get(name)) for name, how in chosen}
+    for wrapper in wrapped.values():
+        wrapper.layer.forward = wrapper
+    return AppliedRecompute(wrapped, host)
+
+
+class _Recomputed:
+    """A layer's `forward` under a checkpoint, or offloaded."""
+
+    def __init__(self, layer: nn.Module, granularity: Granularity, offloaded: OffloadedLayer | None) -> None:
+        self.layer = layer
+        self.granularity = granularity
+        self.offloaded = offloaded
+        self.forward: Callable[..., Any] = layer.forward
+        self.was_own = "forward" in layer.__dict__
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if _KEPT.get(granularity):
+            policy = partial(_policy, _KEPT[granularity])
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
+            if self.offloaded is not None:
+                self.offloaded.latest = None
+            return self.forward(*args, **kwargs)
+        if self.offloaded is not None:
+            return self.offloaded.run(self.forward, args, kwargs)
+        cached = [name for name in _CACHES if kwargs.get(name) is not None]
+        if cached and not getattr(self.layer, "_can_checkpoint_with_cache", False):
+            if not self.layer.training:
+                return self.forward(*args, **kwargs)
+            kwargs.update(dict.fromkeys(cached))
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        return checkpoint(self.forward, *args, **self.options, **kwargs)
+
+    def restore(self) -> None:
+        if self.was_own:
+            self.layer.forward = self.forward
+        else:
+            del self.layer.forward
+
+    def _needs_gradient(self, given: object) -> bool:
+        return any(p.requires_grad for p in self.layer.parameters()) or any(t.requires_grad for t in tensors_in(given))
+
+
+def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# -- reading and checking ---------------------------------------------------------------------------------------------
+
+
+def _entries_of(decision: Plan | Iterable[RecomputeDecision | str]) -> tuple[RecomputeDecision | str, ...]:
+    if isinstance(decision, Plan):
+        return decision.decisions.recompute
+    return (decision,) if isinstance(decision, str) else tuple(decision)  # one name: not its letters
+
+
+def _read(
+    entries: tuple[RecomputeDecision | str, ...], granularity: Granularity
+) -> tuple[tuple[str, Granularity], ...]:
+    """Every named layer with its granularity, in the decision's order."""
+    chosen: list[tuple[str, Granularity]] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            chosen += [(name, granularity) for name in unfold_modules((entry,))]
+        else:
+            chosen += [(name, entry.granularity) for name in unfold_modules(entry.modules)]
+    return tuple(chosen)
+
+
+def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, nn.Module]) -> list[str]:
+    names = [name for name, _ in chosen]
+    known = set(names)
+    problems = []
+    for how in sorted({how for _, how in chosen} - set(get_args(Granularity))):
+        problems.append(
+            f"granularity {how!r} was asked for, which is unknown: choose {', '.join(get_args(Granularity))}"
+        )
+    if unknown := [name for name in names if name not in layers]:
+        problems.append(
+            f"recompute was asked for {_listed(unknown)}, which the model lacks: plan with its own config, or give "
+            "names as `model.named_modules()` spells them"
+        )
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"recompute was asked for {_listed(repeated)} more than once: name each layer once")
+    inside = [
+        name for name in sorted(known) if any(f"{part}." in f"{name}." for part in _parents(name) if part in known)
+    ]
+    if inside:
+        problems.append(
+            f"recompute was asked for {_listed(inside)} and for a module that holds it, which would run it three "
+            "times: name the outer or the inner one"
+        )
+    if already := [
+        name for name in names if name in layers and isinstance(layers[name].__dict__.get("forward"), _Recomputed)
+    ]:
+        problems.append(f"recompute was asked for {_listed(already)}, which recomputes already: remove() that first")
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers.values()):
+        problems.append(
+            "recompute of single layers was asked for, but the model's own gradient checkpointing is on, which would "
+            "run layers three times: switch it off first (model.gradient_checkpointing_disable())"
+        )
+    return problems
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,367 @@
+"""The loop behind `trimtab train`: a plan's packs through a plan's stages, on torch's own parts; read `train`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
+from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.models.describe import describe
+from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.measured.run_log import StepRecord
+from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.runtime.data.collate import Attention, PackedCollator
+from trimtab.runtime.data.conversations import open_conversations
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
+from trimtab.runtime.data.missing import UnreadableSampleError
+from trimtab.runtime.data.packing import prepare_packing_on_ranks
+from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.training.checkpoint import (
+    Progress,
+    export_model,
+    list_checkpoints,
+    load_checkpoint,
+    read_progress,
+    save_checkpoint,
+)
+from trimtab.runtime.training.ranks import device_mesh, on_first_rank, process_group
+from trimtab.runtime.training.run_recorder import RunRecorder
+from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.verify import verify_plan
+from trimtab.samples.problems import shorten
+
+
+def train(settings: TrainSettings) -> list[StepRecord]:
+    """Train as `settings.plan` says, on the ranks torchrun started; one process runs alone. The steps of this call.
+
+    Rank r is pipeline device r div dp and data-parallel rank r mod dp, with dp = ranks / pipeline devices. That may be
+    another dp than the plan's: a step keeps its packs, each rank runs more or fewer of them. The loss of a step, its
+    gradients and its clipping are those of one process that computes every sample alone (see `runtime.loss`).
+    Resuming gives the same losses as going on.
+    """
+    plan = load_plan(settings.plan)
+    with process_group(settings.device) as device:
+        checkpoint = on_first_rank(lambda: check_folders(settings), device)
+        refuse_unshared(checkpoint, device)
+        conversations = open_conversations(settings.plan, settings.model, settings.reading)
+        on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
+        mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
+        asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
+        layout = fit_layout(asked, dp=mesh["dp"].size())
+        torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
+        model = load_model(settings, plan, device)
+        if settings.verify_packing:
+            prepare_packing_on_ranks(model, device)
+        tied = tied_names(model)
+        pipeline = build_pipeline(
+            model,
+            layout,
+            device=device,
+            pp_group=mesh.get_group("pp"),
+            dp_group=mesh.get_group("dp"),
+            image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
+        )
+        parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
+        buffers = buffers_of(pipeline)
+        optimizer = make_optimizer(settings, list(parameters.values()))
+        sampler = make_sampler(settings, layout, mesh)
+        data = PlanDataset(
+            conversations,
+            conversations.records.samples,
+            on_error=settings.on_bad_sample,
+            fill_for=UnreadableSampleError,
+        )
+        loader = make_loader(settings, pipeline, data, sampler)
+        torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
+
+        start = num_tokens = 0
+        if checkpoint is not None:
+            loader.load_state_dict(read_progress(checkpoint).loader)
+            progress = load_checkpoint(checkpoint, parameters, buffers, optimizer)
+            start, num_tokens = progress.step, progress.num_tokens
+        num_steps = settings.steps or settings.epochs * len(sampler) // layout.num_microbatches
+        if start >= num_steps:
+            tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
+
+        recorder = RunRecorder(settings, plan, pipeline, sampler.deal, mesh, start=start)
+        batches = chain.from_iterable(repeat(loader))  # epoch after epoch
+        records = []
+        for step in range(start + 1, num_steps + 1):
+            recorder.begin(loader.state_dict())
+            microbatches = [next(batches) for _ in range(layout.num_microbatches)]
+            recorder.loaded()
+            with autocast(settings, device):
+                result = pipeline.step(microbatches)
+            clip = settings.max_grad_norm
+            norm = pipeline.gradient_norm() if clip is None else pipeline.clip_gradients(clip)
+            refuse_useless(step, result, norm)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.rate(step, num_steps)
+            optimizer.step()
+            record = recorder.end(
+                step,
+                result,
+                learning_rate=settings.rate(step, num_steps),
+                norm=norm,
+                num_tokens=sum(batch["input_ids"].numel() for batch in microbatches),
+                num_fillers=data.num_fillers,
+                images=pipeline.image_load,
+            )
+            records.append(record)
+            num_tokens += record.num_tokens
+            if settings.saves_at(step, num_steps):
+                progress = Progress(
+                    step=step,
+                    loader=loader.state_dict(),
+                    num_tokens=num_tokens,
+                    optimizer=settings.optimizer,
+                    world_size=dist.get_world_size(),
+                )
+                save_checkpoint(settings.out, parameters, buffers, optimizer, progress, keep=settings.keep)
+        num_fillers = sum(record.num_fillers for record in records)
+        if num_fillers:
+            tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
+        if settings.export is not None:
+            export_model(settings.export, parameters | buffers, pipeline.stages[0].model.config)
+        return records
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+def check_folders(settings: TrainSettings) -> Path | None:
+    """The checkpoint to go on from, None: from the start; refuses an export that would fail or cover something."""
+    export = settings.export
+    if export is not None:
+        if export.exists() and not (export.is_dir() and not any(export.iterdir())):
+            raise PlanError(
+                f"the trained model was to be exported to {export}, which is there already: name a new or an empty "
+                "folder (--export)"
+            )
+        export.parent.mkdir(parents=True, exist_ok=True)
+    found = list_checkpoints(settings.out)
+    if found and not settings.resume:
+        raise PlanError(
+            f"a run was to begin in {settings.out}, which holds checkpoints of an earlier one, {found[-1].name} the "
+            "last: go on from it (--resume), or name another folder (--out)"
+        )
+    return found[-1] if found else None
+
+
+def refuse_unshared(checkpoint: Path | None, device: torch.device) -> None:
+    """Every rank sees the checkpoint that rank 0 found; collective."""
+    here = checkpoint is None or checkpoint in list_checkpoints(checkpoint.parent)
+    blind = torch.tensor(int(not here), device=device)
+    dist.all_reduce(blind)
+    if blind:
+        assert checkpoint is not None, "no rank lacks what is not asked for"
+        raise PlanError(
+            f"rank 0 goes on from {checkpoint}, which {int(blind)} of {dist.get_world_size()} ranks do not see: give a "
+            "folder that all nodes share (--out)"
+        )
+
+
+def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
+    """Before the optimizer makes weights of it; the same on every rank."""
+    if not result.denominator > 0:
+        raise TrimtabError(
+            f"no token of step {step} has a label, so there is nothing to learn from it: see which samples are read "
+            "(fillers have none), or plan with data that has answers"
+        )
+    for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
+        if not math.isfinite(value):
+            raise TrimtabError(
+                f"the {what} of step {step} is {value}: resume from the last checkpoint with a lower learning rate or "
+                "a longer warm-up, or train in float32"
+            )
+
+
+def tell(sentence: str) -> None:
+    """Once for all ranks."""
+    if dist.get_rank() == 0:
+        print(f"trimtab: {sentence}", file=sys.stderr, flush=True)
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
+
+    Checkpoints and exports know the first alone, so that they do not depend on which stage holds which half.
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
+def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any:
+    """The Hugging Face model on the CPU in float32, towers frozen as the plan says; no code of its folder runs."""
+    attention = settings.attention or attention_of(plan, device)
+    if not settings.random_weights and not any(settings.model.glob("*.safetensors")):
+        raise PlanError(
+            f"{settings.model} holds no weights (*.safetensors): name a folder that has them, or train from random "
+            "ones (--random-weights)"
+        )
+    try:
+        model = _read_model(settings, attention)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # as Transformers does
+        raise ConfigError(
+            f"the model in {settings.model} was to be loaded with attention {attention}, which fails "
+            f"({type(error).__name__}: {shorten(str(error), 300)}): mend its files, or choose another --attention"
+        ) from error
+    frozen = plan.inputs.training.frozen_towers
+    if frozen:
+        for layer in describe(settings.model).layers:
+            if layer.tower in frozen:
+                model.get_submodule(layer.name).requires_grad_(False)
+    return model.train()
+
+
+def _read_model(settings: TrainSettings, attention: Attention) -> Any:
+    cls = transformers.AutoModelForImageTextToText
+    if settings.random_weights:
+        config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
+        return cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return cls.from_pretrained(
+        settings.model,
+        attn_implementation=attention,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+
+
+def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
+    """The plan's layout with as many micro-batches as keep its packs per step on `dp` ranks."""
+    schedule, planned = plan.decisions.schedule, plan.decisions.parallel.dp
+    packs = planned * schedule.num_microbatches
+    if packs % dp:
+        raise PlanError(
+            f"a step of the plan holds {packs} packs, which {dp} data-parallel ranks cannot share evenly: start as "
+            f"many processes as give {planned} of them, or another divisor of {packs}"
+        )
+    own = replace(plan.decisions, schedule=replace(schedule, num_microbatches=packs // dp))
+    try:
+        return read_layout(replace(plan, decisions=own))
+    except UnsupportedPlanError as problem:
+        if dp <= planned:
+            raise
+        pp = plan.decisions.parallel.pp
+        raise UnsupportedPlanError(
+            f"{dp * pp} processes make {dp} data-parallel ranks, which leaves each {packs // dp} of a step's {packs} "
+            f"packs ({problem}): start {planned * pp} processes as planned, or fewer"
+        ) from None
+
+
+def share_images_as_asked(plan: Plan, settings: TrainSettings, *, dp: int) -> Plan:
+    """The plan with images shared among its data-parallel ranks, or not, where the settings say otherwise."""
+    planned = plan.decisions.vision_data_parallel
+    found = planned if settings.vision_dp == "plan" else None
+    if settings.vision_dp == "dispatch":
+        found = planned if planned is not None and planned.exchange == "dispatch" else _dispatch(dp)
+    if found is not None and dp == 1:
+        tell("one data-parallel rank has no other to share images with: it encodes its own")
+        found = None
+    return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=found))
+
+
+def _dispatch(dp: int) -> VisionDecision:
+    return VisionDecision(
+        group="dp", degree=dp, exchange="dispatch", pooling=1, rule="balanced", objective="time", reduction=None
+    )
+
+
+def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
+    """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
+    decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
+    if decision is None:
+        return None
+    try:
+        model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
+        profile = reload_plan(settings.plan, model=model).case.setting.profile
+    except TrimtabError as problem:
+        tell(f"images are shared by counts of work, not by the plan's profile: {problem}")
+        return None if decision.objective == "time" else TowerCost(patch=1.0)  # what a patch holds, they all do
+    return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
+
+
+def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The named optimizer of torch.optim over one group; frozen parameters get no gradient, so it skips them."""
+    cls: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, settings.optimizer)
+    try:
+        return cls(parameters, lr=settings.learning_rate, **settings.optimizer_options)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in settings.optimizer_options.items()) or "no options"
+        raise TrimtabError(
+            f"optimizer {settings.optimizer} was asked for with {given}, which it refuses ({error}): give options that "
+            "its class in torch.optim takes"
+        ) from None
+
+
+def make_sampler(settings: TrainSettings, layout: PipelineLayout, mesh: DeviceMesh) -> PlanBatchSampler:
+    """The packs of this rank's data-parallel rank; every device of a pipeline reads the same ones."""
+    return PlanBatchSampler(
+        settings.plan,
+        dp=mesh["dp"].size(),
+        rank=mesh.get_local_rank("dp"),
+        num_microbatches=layout.num_microbatches,
+    )
+
+
+def make_loader(
+    settings: TrainSettings, pipeline: Pipeline, data: PlanDataset, sampler: PlanBatchSampler
+) -> PlanDataLoader:
+    """Packs as the keyword arguments of the model's forward.
+
+    Its workers are seeded apart: iterations that drew their seeds from torch's own generator would change what dropout
+    draws, and a resumed run begins one more of them.
+    """
+    config: Any = pipeline.stages[0].model.config
+    collator = PackedCollator(
+        config,
+        attention=config._attn_implementation,
+        loss_weighting=settings.loss_weighting,
+        vision_in_every_pack=False,  # the pipeline sums gradients itself, so a tower may stay idle on a rank
+    )
+    return PlanDataLoader(data, sampler, collate_fn=collator, num_workers=settings.workers, generator=torch.Generator())
+
+
+def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
+    """This rank's persistent buffers, under the model's names."""
+    models = [stage.model for stage in pipeline.stages]
+    names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in pipeline.state_dict().items() if name not in names}
+
+
+def attention_of(plan: Plan, device: torch.device) -> Attention:
+    """The plan's, in Transformers' words; sdpa for flash attention that is not installed."""
+    planned = plan.inputs.training.attention
+    if planned == "flash":
+        flash = device.type == "cuda" and transformers.utils.is_flash_attn_2_available()
+        return "flash_attention_2" if flash else "sdpa"
+    return planned
+
+
+def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 products over the float32 weights, or nothing."""
+    if settings.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
