@@ -483,4 +483,4 @@ def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, word
         describe_fields(fields)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)
-    assert child._reply(model, "describe", fields)["refused"] == str(error.value)
+    assert child._reply(child._answers("describe"), fields)["refused"] == str(error.value)

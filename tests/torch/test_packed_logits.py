@@ -73,7 +73,7 @@ def test_packed_logits_equal_those_of_the_samples_alone(case, attention):
 @torch.no_grad()
 def test_the_order_of_samples_does_not_matter(case):
     packs = make_tiny_packs(case)
-    packs = TinyPacks(packs.model, packs.samples[::-1])
+    packs = TinyPacks(packs.model, packs.samples[::-1], packs.layers)
     batch = PackedCollator(packs.model.config)(packs.samples)
     assert error(logits_packed(packs, batch), logits_alone(packs)) <= EXACT
 
@@ -84,7 +84,7 @@ def test_gemma3_needs_explicit_masks(neighbours):
     """Transformers 5.23 looks its sliding layers' image blocks up by position in the sample, not in the row."""
     packs = make_tiny_packs("gemma3")
     samples = packs.samples if neighbours else [packs.samples[i] for i in (1, 0, 2, 3, 5)]
-    packs = TinyPacks(packs.model, samples)
+    packs = TinyPacks(packs.model, samples, packs.layers)
     batch = PackedCollator(packs.model.config)(samples)
     types = torch.cat([sample["token_type_ids"] for sample in samples])[None]
     own = {**{key: value for key, value in batch.items() if key != "attention_mask"}, "token_type_ids": types}

@@ -317,6 +317,6 @@ def test_bad_samples_and_settings_are_refused():
 
 @pytest.mark.parametrize("module", ["packing", "formats", "state_layers"])
 def test_examples_in_docstrings_run(module):
-    found = doctest.testmod(importlib.import_module(f"trimtab.runtime.{module}"), optionflags=doctest.ELLIPSIS)
+    found = doctest.testmod(importlib.import_module(f"trimtab.runtime.data.{module}"), optionflags=doctest.ELLIPSIS)
     assert found.attempted >= 1
     assert found.failed == 0

@@ -61,6 +61,7 @@ def test_per_layer_embeddings_travel_with_the_hidden_states():
 def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkeypatch):
     kinds = ["full_attention", "full_attention", "full_attention"]
     text = {**shrunk_models.GIVEN["gemma4"]["text_config"], "layer_types": kinds, "num_kv_shared_layers": 1}
+    text |= {"num_hidden_layers": len(kinds)}
     monkeypatch.setitem(shrunk_models.GIVEN, "gemma4", {"text_config": text})
     monkeypatch.setattr(shrunk_models, "_cut_layers", lambda config, num: None)
     model = make_shrunk("gemma4")

@@ -65,8 +65,8 @@ def map_model(
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
     from trimtab.models.describe import describe
-    from trimtab.partition.choice import place_unasked
     from trimtab.placement.bytes import Workload
+    from trimtab.placement.choice import place_unasked
     from trimtab.placement.machine import parse_machine
     from trimtab.placement.place import place
 

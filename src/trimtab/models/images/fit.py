@@ -27,8 +27,12 @@ def image_rule_by_processor(
     `asked.STANDARD`: it needs no Transformers afterwards.
     """
     if not files:
-        known = config.get("model_type") in FAMILIES
-        return (image_rule_or_reason(config, settings) if known else UnsettledRule(reason=NO_FILES)), None
+        if config.get("model_type") not in FAMILIES:
+            return UnsettledRule(reason=NO_FILES), None
+        try:
+            return image_rule_or_reason(config, settings), None
+        except ConfigError as error:  # a family here with a part that its formula does not know
+            return UnsettledRule(reason=str(error)), None
     try:
         rule, markup = ask_images(files, config)
     except ConfigError as error:
