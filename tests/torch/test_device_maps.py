@@ -88,8 +88,8 @@ def test_the_loader_of_transformers_reads_the_map_as_it_is_meant(case):
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "gemma3", "internvl qwen2"])
 def test_public_maps_are_read_in_our_bytes(library, case):
     spec, model = build(case)
-    whole = sum(x.numel() for x in model.parameters()) * 2
-    whole += sum(x.numel() * x.element_size() for x in model.buffers())
+    buffers = sum(x.numel() * x.element_size() for x in model.buffers())
+    whole = sum(x.numel() for x in model.parameters()) * 2 + buffers
     machine = machine_of([whole, whole, whole])
     theirs = auto_map(model, machine, library=library)
     found = assess_map(spec, machine, Workload(seq_len=16), theirs, rule=library)
@@ -98,13 +98,12 @@ def test_public_maps_are_read_in_our_bytes(library, case):
     sizes = {use.device: use.weight_bytes for use in found.placement.uses}
     assert sum(sizes.values()) == whole
     counted = dict.fromkeys(sizes, 0)
-    held = {name: 2 * x.numel() for name, x in model.named_parameters()}
-    held |= {name: x.element_size() * x.numel() for name, x in model.named_buffers()}
-    for name, num_bytes in held.items():
+    for name, tensor in model.named_parameters():
         key = max((k for k in theirs if name == k or name.startswith(f"{k}.") or k == ""), key=len)
-        counted[theirs[key]] += num_bytes
+        counted[theirs[key]] += 2 * tensor.numel()
     if case != "gemma3":  # its tower may be cut inside the embeddings, which count where their first part lies
-        assert sizes == counted
+        # a rotary table counts with the block that reads it first, wherever the map puts it
+        assert all(counted[device] <= size <= counted[device] + buffers for device, size in sizes.items())
 
 
 def test_limits_of_the_libraries_are_what_is_free():
