@@ -23,7 +23,7 @@ from rounding import BOUNDS
 pytestmark = pytest.mark.torch
 
 RELATIVE = BOUNDS[torch.float32]
-PLAIN = covering(CASES, ("family", "schedule", "ranks", "dp", "chunks", "frozen", "recompute", "dtype", "shared"))
+PLAIN = covering(CASES, ("schedule", "ranks", "dp", "frozen", "shared"))
 CASES_BY_NAME = others_integration(CASES, PLAIN, lambda case: case.name)
 
 
