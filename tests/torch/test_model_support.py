@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,10 @@ def test_every_column_has_a_cell_for_every_family_and_a_reason_for_every_no():
 
 @pytest.mark.parametrize("column", model_support.COLUMNS)
 def test_a_sample_of_the_sweep_gives_the_written_cells(column):
+    if column == "sized" and "TORCHVISION" not in os.environ:
+        pytest.skip(
+            "real processors want the Python code of torchvision: TORCHVISION=FOLDER, see bench/columns/sized.py"
+        )
     script, *arguments = model_support.COLUMNS[column][0]
     module = importlib.import_module(script.removesuffix(".py"))
     check = module.check_images if "--images" in arguments else module.check
