@@ -43,6 +43,7 @@ def test_a_sample_of_the_sweep_gives_the_written_cells(column):
     path = BENCH / "columns" / script  # by its path: bench/ has a script of one of the names
     spec = importlib.util.spec_from_file_location(f"column_{column}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
     spec.loader.exec_module(module)
     check = module.check_images if "--images" in arguments else module.check
     written = read_column(column)
