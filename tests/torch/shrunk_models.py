@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from trimtab.runtime.data.formats import ask_format, image_token, model_classes
+from trimtab.models.asking.inputs import image_token
+from trimtab.runtime.data.formats import ask_format, model_classes
 from trimtab.runtime.data.packing_runs import text_ids
 
 WIDTH = 64

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import njit
 
 from trimtab.balance.rng import UIntArray, below
-from trimtab.compiled import once
+from trimtab.compiled import inlined
 from trimtab.specs import FloatArray, IntArray
 
 MAX_FREE = 12
@@ -75,7 +75,7 @@ def make_scratch(num_samples: int, num_columns: int) -> Scratch:
     )
 
 
-@once
+@inlined
 def _list_members(packs: Packs, a: int, b: int, members: IntArray) -> None:
     """The samples of pack a, then those of pack b."""
     k = 0
@@ -87,7 +87,7 @@ def _list_members(packs: Packs, a: int, b: int, members: IntArray) -> None:
             item = packs.after[item]
 
 
-@once
+@inlined
 def _choose_free(members: IntArray, num_a: int, n: int, max_free: int, state: UIntArray) -> int:
     """Moves `max_free` random members, about as many of each pack, to where the two packs meet; the first of them."""
     free_a = min(num_a, max(max_free - (n - num_a), max_free // 2))
@@ -102,7 +102,7 @@ def _choose_free(members: IntArray, num_a: int, n: int, max_free: int, state: UI
     return num_a - free_a
 
 
-@once
+@inlined
 def _sum_ways(
     sizes: FloatArray, d: int, members: IntArray, first: int, free: int, base: float, scratch: Scratch
 ) -> None:
@@ -120,7 +120,7 @@ def _sum_ways(
             high[(1 << (j - LOW_BITS)) + k] = high[k] + x
 
 
-@once
+@inlined
 def _score_ways(
     sizes: FloatArray, sums_of_both: FloatArray, members: IntArray, first: int, free: int, goal: Goal, scratch: Scratch
 ) -> None:
@@ -149,7 +149,7 @@ def _score_ways(
                     score[h, k] += slope * max(np.float32(0.0), abs(high[h] + low[k]) - room)
 
 
-@once
+@inlined
 def _best_way(free: int, current: int, scratch: Scratch) -> int:
     """The way of least score; `current` if none is better by more than float32 can tell."""
     score, lanes = scratch.score, scratch.lanes
@@ -172,7 +172,7 @@ def _best_way(free: int, current: int, scratch: Scratch) -> int:
     return (row << LOW_BITS) + lane
 
 
-@once
+@inlined
 def _is_better(
     sizes: FloatArray,
     sums: FloatArray,
@@ -204,7 +204,7 @@ def _is_better(
     return new_score < old_score - 1e-9 * abs(old_score)
 
 
-@once
+@inlined
 def _move(sizes: FloatArray, packs: Packs, a: int, b: int, members: IntArray, first: int, free: int, way: int) -> None:
     """The members before `first`, and those free ones whose bit is set, into pack a; the others into b."""
     head, after, count, sums = packs.head, packs.after, packs.num_held, packs.sums

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from trimtab.compiled import compiled
+from trimtab.compiled import compiled, inlined
 
 UIntArray = npt.NDArray[np.uint64]
 
@@ -33,7 +32,7 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def next_u64(state: UIntArray) -> np.uint64:
     """The next 64 bits of the stream."""
     state[0] = state[0] + _U(0x9E3779B97F4A7C15)
@@ -44,7 +43,7 @@ def next_u64(state: UIntArray) -> np.uint64:
     return mixed
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def below(state: UIntArray, n: int) -> np.int64:
     """An integer of [0, n), n < 2**32: high half of 32 bits times n; its bias is under n / 2**32."""
     return np.int64(((next_u64(state) >> _U(32)) * _U(n)) >> _U(32))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
@@ -15,7 +14,7 @@ from trimtab.balance.columns import CHUNK, Column, ColumnCost
 from trimtab.balance.dispatch import Order, order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
-from trimtab.compiled import compiled
+from trimtab.compiled import compiled, inlined
 from trimtab.specs import FloatArray, IntArray
 
 _U = np.uint64
@@ -94,7 +93,7 @@ def scatter(n: int, skipped: IntArray, num_shards: int, seed: int, epoch: int, o
     return starts
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _shard_of(row: int, key: UIntArray, num_shards: int) -> np.int64:
     z = key[0] + _U(row) * _U(0x9E3779B97F4A7C15)  # SplitMix64 of a counter: see rng
     z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)

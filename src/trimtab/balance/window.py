@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, split_pair
 from trimtab.balance.rng import UIntArray, below, next_u64, shuffle
-from trimtab.compiled import compiled, inner, once
+from trimtab.compiled import compiled, inlined, inner
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 1024
@@ -114,7 +114,7 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         level[k], heap[k] = full, p
 
 
-@once
+@inlined
 def improve(
     sizes: FloatArray,
     packs: Packs,
@@ -173,7 +173,7 @@ def improve(
                 failures[b] += 1
 
 
-@once
+@inlined
 def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
     """Share the packs that stick out most with random others, looking at more ways than `improve` does.
 
@@ -229,7 +229,7 @@ def _partner(sums: FloatArray, limits: FloatArray, p: int, first: int) -> int:
     return p
 
 
-@once
+@inlined
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> int:
     """Share each pack above a limit, exactly, with packs that leave room for both; the number of those that remain.
 

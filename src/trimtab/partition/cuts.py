@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.compiled import compiled, inner, once
+from trimtab.compiled import compiled, inlined, inner
 from trimtab.partition.tiers import (
     IMPOSSIBLE,
     Records,
@@ -172,7 +172,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
     return best
 
 
-@once
+@inlined
 def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> bool:
     """Whether `stage_extra` finds a choice; bounds settle most calls, and no stage is solved exactly twice."""
     # 1. nothing to recompute, or nothing that helps
@@ -233,7 +233,7 @@ def furthest_ends(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray:
     return ends
 
 
-@once
+@inlined
 def _peak(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, extra: int, counts: IntArray) -> int:
     """Bytes of the stage at its fullest under the choice `counts`, which costs `extra`."""
     here, start, stop = pipeline.rooms[i], pipeline.sums[a], pipeline.sums[b]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.compiled import compiled, inner, once
+from trimtab.compiled import compiled, inlined, inner
 from trimtab.specs import FloatArray, IntArray
 
 IMPOSSIBLE = 2**62
@@ -123,7 +123,7 @@ def relax(tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, n
     return np.inf
 
 
-@once
+@inlined
 def best_price(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, room: int) -> int:
     """The number of the price that bounds best from below."""
     best, found = -np.inf, np.int64(0)
@@ -158,7 +158,7 @@ def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int,
     return np.int64(IMPOSSIBLE)
 
 
-@once
+@inlined
 def round_within_host(
     tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, need: int, room: int, counts: IntArray
 ) -> int:
@@ -190,7 +190,7 @@ def round_within_host(
     return cost if host_bytes_of(tiers, counts) <= room else np.int64(IMPOSSIBLE)
 
 
-@once
+@inlined
 def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntArray:
     """(n, 2) class and upgrade of each number to be chosen, in the order in which branches choose.
 
@@ -219,7 +219,7 @@ def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntA
     return items[:n]
 
 
-@once
+@inlined
 def _branch_and_bound(
     tiers: TierTable,
     price: int,

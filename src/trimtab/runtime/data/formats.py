@@ -153,12 +153,3 @@ def has_state(config: Any) -> bool:
     if type(text) not in MODEL_MAPPING:
         return False
     return "causal_conv1d_fn" in vars(sys.modules[MODEL_MAPPING[type(text)].__module__])
-
-
-def image_token(config: Any) -> int | None:
-    """The id that stands for a piece of an image; None: the configuration names none."""
-    for name in ("image_token_id", "image_token_index"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, PackFormat, image_token
+from trimtab.models.asking.inputs import image_token, plain_ids
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, PackFormat
 from trimtab.runtime.data.processed import ProcessedSample
 from trimtab.runtime.data.state_layers import carries_state
 
@@ -93,18 +94,7 @@ def bound_of(model: nn.Module) -> float:
 
 def text_ids(model: Any) -> Tensor:
     """Ids of the vocabulary that stand for plain text: none that a configuration names."""
-    known: set[int] = set()
-
-    def collect(config: Any) -> None:
-        for name, value in vars(config).items():
-            if name.endswith(("token_id", "token_index", "token_ids")):
-                known.update(x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, int))
-            elif hasattr(value, "to_dict"):
-                collect(value)
-
-    collect(model.config)
-    size = model.get_input_embeddings().weight.shape[0]
-    return torch.tensor([x for x in range(min(size, 4096)) if x not in known])
+    return plain_ids(model.config, model.get_input_embeddings().weight.shape[0])
 
 
 def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:

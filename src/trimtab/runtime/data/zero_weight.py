@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.runtime.data.formats import PackFormat, image_token, pack_format
+from trimtab.models.asking.inputs import image_token
+from trimtab.runtime.data.formats import PackFormat, pack_format
 from trimtab.runtime.data.loss import IGNORED
 
 TEXT_TOKEN = 0
