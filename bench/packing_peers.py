@@ -23,7 +23,8 @@ from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.cost import TILE_COST, CostWeights
 from trimtab.balance.dispatch import Order
-from trimtab.balance.metrics import dist_ratio, lower_bound_packs, utilisation
+from trimtab.balance.bound import lower_bound_packs
+from trimtab.balance.metrics import dist_ratio, utilisation
 from trimtab.balance.packing import Method, pack_samples, warm_up
 from trimtab.specs import SampleTable
 
@@ -157,10 +158,10 @@ def show(name: str, rows: np.ndarray, table: SampleTable, cost: np.ndarray, limi
         return np.add.reduceat(column[members].astype(float), starts).reshape(rows.shape)
 
     v, t, c = sums(table.num_patches), sums(table.num_tokens), sums(cost)
-    totals = np.array([table.num_patches.sum(), table.num_tokens.sum()])
+    sizes = np.stack([table.num_patches, table.num_tokens], axis=1)
     left = len(table) - len(members)
     print(
-        f"| {name} | {rows.size / lower_bound_packs(totals, limits):.4f} | {dist_ratio(v):.4f} / {dist_ratio(t):.4f} / "
+        f"| {name} | {rows.size / lower_bound_packs(sizes, limits):.4f} | {dist_ratio(v):.4f} / {dist_ratio(t):.4f} / "
         f"{dist_ratio(c):.4f} | {utilisation(c, c):.3f} | {v.mean() / limits[0]:.3f} / {t.mean() / limits[1]:.3f} | "
         f"{(v > limits[0]).mean():.3f} | {(t > limits[1]).mean():.3f} | {left} | {s:.2f} |",
         flush=True,

@@ -49,6 +49,7 @@ def main() -> None:
     drawn = "" if real is not None and mixture is not None else f" (drawn: {arguments.data} lacks the files)"
     cases = [
         (f"three real sets{drawn}", real or draw_lengths("real"), (18, 6016), TILE_COST),
+        (f"three real sets, few samples a pack{drawn}", real or draw_lengths("real"), (9, 4096), TILE_COST),
         (f"mixture{drawn}", mixture or draw_lengths("mixture"), (9, 4096), TILE_COST),
         ("native (generated)", generate_native(200_000), (41_920, 16_384), NATIVE_COST),
         ("native, attention not causal", generate_native(200_000), (41_920, 16_384), NATIVE_FULL_COST),

@@ -15,7 +15,8 @@ from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.columns import ColumnCost, pack_columns
 from trimtab.balance.cost import TILE_COST, CostWeights
-from trimtab.balance.metrics import dist_ratio, lower_bound_packs
+from trimtab.balance.bound import lower_bound_packs
+from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.streaming import StreamPacker
 from trimtab.specs import FloatArray, IntArray
 
@@ -41,7 +42,7 @@ def stream(
 def show(name: str, packs: list[list[int]], columns: FloatArray, limits: tuple[int, int], dp: int, s: float) -> None:
     sums = np.array([columns[pack].sum(axis=0) for pack in packs]).reshape(-1, dp, 3)
     ratios = " / ".join(f"{dist_ratio(sums[:, :, d]):.4f}" for d in range(3))
-    bound = lower_bound_packs(columns[:, :2].sum(axis=0), limits)
+    bound = lower_bound_packs(columns[:, :2].astype(np.int64), limits)
     print(f"| {name} | {len(packs) / bound:.4f} | {ratios} | {len(columns) / s / 1e3:.0f} k |", flush=True)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from trimtab.balance.metrics import (
     dist_ratio,
-    lower_bound_packs,
     pad_ratio,
     report_balance,
     serial_correlation,
@@ -110,12 +109,6 @@ def test_dist_ratio_of_one_step_is_the_papers_formula():
     assert dist_ratio(np.array([[4.0, 3, 1, 4]])) == pytest.approx((0 + 1 + 3 + 0) / (4 * 4))
     assert dist_ratio(np.array([[0.0, 0.0]])) == 0.0
     assert dist_ratio(np.zeros((0, 4))) == 0.0
-
-
-def test_lower_bound_is_the_fullest_column():
-    assert lower_bound_packs(np.array([19, 100]), (9, 100)) == 3
-    assert lower_bound_packs(np.array([18, 201]), (9, 100)) == 3
-    assert lower_bound_packs(np.array([0, 0]), (9, 100)) == 0
 
 
 def test_useful_work_is_all_of_it_when_ranks_are_alike():

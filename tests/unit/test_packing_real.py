@@ -117,6 +117,22 @@ def test_isf_is_much_less_even_on_the_three_real_sets(real_table):
     assert isf.num_packed == len(real_table)
 
 
+@pytest.mark.parametrize("order", GOALS)
+def test_samples_of_which_no_two_fit_a_pack_are_neither_a_cliff_nor_a_loss(real_table, order):
+    """At 9 tiles two thirds of the samples have 5: as many packs as those, to the last row, and more even than ISF's."""
+    balanced, isf = (
+        report_packing(
+            real_table, pack_samples(real_table, limits=(9, 4096), dp=8, method=method, order=order, oversize="skip")
+        )
+        for method in ("balanced", "isf")
+    )
+    num_large = int((real_table.num_patches > 9 / 2).sum()) - balanced.num_oversize
+    assert balanced.lower_bound_packs >= num_large > 1.4 * balanced.fill_patches * balanced.num_packs
+    assert balanced.num_packs <= balanced.lower_bound_packs * 1.001
+    assert balanced.num_packs <= isf.num_packs
+    assert balanced.dist_ratio_cost <= (0.8 if order == "random" else 1.05) * isf.dist_ratio_cost
+
+
 def test_mixture_is_packed_and_dispatched_evenly(mixture_table):
     result = pack_samples(mixture_table, limits=(9, 4096), dp=8)
     report = report_packing(mixture_table, result)

@@ -94,7 +94,9 @@ class Aim:
         )
 
 
-def choose_aim(columns: FloatArray, bounds: FloatArray, dp: int, num_rounds: int, fill: float | None = None) -> Aim:
+def choose_aim(
+    columns: FloatArray, counted: FloatArray, bounds: FloatArray, dp: int, num_rounds: int, fill: float | None = None
+) -> Aim:
     """The aim with which the first samples of the shuffle finish soonest, or nearly so and more alike; heuristic.
 
     Where a column is nearly full in every pack and the cost is not a function of the columns (long samples, attention
@@ -105,12 +107,13 @@ def choose_aim(columns: FloatArray, bounds: FloatArray, dp: int, num_rounds: int
 
     if fill is not None and fill > 0.5 * (TIGHT_FILL + LOOSE_FILLS[0]):
         return Aim(fill, "tight")
-    fullest = float((sum_columns(columns)[:-1] / bounds[:-1]).max())
+    fullest = float(sum_columns(counted).max())
     num_packs = min(2 * TRIAL_PACKS, max(TRIAL_PACKS, TRIAL_ROWS * dp))
-    trial = columns[: int(np.ceil(len(columns) * min(1.0, num_packs / max(fullest, 1.0))))]
+    num_trial = int(np.ceil(len(columns) * min(1.0, num_packs / max(fullest, 1.0))))
+    trial = columns[:num_trial]
 
     def time_of(aim: Aim) -> float:
-        return _model_time(trial, bounds, aim, dp, num_packs, num_rounds)
+        return _model_time(trial, counted[:num_trial], bounds, aim, dp, num_packs, num_rounds)
 
     first, *looser = LOOSE_FILLS if fill is None else (fill,)
     best = Aim(first, "cost")
@@ -132,12 +135,15 @@ def choose_aim(columns: FloatArray, bounds: FloatArray, dp: int, num_rounds: int
     return chosen
 
 
-def _model_time(trial: FloatArray, bounds: FloatArray, aim: Aim, dp: int, num_packs: int, num_rounds: int) -> float:
+def _model_time(
+    trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int, num_packs: int, num_rounds: int
+) -> float:
     from trimtab.balance.rng import make_stream
     from trimtab.balance.stream import pack_stream
 
     streamed = pack_stream(
         trial,
+        counted,
         bounds,
         aim.pull(trial, bounds),
         dp=1,  # whole rows would round the fill

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.aim import Aim, choose_aim
+from trimtab.balance.aim import TIGHT_FILL, Aim, choose_aim
 from trimtab.balance.groups import Groups, shuffle_rows
 from trimtab.specs import FloatArray, IntArray
 
@@ -42,6 +42,7 @@ def pack_balanced(
     `aim` None, or a fill, leaves what is open to `choose_aim`. `shard` is one more key of the randomness, for parts of
     one data set.
     """
+    from trimtab.balance.bound import counted_columns
     from trimtab.balance.rng import make_stream
     from trimtab.balance.stream import pack_stream
 
@@ -49,10 +50,12 @@ def pack_balanced(
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     stream = _shuffle(sizes, cost, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
+    counted = counted_columns(sizes[stream.order], limits, TIGHT_FILL)
     if not isinstance(aim, Aim):
-        aim = choose_aim(stream.columns, bounds, dp, num_rounds, aim)
+        aim = choose_aim(stream.columns, counted, bounds, dp, num_rounds, aim)
     streamed = pack_stream(
         stream.columns,
+        counted,
         bounds,
         aim.pull(stream.columns, bounds),
         dp=dp,
@@ -78,8 +81,11 @@ def aim_for(
     num_rounds: int,
 ) -> Aim:
     """The aim that `pack_balanced` would choose for these samples, as its first shard."""
+    from trimtab.balance.bound import counted_columns
+
     stream = _shuffle(sizes, cost, seed, epoch, 0)
-    return choose_aim(stream.columns, np.array([*limits, np.inf]), dp, num_rounds, fill)
+    counted = counted_columns(sizes[stream.order], limits, TIGHT_FILL)
+    return choose_aim(stream.columns, counted, np.array([*limits, np.inf]), dp, num_rounds, fill)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

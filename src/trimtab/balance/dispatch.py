@@ -18,6 +18,9 @@ BLOCK_STEPS = 512
 STEP_EMPHASIS = 4.0
 """Within a step there are few packs to choose from: evenness of the cost, which decides its time, counts this much."""
 
+BLOCK_EMPHASIS = 1.5
+"""As `STEP_EMPHASIS`, within blocks: less, as there are many packs to choose from (docs/packing.md has other values)."""
+
 TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
@@ -175,7 +178,7 @@ def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, ke
     state = make_stream(*keys, 0x6469)
     others = packs[~np.isin(packs, chosen)]
     grouped = chosen.copy()
-    group_alike(columns, grouped, dp)
+    group_alike(columns, grouped, dp, BLOCK_EMPHASIS)
     num_grouped = len(grouped) // dp
     whole = (len(packs) // dp) * dp
     rows = np.concatenate([grouped, others])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.balance.bound import lower_bound_packs
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
 
@@ -40,11 +41,6 @@ class BalanceReport:
     fill_tokens: float
     shuffle_chi2: float | None  # of sources per step, per degree of freedom: 1.0 is random; None: one source only
     shuffle_acf1: float | None  # serial correlation of the steps' mean sample length: 0.0 is random
-
-
-def lower_bound_packs(totals: IntArray, limits: tuple[int, ...]) -> int:
-    """No packing has fewer packs: max over columns of ceil(sum / limit)."""
-    return max((-(-int(total) // limit) for total, limit in zip(totals, limits, strict=True)), default=0)
 
 
 def pad_ratio(lengths: FloatArray, offsets: IntArray) -> float:
@@ -140,7 +136,7 @@ def report_balance(
     num_empty = int((schedule.table < 0).sum())
     sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1)[packing.indices]
     alone = (sizes > np.array(packing.limits)).any(axis=1)
-    bound = lower_bound_packs(sizes[~alone].sum(axis=0), packing.limits) + int(alone.sum())
+    bound = lower_bound_packs(sizes[~alone], packing.limits) + int(alone.sum())
     step_of_pack = np.empty(num_packs, np.int64)
     steps, _, _ = np.nonzero(schedule.table >= 0)
     step_of_pack[schedule.table[schedule.table >= 0]] = steps

@@ -44,6 +44,7 @@ class Streamed:
 
 def pack_stream(
     columns: FloatArray,
+    counted: FloatArray,
     bounds: FloatArray,
     pull: Pull,
     *,
@@ -56,6 +57,8 @@ def pack_stream(
 ) -> Streamed:
     """Pack a shuffled stream; every sample fits a pack alone, and is in exactly one pack of the result.
 
+    `counted` are the samples' columns in packs needed (`bound.counted_columns`).
+
     Each window takes its share of what is left, so the fill is even to the very end. Packs of a window are a multiple
     of dp, so each window is whole steps; the last one leaves room for `num_others` packs made elsewhere, and is smaller
     only if there are fewer samples. What a window cannot hold is carried on; later windows are filled up to half way
@@ -66,17 +69,17 @@ def pack_stream(
     """
     n, D = columns.shape
     k = D - 1
-    left = sum_columns(columns)[:k]  # of samples not yet packed
+    left = sum_columns(counted)  # packs that the samples not yet packed need, by each column
     members, counts = [], []
     num_packs, num_carried, oldest, num_grown = 0, 0, 0, 0
     highest = fill
-    planned = round_up(packs_for(left, bounds) / fill + num_others, dp) - num_others
+    planned = round_up(packs_for(left) / fill + num_others, dp) - num_others
     carried, age = np.empty(0, np.int64), np.empty(0, np.int64)
     position = 0
     while position < n or len(carried):
         ceiling = 0.5 + 0.5 * fill
         packs_left = planned - num_packs
-        while packs_left < 1 or packs_for(left, bounds) > ceiling * packs_left:
+        while packs_left < 1 or packs_for(left) > ceiling * packs_left:
             packs_left += dp
         planned = num_packs + packs_left
         num_left = n - position + len(carried)
@@ -84,30 +87,27 @@ def pack_stream(
         P = packs_left if last else window_packs
         taken = num_left
         if not last:
-            taken = _count_share(
-                columns[:, :k], carried, position, P / packs_left, left, bounds[:k] * (ceiling * P), bounds
-            )
+            taken = _count_share(counted, carried, position, P / packs_left, left, ceiling * P)
             last = taken == num_left
         fresh = taken - len(carried)
         chosen = np.concatenate([carried, np.arange(position, position + fresh)])
         age = np.concatenate([age, np.zeros(fresh, np.int64)])
         position += fresh
 
-        window = columns[chosen]
-        total = sum_columns(window)
+        window = counted[chosen]
         packed = pack_window(
-            window, total, min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
+            columns[chosen], window, min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
         )
         out = packed.left
         members.append(chosen[packed.members])
         counts.append(packed.counts)
         num_packs += len(packed.counts)
         num_grown += packed.num_grown
-        left = left - total[:k] + sum_columns(window[out])[:k]
+        left = left - sum_columns(window) + sum_columns(window[out])
         carried, age = chosen[out], age[out] + 1
         num_carried += len(out)
         oldest = max(oldest, int(age.max(initial=0)))
-        if packs_for(sum_columns(window[out])[:k], bounds) > MAX_CARRY * packed.num_wanted:
+        if packs_for(sum_columns(window[out])) > MAX_CARRY * packed.num_wanted:
             fill = max(min(fill, LEAST_FULL), fill - LESS_FULL)
         elif len(out) == 0:
             fill = min(highest, fill + FULLER)
@@ -133,7 +133,7 @@ class PackedWindow:
 
 def pack_window(
     window: FloatArray,
-    total: FloatArray,
+    counted: FloatArray,
     num_packs: int,
     bounds: FloatArray,
     pull: Pull,
@@ -144,7 +144,7 @@ def pack_window(
     effort: Effort,
     state: UIntArray,
 ) -> PackedWindow:
-    """Pack one window of samples with sums `total` into `num_packs` packs.
+    """Pack one window of samples, which need `counted` packs, into `num_packs` packs.
 
     Samples that do not fit are left, unless `hold_all` or one of them is `MAX_AGE` windows old: then there are more
     packs, by dp at a time, in the end one for each sample.
@@ -152,6 +152,7 @@ def pack_window(
     n, D = window.shape
     k = D - 1
     P = num_packs
+    total = sum_columns(window)
     scratch = make_scratch(n, D)
     evicted = np.empty(n, np.int64)
     tried, growth, num_grown = False, dp, 0
@@ -161,7 +162,7 @@ def pack_window(
         goal = Goal(bounds, weights, PENALTY / bounds, mean, np.zeros(D))
         last_goal = goal._replace(slopes=np.where(total > 0, pull.slopes / mean, 0.0))
         # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
-        share = np.append(1.0 / bounds[:k], min(1.0, packs_for(total[:k], bounds) / P) / mean[k])
+        share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
         packs = make_packs(P, n, D)
         deal(window, share, packs)
         arrange(window, packs, goal, last_goal, effort, state, scratch)
@@ -171,16 +172,16 @@ def pack_window(
         tried = not tried  # another deal of the same packs may hold them all
         if tried:
             continue
-        P = min(n, P + max(growth, round_up(packs_for(sum_columns(window[out])[:k], bounds), dp)))
+        P = min(n, P + max(growth, round_up(packs_for(sum_columns(counted[out])), dp)))
         growth *= 2  # few trials, however far from possible the fill is
         num_grown += 1
     members, counts = unload(packs, state)
     return PackedWindow(members=members, counts=counts, left=out, num_wanted=P, num_grown=num_grown)
 
 
-def packs_for(total: FloatArray, bounds: FloatArray) -> float:
-    """Packs that the fullest column fills, as a real number."""
-    return float((total / bounds[: len(total)]).max())
+def packs_for(needed: FloatArray) -> float:
+    """Packs that samples need whose counted columns add up to `needed`, as a real number."""
+    return float(needed.max())
 
 
 def round_up(packs: float, multiple: int) -> int:
@@ -188,25 +189,19 @@ def round_up(packs: float, multiple: int) -> int:
 
 
 def _count_share(
-    sizes: FloatArray,
-    carried: IntArray,
-    position: int,
-    share: float,
-    left: FloatArray,
-    room: FloatArray,
-    bounds: FloatArray,
+    counted: FloatArray, carried: IntArray, position: int, share: float, left: FloatArray, room: float
 ) -> int:
     """Samples to take, all carried ones first: until the fullest column has its share or another one no more room."""
-    fullest = int(np.argmax(left / bounds[: len(left)]))
-    num_left = len(sizes) - position + len(carried)
+    fullest = int(np.argmax(left))
+    num_left = len(counted) - position + len(carried)
     guess = int(1.05 * share * num_left) + 64
     while True:
         guess = min(num_left, max(guess, len(carried)))
-        taken = np.concatenate([sizes[carried], sizes[position : position + guess - len(carried)]])
+        taken = np.concatenate([counted[carried], counted[position : position + guess - len(carried)]])
         fits = np.ones(guess, bool)
-        for d in range(len(room)):
+        for d in range(len(left)):
             total = taken[:, d].cumsum()
-            fits &= (total - 0.5 * taken[:, d] <= share * left[d]) if d == fullest else (total <= room[d])
+            fits &= (total - 0.5 * taken[:, d] <= share * left[d]) if d == fullest else (total <= room)
         stops = np.flatnonzero(~fits[len(carried) :])
         if len(stops):
             return max(1, len(carried) + int(stops[0]))

@@ -153,6 +153,7 @@ class StreamPacker:
 
     def _pack(self, *, last: bool) -> None:
         """One window; what does not fit waits for the next."""
+        from trimtab.balance.bound import counted_columns
         from trimtab.balance.groups import Groups, complete_rows
         from trimtab.balance.rng import make_stream
         from trimtab.balance.stream import FULLER, LEAST_FULL, LESS_FULL, MAX_CARRY, pack_window, packs_for, round_up
@@ -166,19 +167,19 @@ class StreamPacker:
         mean_cost = float(sum_columns(columns)[k]) / n
         columns[:, k] *= 1.0 / mean_cost if mean_cost > 0 else 0.0
         bounds = np.array([*self.limits, np.inf])
+        counted = counted_columns(sizes, self.limits, TIGHT_FILL)
         if self._fill is None or self._highest is None or self._style is None:
-            chosen = choose_aim(columns, bounds, self.dp, self.num_rounds, self._fill)
+            chosen = choose_aim(columns, counted, bounds, self.dp, self.num_rounds, self._fill)
             self._fill, self._highest, self._style = chosen.fill, chosen.fill, chosen.style
         aim = Aim(self._fill, self._style)
-        total = sum_columns(columns)
-        needed = packs_for(total[:k], bounds)
+        needed = packs_for(sum_columns(counted))
         num_packs = round_up(needed / aim.fill, self.dp)
         if not last:  # whole rows, a little fuller rather than one row more
             num_packs -= self.dp if needed <= num_packs - self.dp else 0
             num_packs = min(max(num_packs, self.dp), n // self.dp * self.dp)
         packed = pack_window(
             columns,
-            total,
+            counted,
             min(n, num_packs),
             bounds,
             aim.pull(columns, bounds),
@@ -213,7 +214,7 @@ class StreamPacker:
         for first in range(0, len(packs), self.dp):
             self._ready.append(tuple(packs[first : first + self.dp]))
 
-        if packs_for(sum_columns(columns[packed.left])[:k], bounds) > MAX_CARRY * packed.num_wanted:
+        if packs_for(sum_columns(counted[packed.left])) > MAX_CARRY * packed.num_wanted:
             self._fill = max(min(aim.fill, LEAST_FULL), aim.fill - LESS_FULL)
         elif len(packed.left) == 0:
             self._fill = min(self._highest, aim.fill + FULLER)
