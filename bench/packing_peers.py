@@ -21,9 +21,9 @@ import numpy as np
 
 from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
+from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.cost import TILE_COST, CostWeights
 from trimtab.balance.dispatch import Order
-from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.metrics import dist_ratio, utilisation
 from trimtab.balance.packing import Method, pack_samples, warm_up
 from trimtab.specs import SampleTable

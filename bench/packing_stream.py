@@ -13,9 +13,9 @@ import numpy as np
 
 from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
+from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.columns import ColumnCost, pack_columns
 from trimtab.balance.cost import TILE_COST, CostWeights
-from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.streaming import StreamPacker
 from trimtab.specs import FloatArray, IntArray

@@ -119,7 +119,7 @@ def test_isf_is_much_less_even_on_the_three_real_sets(real_table):
 
 @pytest.mark.parametrize("order", GOALS)
 def test_samples_of_which_no_two_fit_a_pack_are_neither_a_cliff_nor_a_loss(real_table, order):
-    """At 9 tiles two thirds of the samples have 5: as many packs as those, to the last row, and more even than ISF's."""
+    """At 9 tiles two thirds of the samples have 5: a pack for each of those, no more, and more even than ISF's."""
     balanced, isf = (
         report_packing(
             real_table, pack_samples(real_table, limits=(9, 4096), dp=8, method=method, order=order, oversize="skip")

@@ -19,7 +19,7 @@ STEP_EMPHASIS = 4.0
 """Within a step there are few packs to choose from: evenness of the cost, which decides its time, counts this much."""
 
 BLOCK_EMPHASIS = 1.5
-"""As `STEP_EMPHASIS`, within blocks: less, as there are many packs to choose from (docs/packing.md has other values)."""
+"""As `STEP_EMPHASIS`, within blocks of many packs; docs/packing.md has what other values give."""
 
 TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""

@@ -67,8 +67,7 @@ def pack_stream(
     Ends: the last window, and one with a sample too old to be carried, grows until it holds all; it does at the latest
     when it has a pack per sample.
     """
-    n, D = columns.shape
-    k = D - 1
+    n = len(columns)
     left = sum_columns(counted)  # packs that the samples not yet packed need, by each column
     members, counts = [], []
     num_packs, num_carried, oldest, num_grown = 0, 0, 0, 0
