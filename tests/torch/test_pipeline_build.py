@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, 
 from trimtab.runtime.pipeline import build as builder  # noqa: E402
 from trimtab.runtime.pipeline.cuts import Cuts  # noqa: E402
 from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
+from trimtab.runtime.probe.meter import CpuMeter  # noqa: E402
 from trimtab.runtime.recompute.apply import apply  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -105,6 +107,19 @@ def test_only_what_lies_behind_a_trained_layer_carries_a_gradient():
     assert graded("model.visual.blocks.2", images) == {"deepstack_merger_list.0"}  # its merger is trained
     assert graded(f"{TEXT}.layers.2", images) == {"image features 2", f"{TEXT}.layers.1"}
     assert graded(f"{TEXT}.layers.1", text) == set()
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen3_vl"])
+def test_what_crosses_is_found_without_memory_for_what_layers_return(family):
+    packs = make_packs(family)
+    cuts, (batch,) = Cuts(packs.model, packs.layers), collate(packs, [[0, 1, 3]])
+    meter = CpuMeter()
+    with meter.watch(packs.model.parameters(), [], limit_bytes=None):
+        before = meter.peak_bytes
+        trace = cuts.way(batch).trace
+    returned = sum(prod(x.shape) * x.dtype.itemsize for call in trace.calls for x in call.outputs)
+    assert not trace.writes
+    assert meter.peak_bytes - before < returned / 3
 
 
 def test_sizes_are_foretold_once_micro_batches_of_several_sizes_were_seen(monkeypatch):

@@ -224,7 +224,7 @@ def test_plans_that_no_probe_could_run_are_refused(folder, tmp_path, options, me
 @pytest.mark.integration
 def test_two_ranks_probe_their_own_stages(folder, tmp_path):
     """Through torchrun and the command line; one of the measuring runs does not last on one rank alone."""
-    memory = 3.2
+    memory = 3.0
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
     words += ["probe", str(folder / "two"), str(folder / "model"), "--device", "cpu", "--budget", f"{memory}MiB"]
     words += ["--reserve", "0", "--out", str(tmp_path / "probed"), "--json"]

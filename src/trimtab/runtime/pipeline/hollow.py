@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,12 @@ def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
     found = getattr(model.get_submodule(parent), name)
     assert isinstance(found, (nn.Module, nn.Parameter))
     return found
+
+
+def tensors_between(model: nn.Module, layers: Iterable[str]) -> list[Tensor]:
+    """Parameters and buffers that belong to none of the layers."""
+    inside = {id(x) for name in layers for x in find_layer(model, name).modules()}
+    return [x for module in model.modules() if id(module) not in inside for x in _tensors(module)]
 
 
 def parameters_of(layer: nn.Module | nn.Parameter) -> list[nn.Parameter]:

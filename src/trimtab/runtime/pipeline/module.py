@@ -150,7 +150,8 @@ class StageModule(nn.Module):
         if not isinstance(leaf, Output):
             return leaf
         if leaf.name in run.received:
-            return run.received[leaf.name].clone()  # some code writes into what a layer returned
+            received = run.received[leaf.name]
+            return received.clone() if run.way.trace.writes else received
         return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
 
     def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ between layers is run as it is, and autograd records what it makes of those zero
 leads back to the layers that made it. So it is not written down for any family which tensors cross a cut: hidden
 states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias. What the functions
 that encode images return counts as made by one more layer, so that nothing of the tower is run behind it.
+
+All of it is on the host, and zeros take no memory as long as no code writes into them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, split_units
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
-from trimtab.runtime.pipeline.hollow import hollow_copy
+from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
 from trimtab.runtime.vision.outputs import columns_of, fill_features
 from trimtab.runtime.vision.seams import Seam, find_seams
 
+HOST = torch.device("cpu")
 _RANK = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
 
 
@@ -62,6 +65,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     result: frozenset[str] = frozenset()  # what the logits were made of
     samples: dict[str, Any] = field(default_factory=dict)  # "image features" -> what the function returned
+    writes: bool = False  # some code between layers writes into what a layer returned
     hidden: list[tuple[str, str]] = field(default_factory=list)  # (reader, writer) of what no layer returns
 
 
@@ -74,14 +78,18 @@ class Tracer:
         self._layers = {x.path: self._weightless(x.module) for x in self.units if x.module is not None}
         self._kinds = {path: _kind_of(layer) for path, layer in self._layers.items()}
         forwards = {path: functools.partial(self._call, path) for path in self._layers}
-        bare = {id(x.parameters[""]): torch.zeros_like(x.parameters[""]) for x in self.units if x.module is None}
+        bare = {
+            id(x.parameters[""]): torch.zeros_like(x.parameters[""], device=HOST)
+            for x in self.units
+            if x.module is None
+        }
         leaves = {key: nn.Parameter(value) for key, value in bare.items()}
         self._bare = {id(leaves[id(x.parameters[""])]): x.path for x in self.units if x.module is None}
-        self.device = next(model.parameters()).device
+        between = {id(x): x.to(HOST) for x in tensors_between(model, forwards) if x.device != HOST}
         configs = {id(c): copy.deepcopy(c) for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in configs.values():
             _choose_kernels(config)
-        self._model = hollow_copy(model, forwards, own={**leaves, **configs}, device=self.device)
+        self._model = hollow_copy(model, forwards, own={**between, **leaves, **configs}, device=HOST)
         for seam in seams_of(self._model):
             seam.put(functools.partial(self._encode, seam))
         self._encoding = False
@@ -92,8 +100,14 @@ class Tracer:
 
     def run(self, batch: Batch) -> Trace:
         """The calls of one forward; whatever the model's own code raises of the batch is the caller's."""
-        self._trace, self._leaves, self._made, self._inside = Trace(), {}, {}, {}
-        given = {key: _moved(value, self.device) for key, value in arguments_of(batch).items()}
+        try:
+            return self._run_once(batch, writes=False)
+        except Exception:  # most likely that zeros without memory cannot be written into
+            return self._run_once(batch, writes=True)
+
+    def _run_once(self, batch: Batch, *, writes: bool) -> Trace:
+        self._trace, self._leaves, self._made, self._inside = Trace(writes=writes), {}, {}, {}
+        given = {key: _moved(value, HOST) for key, value in arguments_of(batch).items()}
         with torch.enable_grad():
             result = self._model(**given)
         logits = result.logits if hasattr(result, "logits") else result[0]
@@ -150,12 +164,11 @@ class Tracer:
         return as_features(result, made, pieces=_pieces(result))
 
     def _new_leaf(self, like: Tensor, name: str) -> Tensor:
-        made = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-        if not made.is_floating_point():
-            return made
-        made.requires_grad_()
+        if not like.is_floating_point():
+            return torch.zeros(like.shape, dtype=like.dtype)
+        made = torch.zeros((), dtype=like.dtype).expand(like.shape).requires_grad_()
         self._leaves[id(made)] = (made, name)
-        return made.clone()  # some code writes into what a layer returned
+        return made.clone(memory_format=torch.contiguous_format) if self._trace.writes else made
 
     def _run(self, path: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Layers that are built and called alike return alike: they are run once."""
@@ -204,8 +217,9 @@ class Tracer:
         memo: dict[int, Any] = {}
         for parameter in layer.parameters():
             with self._fake:
-                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=HOST)
             memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
+        memo |= {id(buffer): buffer.detach().to(HOST, copy=True) for buffer in layer.buffers()}
         made = copy.deepcopy(layer, memo)
         for module in made.modules():
             _choose_kernels(getattr(module, "config", None))
