@@ -53,7 +53,7 @@ def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
 
 def tensors_between(model: nn.Module, layers: Iterable[str]) -> list[Tensor]:
     """Parameters and buffers that belong to none of the layers."""
-    inside = {id(x) for name in layers for x in find_layer(model, name).modules()}
+    inside = {id(x) for name in layers for x in model.get_submodule(name).modules()}
     return [x for module in model.modules() if id(module) not in inside for x in _tensors(module)]
 
 
