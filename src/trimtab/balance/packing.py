@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 
 from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
 from trimtab.balance.cost import CostWeights, default_cost
-from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
+from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
 from trimtab.errors import PackingError, join_problems
+from trimtab.options import Order, Oversize, PackMethod
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
-Method = Literal["balanced", "isf", "random", "length_group", "device_group"]
-METHODS: tuple[Method, ...] = ("balanced", "isf", "random", "length_group", "device_group")
-PADDED_METHODS: tuple[Method, ...] = ("random", "length_group", "device_group")
+METHODS: tuple[PackMethod, ...] = get_args(PackMethod)
+PADDED_METHODS: tuple[PackMethod, ...] = ("random", "length_group", "device_group")
 """Methods that know no limits: batches of about `batch_size` samples, padded to their longest."""
 
-Oversize = Literal["error", "alone", "skip"]
-OVERSIZE: tuple[Oversize, ...] = ("error", "alone", "skip")
+OVERSIZE: tuple[Oversize, ...] = get_args(Oversize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +37,7 @@ def pack_samples(
     limits: tuple[int, int],
     dp: int = 1,
     num_microbatches: int = 1,
-    method: Method = "balanced",
+    method: PackMethod = "balanced",
     order: Order = "random",
     cost: CostWeights | FloatArray | None = None,
     seed: int = 0,
@@ -147,7 +146,7 @@ def report_packing(
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
 
 
-def warm_up(*methods: Method) -> None:
+def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
     small = SampleTable(
         num_images=np.ones(40, np.int64),
@@ -176,7 +175,7 @@ def cost_column(samples: SampleTable, cost: CostWeights | FloatArray | None) -> 
     return column
 
 
-def _batch(method: Method, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
+def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
     from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
 
     if method == "random":
@@ -190,7 +189,7 @@ def _check(
     samples: SampleTable,
     limits: tuple[int, int],
     dp: int,
-    method: Method,
+    method: PackMethod,
     oversize: Oversize,
     fill: float | None,
     num_rounds: int,

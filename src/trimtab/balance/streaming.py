@@ -14,8 +14,9 @@ import numpy as np
 from trimtab.balance.aim import TIGHT_FILL, Aim, Style, choose_aim
 from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.columns import ColumnCost
-from trimtab.balance.dispatch import ORDERS, TOLERANCE, Order, order_packs
+from trimtab.balance.dispatch import ORDERS, TOLERANCE, order_packs
 from trimtab.errors import PackingError, join_problems
+from trimtab.options import Order
 
 Row = tuple[tuple[Any, ...], ...]
 """One pack for each rank, each the ids of its samples."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import ScheduleName
 from trimtab.partition.schedules import (
-    ScheduleName,
     check_schedule,
     devices_of_stages,
     peak_in_flight,

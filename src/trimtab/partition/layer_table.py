@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import RecomputeMode
 from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
-from trimtab.partition.stages import RecomputeMode
 from trimtab.partition.tiers import TierTable
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, RecomputeTier
 

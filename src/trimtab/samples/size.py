@@ -15,7 +15,8 @@ import numpy as np
 import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b
-from trimtab.samples.headers import MAX_PIXELS, Exif
+from trimtab.options import Exif, SpecialTokens
+from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
@@ -23,7 +24,7 @@ from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts
-from trimtab.samples.tokens import Rendered, SpecialTokens, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import AskedRule, ImageCounts, ImageMarkup, ImageRule
 

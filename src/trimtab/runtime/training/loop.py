@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
+from trimtab.options import AttentionImplementation
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.data.collate import Attention, PackedCollator
+from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.missing import UnreadableSampleError
@@ -83,7 +84,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         data = PlanDataset(
             conversations,
             conversations.records.samples,
-            on_error=settings.on_bad_sample,
+            on_error="filler" if settings.on_bad_sample == "filler" else "raise",
             fill_for=UnreadableSampleError,
         )
         loader = make_loader(settings, pipeline, data, sampler)
@@ -234,7 +235,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     return model.train()
 
 
-def _read_model(settings: TrainSettings, attention: Attention) -> Any:
+def _read_model(settings: TrainSettings, attention: AttentionImplementation) -> Any:
     cls = transformers.AutoModelForImageTextToText
     if settings.random_weights:
         config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
@@ -351,7 +352,7 @@ def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: value for name, value in pipeline.state_dict().items() if name not in names}
 
 
-def attention_of(plan: Plan, device: torch.device) -> Attention:
+def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
     """The plan's, in Transformers' words; sdpa for flash attention that is not installed."""
     planned = plan.inputs.training.attention
     if planned == "flash":
