@@ -69,38 +69,22 @@ def pack_samples(
     if len(large) and oversize == "error":
         raise PackingError(_describe_oversize(samples, large, limits))
     num_alone = len(large) if oversize == "alone" else 0
-    columns, column_cost = sizes[small], per_sample[small]
+    columns = sizes[small]
 
+    keys = {"seed": seed, "epoch": epoch}
     if len(small) == 0:
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
-        groups = pack_balanced(
-            columns,
-            column_cost,
-            limits=limits,
-            dp=dp,
-            seed=seed,
-            epoch=epoch,
-            aim=fill,
-            num_rounds=num_rounds,
-            num_others=num_alone,
-        )
+        how = {"dp": dp, "num_rounds": num_rounds, "num_others": num_alone, **keys}
+        groups = pack_balanced(columns, per_sample[small], limits=limits, aim=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
 
-        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, seed=seed, epoch=epoch)
+        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
     else:
         groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
-
-    groups = complete_rows(
-        groups,
-        small,
-        large if num_alone else large[:0],
-        columns,
-        limits,
-        dp=dp,
-        keys=(seed, epoch),
-    )
+    alone = large if num_alone else large[:0]
+    groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch))
     packing = Packing(
         offsets=groups.offsets,
         indices=groups.members,
@@ -112,13 +96,7 @@ def pack_samples(
     assert len(packing.indices) + len(packing.oversize) == n, "a sample was lost"
     pack_sums = np.column_stack([packing.sums(sizes), packing.sums(per_sample)]).astype(np.float64)
     schedule = dispatch_packs(
-        pack_sums,
-        dp=dp,
-        num_microbatches=num_microbatches,
-        order=order,
-        seed=seed,
-        epoch=epoch,
-        tolerance=tolerance,
+        pack_sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys
     )
     return PackResult(packing=packing, schedule=schedule)
 

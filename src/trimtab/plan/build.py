@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.balance.packing import pack_samples
+from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.plan.case import Case
+from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
@@ -24,7 +24,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.sharing.search import choose_vision
-from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
@@ -56,24 +56,8 @@ def make_plan(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
     setting, options = chosen.setting, chosen.options
-    packed = epoch.of_table(
-        pack_samples(
-            epoch.drawn,
-            limits=(setting.max_patches, setting.max_tokens),
-            dp=setting.dims.dp,
-            num_microbatches=setting.num_microbatches,
-            method=options.method,
-            order=options.order,
-            cost=price_samples(setting.profile, samples_work)[rows],
-            seed=options.seed,
-            oversize=options.oversize,
-        )
-    )
-    if packed.packing.num_packs == 0:
-        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
-    if options.leaves_steps_open:
-        packed = replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
-        setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
+    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[rows])
+    setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
     case = Case(
         model=model,
         samples=samples,
@@ -124,6 +108,28 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
         )
     refuse_oversize(epoch, options)
     return epoch
+
+
+def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: FloatArray) -> PackResult:
+    """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
+    packed = epoch.of_table(
+        pack_samples(
+            epoch.drawn,
+            limits=(setting.max_patches, setting.max_tokens),
+            dp=setting.dims.dp,
+            num_microbatches=setting.num_microbatches,
+            method=options.method,
+            order=options.order,
+            cost=cost,
+            seed=options.seed,
+            oversize=options.oversize,
+        )
+    )
+    if packed.packing.num_packs == 0:
+        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
+    if not options.leaves_steps_open:
+        return packed
+    return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
 
 
 def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
