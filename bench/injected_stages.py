@@ -19,7 +19,8 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, ScheduleName, device_of_stage
+from trimtab.options import ScheduleName
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, device_of_stage
 from trimtab.partition.simulate import BlockCosts
 from trimtab.specs import IntArray
 

@@ -23,9 +23,9 @@ from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.cost import TILE_COST, CostWeights
-from trimtab.balance.dispatch import Order
 from trimtab.balance.metrics import dist_ratio, utilisation
-from trimtab.balance.packing import Method, pack_samples, warm_up
+from trimtab.balance.packing import pack_samples, warm_up
+from trimtab.options import Order, PackMethod
 from trimtab.specs import SampleTable
 
 WINDOW = 1000  # samples the trainers' packers look at together (Datasets' map batch)
@@ -141,7 +141,7 @@ def as_rows(packs: Packs, dp: int) -> np.ndarray:
 
 
 def our_rows(
-    table: SampleTable, limits: tuple[int, int], dp: int, cost: np.ndarray, method: Method, order: Order
+    table: SampleTable, limits: tuple[int, int], dp: int, cost: np.ndarray, method: PackMethod, order: Order
 ) -> np.ndarray:
     result = pack_samples(table, limits=limits, dp=dp, cost=cost, method=method, order=order)
     parts = np.split(result.packing.indices, result.packing.offsets[1:-1])

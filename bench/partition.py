@@ -18,10 +18,10 @@ from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
+from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.baselines import even_stages, parameter_stages
 from trimtab.partition.bmp import bmp_split, simulated_seconds
-from trimtab.partition.schedules import ScheduleName
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.options import Tower
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, Profile, RecomputeTier, Stage, Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, Profile, RecomputeTier, Stage
 
 NUM_INSTANCES = 1000
 NOTHING = (0.0,) * NUM_WORK_TERMS

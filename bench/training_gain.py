@@ -35,14 +35,15 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from lengths import DEFAULT_DATA, make_table, read_mixture
 from trimtab.balance.cost import CostWeights
 from trimtab.balance.dispatch import dispatch_packs
-from trimtab.balance.packing import Method, PackResult, pack_samples
+from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.options import PackMethod
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.loss import IGNORED, packed_loss
 from trimtab.specs import Packing, SampleTable
 
 LIMITS = (9, 4096)  # tiles and tokens of a pack, before scaling
 VOCABULARY, IMAGE_TOKEN, PATCH = 4096, 4095, 14
-SCHEMES: tuple[tuple[str, Method], ...] = (
+SCHEMES: tuple[tuple[str, PackMethod], ...] = (
     ("padded, random", "random"),
     ("padded, length-grouped", "length_group"),
     ("ISF packs", "isf"),
@@ -280,7 +281,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     cost = step_cost(model, scale)
     packed = PackedCollator(model.config, attention=arguments.attention, vision_in_every_pack=False)
 
-    def pack(method: Method, batch_size: float = 4) -> PackResult:
+    def pack(method: PackMethod, batch_size: float = 4) -> PackResult:
         return pack_samples(
             table, limits=limits, dp=dp, method=method, cost=cost, seed=arguments.seed, batch_size=batch_size
         )
@@ -295,15 +296,15 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
         f"{limits[0]} tiles and {limits[1]} tokens, padded batches of {batch_size:.1f} samples"
     )
 
-    def batch_of(method: Method, number: int) -> MicroBatch:
+    def batch_of(method: PackMethod, number: int) -> MicroBatch:
         collate = pad_samples if method in ("random", "length_group") else packed
         return make_batch(results[method], number, table, scale, dtype, collate)
 
-    seconds: dict[Method, np.ndarray] = {}
-    losses: dict[Method, float] = {}
+    seconds: dict[PackMethod, np.ndarray] = {}
+    losses: dict[PackMethod, float] = {}
     batches = {m: [batch_of(m, p) for p in range(results[m].packing.num_packs)] for _, m in SCHEMES}
     time_once(model, optimizer, batches["balanced"][0], num_labels)  # warm up; makes AdamW's state
-    memory: dict[Method, int] = {}
+    memory: dict[PackMethod, int] = {}
     for _ in range(arguments.repeats):
         for _, method in SCHEMES:
             if arguments.device == "cuda":

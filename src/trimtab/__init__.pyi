@@ -11,6 +11,7 @@ from trimtab.errors import (
     UnknownModelError as UnknownModelError,
     UnsupportedPlanError as UnsupportedPlanError,
 )
+from trimtab.options import ReadingOptions as ReadingOptions
 from trimtab.models.describe import (
     describe as describe,
     read_config as read_config,
@@ -66,10 +67,7 @@ from trimtab.plan.file.placement import load_placement as load_placement
 from trimtab.plan.plan import Plan as Plan
 from trimtab.plan.sharing.choice import VisionChoice as VisionChoice
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
-from trimtab.runtime.data.conversations import (
-    open_conversations as open_conversations,
-    ReadingOptions as ReadingOptions,
-)
+from trimtab.runtime.data.conversations import open_conversations as open_conversations
 from trimtab.runtime.data.dataset import (
     PlanBatchSampler as PlanBatchSampler,
     PlanDataLoader as PlanDataLoader,

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import TrimtabError
+from trimtab.options import RecomputedTier as RecomputedTier
+from trimtab.options import Tower as Tower
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-Tower = Literal["vision", "projector", "language", "audio"]
 LayerKind = Literal["embed", "block", "norm", "projector", "head"]
 
 WORK_TERMS = (
@@ -421,7 +422,6 @@ class Schedule:
 # -- costs ----------------------------------------------------------------------------------------------------------
 
 
-RecomputedTier = Literal["selective", "attention", "full", "offload"]
 """How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
 alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 

@@ -20,6 +20,7 @@ import pytest
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, split_problems
 from trimtab.errors import UnsupportedPlanError
+from trimtab.options import Tower
 from trimtab.specs import (
     AttentionSpec,
     ImageCounts,
@@ -30,7 +31,6 @@ from trimtab.specs import (
     ParallelDims,
     RecomputeChoice,
     Stage,
-    Tower,
 )
 
 pytestmark = pytest.mark.integration

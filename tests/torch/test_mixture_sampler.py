@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the sampler is torch's")
 from trimtab.costs.devices import parse_cluster  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.plan.build import make_plan, write_plan  # noqa: E402
-from trimtab.plan.decide.mixture import draw_sources  # noqa: E402
+from trimtab.plan.decide.mixture import draw_epoch  # noqa: E402
 from trimtab.plan.options import PlanOptions  # noqa: E402
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset  # noqa: E402
 from trimtab.runtime.data.missing import MissingSample  # noqa: E402
@@ -65,14 +65,14 @@ def run(
 
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_ranks_see_every_row_as_often_as_it_is_drawn(folder: Path, samples: SampleTable, dp: int) -> None:
-    times = draw_sources(samples, WEIGHTS, num_drawn=100).times
+    times = draw_epoch(samples, WEIGHTS, num_drawn=100).times
     assert times.max() == 4
     assert times.min() == 0
     assert np.bincount(run(folder, dp=dp), minlength=60).tolist() == times.tolist()
 
 
 def test_a_resumed_epoch_sees_the_rest_of_the_repeats(folder: Path, samples: SampleTable) -> None:
-    times = draw_sources(samples, WEIGHTS, num_drawn=100).times
+    times = draw_epoch(samples, WEIGHTS, num_drawn=100).times
     state = PlanBatchSampler(folder, dp=4, rank=0).state_dict(num_batches=2)
     seen = np.bincount(run(folder, dp=4, num_batches=2), minlength=60)
     rest = np.bincount(run(folder, dp=2, state=state), minlength=60)
@@ -82,7 +82,7 @@ def test_a_resumed_epoch_sees_the_rest_of_the_repeats(folder: Path, samples: Sam
 
 
 def test_a_bad_sample_is_replaced_and_counted_each_time_it_is_drawn(folder: Path, samples: SampleTable) -> None:
-    times = draw_sources(samples, WEIGHTS, num_drawn=100).times
+    times = draw_epoch(samples, WEIGHTS, num_drawn=100).times
     bad = int(times.argmax())
 
     class Data:

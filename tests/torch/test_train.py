@@ -334,7 +334,7 @@ def test_the_log_can_be_read_while_it_is_written(folder, alone):
     [
         ({"optimizer": "Adamm"}, "optimizer 'Adamm' is no class of torch.optim"),
         ({"steps": 0, "keep": 0}, r"steps 0 was asked for(.|\n)*keep 0 was asked for"),
-        ({"vision_dp": "auto"}, "vision_dp 'auto' was asked for: choose plan, dispatch or off"),
+        ({"vision_dp": "auto"}, "vision_dp 'auto' was asked for: choose one of plan, dispatch, off"),
         ({"learning_rate": float("nan")}, r"learning_rate \(--lr\) nan was asked for: give a number above 0"),
         ({"optimizer": "LBFGS"}, "needs closures"),
         (

@@ -19,6 +19,7 @@ from test_conversations import write_data, write_model
 import trimtab
 from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
+from trimtab.options import Tower
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -26,7 +27,6 @@ from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, Vision
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.tokens import MARKUPS
-from trimtab.specs import Tower
 
 NUM_SAMPLES = 24
 

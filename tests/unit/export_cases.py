@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from trimtab.options import Tower
 from trimtab.specs import (
     AttentionSpec,
     ImageCounts,
@@ -13,7 +14,6 @@ from trimtab.specs import (
     ModelSpec,
     RecomputeChoice,
     Stage,
-    Tower,
 )
 
 

@@ -14,6 +14,7 @@ FLOORS = {
     "errors": 0,
     "compiled": 0,
     "files": 0,
+    "options": 0,
     "units": 0,
     "typed_json": 0,
     "specs": 0,

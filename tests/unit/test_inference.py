@@ -164,7 +164,7 @@ def test_every_wrong_setting_is_named_at_once():
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("asked", [{"batch": 10**20}, {"seq_len": 10**16}, {"max_new_tokens": 10**17}])
+@pytest.mark.parametrize("asked", [{"batch": 10**12}, {"seq_len": 10**12}, {"max_new_tokens": 10**12}])
 def test_a_workload_beyond_counting_is_refused(asked):
     """Past int64 it would wrap around, and seem to fit."""
     with pytest.raises(PartitionError, match=r"make one layer take more than 8 PiB: give less of them"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.aim import LOOSE_FILLS, TIGHT_FILL
+from trimtab.balance.aim import NUMBERS
 from trimtab.balance.columns import ColumnCost, open_packed, pack_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
@@ -122,7 +122,7 @@ def test_the_fill_is_chosen_once_for_all_shards():
     chosen = pack_columns(columns, **arguments)
     assert any(
         pack_columns(columns, fill=fill, **arguments).indices.tobytes() == chosen.indices.tobytes()
-        for fill in (TIGHT_FILL, *LOOSE_FILLS)
+        for fill in (NUMBERS.tight_fill, *NUMBERS.loose_fills)
     )
 
 

@@ -54,7 +54,7 @@ def written(folder: Path, packing: Packing = PACKING, schedule: Schedule = SCHED
 
 
 def test_packs_load_as_they_were_written(tmp_path: Path) -> None:
-    loaded = load_packs(tmp_path, written(tmp_path), num_samples=3)
+    loaded = load_packs(tmp_path, written(tmp_path), times=np.ones(3, np.int64))
     np.testing.assert_array_equal(loaded.packing.indices, PACKING.indices)
     np.testing.assert_array_equal(loaded.schedule.table, SCHEDULE.table)
 
@@ -74,4 +74,4 @@ def test_tables_that_point_outside_are_refused(
     tmp_path: Path, packing: Packing, schedule: Schedule, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        load_packs(tmp_path, written(tmp_path, packing, schedule), num_samples=3)
+        load_packs(tmp_path, written(tmp_path, packing, schedule), times=np.ones(3, np.int64))

@@ -134,7 +134,7 @@ def test_a_missing_binary_or_huge_file_is_refused(tmp_path):
 
 def test_estimates_add_up_to_the_placement():
     placement = place(MODEL, MACHINE, WORK)
-    record = placement_file(model=MODEL, machine=MACHINE, workload=WORK, placement=placement)
+    record = placement_file(MODEL, MACHINE, WORK, placement)
     for row, use in zip(record.estimates.devices, placement.uses, strict=True):
         parts = row.weights_gib + row.kv_gib + row.activations_gib + row.streamed_gib + row.reserve_gib
         assert parts == pytest.approx(row.total_gib, abs=0.003)

@@ -17,7 +17,7 @@ from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import replan
-from trimtab.plan.decide.mixture import describe_draw, draw_sources
+from trimtab.plan.decide.mixture import describe_draw, draw_epoch
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details, reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
@@ -66,7 +66,7 @@ def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(
         parts[0] = (parts[0][0], 1)
     samples = of_sources([size for size, _ in parts])
     weights = [(name, float(weight)) for name, (_, weight) in zip("abcdefgh", parts, strict=False)]
-    draw = draw_sources(samples, weights[::-1], num_drawn=num_drawn, seed=seed)
+    draw = draw_epoch(samples, weights[::-1], num_drawn=num_drawn, seed=seed)
     assert draw.times.sum() == len(draw.rows) == num_drawn
     assert np.array_equal(np.bincount(draw.rows, minlength=len(samples)), draw.times)
     for number, source in enumerate(draw.sources):
@@ -76,12 +76,12 @@ def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(
         assert times.max() - times.min() <= 1
         share = num_drawn * source.weight / sum(weight for _, weight in weights)
         assert abs(source.num_drawn - share) < 1
-    again = draw_sources(samples, weights, num_drawn=num_drawn, seed=seed)
+    again = draw_epoch(samples, weights, num_drawn=num_drawn, seed=seed)
     assert np.array_equal(again.times, draw.times)
 
 
 def test_what_repeats_and_what_is_left_out_is_said() -> None:
-    draw = draw_sources(of_sources([3, 10, 4, 2]), [("a", 2), ("b", 1), ("c", 1), ("d", 0)], num_drawn=16)
+    draw = draw_epoch(of_sources([3, 10, 4, 2]), [("a", 2), ("b", 1), ("c", 1), ("d", 0)], num_drawn=16)
     assert describe_draw(draw.sources) == (
         "Source a, weight 2: 8 of 16 drawn samples, each of its 3 drawn 2 times, 2 of them once more.",
         "Source b, weight 1: 4 of 16 drawn samples, 6 of its 10 left out.",
@@ -94,7 +94,7 @@ def test_what_repeats_and_what_is_left_out_is_said() -> None:
 def test_all_problems_of_the_weights_are_named_at_once() -> None:
     empty = dataclasses.replace(of_sources([3, 2]), source_names=("a", "b", "gone"))
     with pytest.raises(PlanError) as error:
-        draw_sources(empty, [("a", -1), ("x", 2), ("x", float("nan")), ("gone", 3)], num_drawn=0)
+        draw_epoch(empty, [("a", -1), ("x", 2), ("x", float("nan")), ("gone", 3)], num_drawn=0)
     assert str(error.value).splitlines() == [
         "source 'x' has two weights: give it one",
         "source 'a' was to have weight -1, which is no proportion: give 0 or more",
@@ -105,7 +105,7 @@ def test_all_problems_of_the_weights_are_named_at_once() -> None:
         "0 samples were to be drawn, which is no epoch: draw 1 or more",
     ]
     with pytest.raises(PlanError, match="all weights are 0, which draws nothing: give one source a weight above 0"):
-        draw_sources(of_sources([1]), [("a", 0)])
+        draw_epoch(of_sources([1]), [("a", 0)])
 
 
 def test_weights_that_no_data_could_have_are_refused_before_there_is_data() -> None:
@@ -119,7 +119,7 @@ def test_weights_that_no_data_could_have_are_refused_before_there_is_data() -> N
 
 
 def test_packs_hold_rows_of_the_data_as_often_as_they_are_drawn(samples: SampleTable, made: PlanDetails) -> None:
-    draw = draw_sources(samples, OPTIONS.weights, seed=OPTIONS.seed)
+    draw = draw_epoch(samples, OPTIONS.weights, seed=OPTIONS.seed)
     assert draw.times.max() > 1
     assert draw.times.min() == 0
     packing, decision = made.packing, made.plan.decisions.packing
@@ -179,12 +179,12 @@ def test_a_pack_too_many_of_a_sample_is_found(made: PlanDetails, tmp_path: Path)
     from trimtab.plan.decide.packs import pack_contents
     from trimtab.plan.file.yaml import name_table
 
-    table = name_table("indices.npy", pack_contents(packing, made.schedule)["indices.npy"])
+    contents = pack_contents(packing, made.schedule)
+    table = name_table("indices.npy", contents["indices.npy"])
     decision = dataclasses.replace(made.plan.decisions.packing, indices=table)
     decisions = dataclasses.replace(made.plan.decisions, packing=decision)
-    write_plan(
-        dataclasses.replace(made, packing=packing, plan=dataclasses.replace(made.plan, decisions=decisions)), tmp_path
-    )
+    plan, tables = dataclasses.replace(made.plan, decisions=decisions), {**made.tables, **contents}
+    write_plan(dataclasses.replace(made, plan=plan, tables=tables), tmp_path)
     problems = "\n".join(check_plan(tmp_path))
     assert "1 samples are packed more often than the weights draw them: run `trimtab plan` again" in problems
     assert "1 samples are in no pack, and the plan says that 0 were left out" in problems
@@ -196,7 +196,7 @@ def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(
     limits = {"max_patches": 3075, "max_tokens": 4096}
     options = dataclasses.replace(OPTIONS, **limits, oversize="skip", num_drawn=900)
     made = make_plan(MODEL, samples, CLUSTER, options)
-    draw = draw_sources(samples, options.weights, num_drawn=900, seed=options.seed)
+    draw = draw_epoch(samples, options.weights, num_drawn=900, seed=options.seed)
     over = (samples.num_patches > 3075) | (samples.num_tokens > 4096)
     expected = np.where(over, draw.times, 0)
     assert expected.sum() > 0

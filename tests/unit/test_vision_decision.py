@@ -397,12 +397,24 @@ def test_reports_of_plans_without_it_do_not_mention_it():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"group": "ep"}, "vision_dp 'ep' was asked for: choose one of none, auto, tp, cp, sp, dp"),
-        ({"group": "tp", "exchange": "shout"}, "vision exchange 'shout' was asked for: choose one of gather, routed"),
-        ({"group": "tp", "rule": "random"}, "vision rule 'random' was asked for: choose one of balanced, contiguous"),
-        ({"group": "tp", "objective": "fun"}, "vision objective 'fun' was asked for: choose one of time, memory"),
-        ({"group": "tp", "reduction": "max"}, "vision reduction 'max' was asked for: choose one of sum, mean"),
-        ({"group": "tp", "pooling": 0}, "vision pooling 0 was asked for, and it counts micro-batches: give 1 or more"),
+        ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, cp, sp, dp"),
+        (
+            {"group": "tp", "exchange": "shout"},
+            "(--vision-exchange) 'shout' was asked for: choose one of gather, routed",
+        ),
+        (
+            {"group": "tp", "rule": "random"},
+            "(--vision-rule) 'random' was asked for: choose one of balanced, contiguous",
+        ),
+        (
+            {"group": "tp", "objective": "fun"},
+            "(--vision-objective) 'fun' was asked for: choose one of time, memory",
+        ),
+        (
+            {"group": "tp", "reduction": "max"},
+            "(--vision-reduction) 'max' was asked for: choose one of sum, mean",
+        ),
+        ({"group": "tp", "pooling": 0}, "pooling (--vision-pooling) 0 was asked for: give 1 or more"),
         ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
         ({"group": "auto", "exchange": "gather"}, "depends on the group: name it instead of auto"),
         ({"group": "tp", "exchange": "routed"}, "ranks hold the same images and embed all of their tokens: choose gat"),

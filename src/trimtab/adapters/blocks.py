@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.specs import ModelSpec, RecomputeChoice, RecomputedTier, Stage, Tower
+from trimtab.options import RecomputedTier, Tower
+from trimtab.specs import ModelSpec, RecomputeChoice, Stage
 
 TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
 """From what holds least to what holds most."""

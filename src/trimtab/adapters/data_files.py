@@ -61,7 +61,7 @@ def read_planned(path: Path) -> PlannedPacks:
     plan, folder = load_plan(path), path if path.is_dir() else path.parent
     table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
-    packs = load_packs(folder, plan.decisions.packing, num_samples=len(samples))
+    packs = load_packs(folder, plan.decisions.packing, times=np.ones(len(samples), np.int64))
     if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
         raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")
     return PlannedPacks(

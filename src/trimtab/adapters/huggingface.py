@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from trimtab.adapters.blocks import TIERS, recomputing
 from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.options import RecomputedTier, Tower
 from trimtab.plan.file.modules import fold_modules
-from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage, Tower
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 _REMOTE_CODE = ("internvl_chat", "kimi_vl", "minicpmv")
 _APPLY = """from trimtab.runtime.recompute.apply import apply

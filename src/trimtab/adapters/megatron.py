@@ -123,10 +123,7 @@ def megatron_flags(
         raise UnsupportedPlanError(join_problems(problems))
 
     counts = tuple(sum(is_block(model, i) for i in range(stage.start, stage.stop)) for stage in stages)
-    layout = "|".join(
-        ("E" if s == 0 else "") + _blocks(count) + ("L" if s == len(counts) - 1 else "")
-        for s, count in enumerate(counts)
-    )
+    layout = "E" + "|".join(map(_blocks, counts)) + "L"
     warnings: list[str] = []
     recompute = language_recompute(model, stages, counts, warnings)
     vision = vision_fields(model, stages[0], dims, warnings)
@@ -138,14 +135,7 @@ def megatron_flags(
             "Megatron-LM's vision-language examples know no interleaving (NVIDIA/Megatron-LM#2866): make sure that "
             "your launcher builds the vision tower in the first chunk of the first rank alone"
         )
-    degrees: dict[str, Setting] = {
-        "tensor_model_parallel_size": dims.tp,
-        "pipeline_model_parallel_size": dims.pp,
-    }
-    if dims.cp > 1:
-        degrees["context_parallel_size"] = dims.cp
-    if sequence_parallel and dims.tp > 1:
-        degrees["sequence_parallel"] = True
+    degrees = _degrees(dims, sequence_parallel=sequence_parallel)
     rest: dict[str, Setting] = {
         **recompute,
         "micro_batch_size": microbatch_size,
@@ -163,6 +153,18 @@ def megatron_flags(
         runs=as_run(model, stages, recompute),
         warnings=tuple(warnings),
     )
+
+
+def _degrees(dims: ParallelDims, *, sequence_parallel: bool) -> dict[str, Setting]:
+    degrees: dict[str, Setting] = {
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+    }
+    if dims.cp > 1:
+        degrees["context_parallel_size"] = dims.cp
+    if sequence_parallel and dims.tp > 1:
+        degrees["sequence_parallel"] = True
+    return degrees
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from trimtab.adapters.blocks import (
     recomputed_blocks,
     recomputing,
 )
-from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, Stage, Tower
+from trimtab.options import Tower
+from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, Stage
 from trimtab.units import format_count
 
 Setting = int | str | bool | tuple[str, ...]

@@ -76,17 +76,7 @@ def pai_export(
 
     `price` is the step time of the best plan they can run, relative to this plan's; it is quoted in a refusal.
     """
-    problems: list[str] = []
-    if model.family not in FAMILIES:
-        problems.append(
-            f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
-            f"for {', '.join(FAMILIES)}: export to megatron instead"
-        )
-    if num_chunks > 1:
-        problems.append(
-            f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
-            "the language model alone: plan with 1F1B"
-        )
+    problems = _unscripted(model, num_chunks)
     export: MegatronExport | None = None
     try:
         export = megatron_flags(
@@ -120,15 +110,7 @@ def pai_export(
     cleared = model.family != "qwen2_vl"
     warnings = [w for w in export.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
     if recompute:
-        tiers = count_by_tier(stages)
-        warnings += lost_tiers(tiers, "layers", "the scripts recompute blocks in full")
-        chosen = tiers.total()
-        total = sum(stage.num_recomputed() for stage in runs)
-        if chosen < total:
-            warnings.append(
-                f"recompute of {chosen} layers is planned, and the scripts recompute every block of both towers or "
-                f"none: all {total} are, which holds less and takes longer"
-            )
+        warnings += _recompute_warnings(stages, runs)
     arguments = _OWN | {
         3: "1",
         4: str(dims.dp * num_microbatches),
@@ -148,6 +130,33 @@ def pai_export(
         runs=runs,
         warnings=tuple(warnings),
     )
+
+
+def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
+    problems = []
+    if model.family not in FAMILIES:
+        problems.append(
+            f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
+            f"for {', '.join(FAMILIES)}: export to megatron instead"
+        )
+    if num_chunks > 1:
+        problems.append(
+            f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
+            "the language model alone: plan with 1F1B"
+        )
+    return problems
+
+
+def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[str]:
+    tiers = count_by_tier(stages)
+    warnings = list(lost_tiers(tiers, "layers", "the scripts recompute blocks in full"))
+    chosen, total = tiers.total(), sum(stage.num_recomputed() for stage in runs)
+    if chosen < total:
+        warnings.append(
+            f"recompute of {chosen} layers is planned, and the scripts recompute every block of both towers or "
+            f"none: all {total} are, which holds less and takes longer"
+        )
+    return warnings
 
 
 def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:

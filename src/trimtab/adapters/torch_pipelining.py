@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.partition.schedules import ScheduleName, device_of_stage
+from trimtab.options import ScheduleName
+from trimtab.partition.schedules import device_of_stage
 from trimtab.plan.decide.expressible import recompute_offloaded
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 

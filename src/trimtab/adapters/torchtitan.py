@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from trimtab.adapters.blocks import TIERS, blocks_of, lost_tiers, recomputing
 from trimtab.adapters.refusals import price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, RecomputedTier, Stage
+from trimtab.options import RecomputedTier
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 _POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
 _ATTENTION_POLICY = '''from dataclasses import dataclass

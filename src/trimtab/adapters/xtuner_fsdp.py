@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from trimtab.adapters.blocks import blocks_of, has_other_kinds, lost_tiers, recomputed_blocks, recomputing
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, Stage, Tower
+from trimtab.options import Tower
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 
 FAMILIES = ("internvl", "internvl_chat", "qwen3_vl", "qwen3_vl_moe")
 _FIELDS: dict[Tower, str] = {"language": "recompute_ratio", "vision": "vision_recompute_ratio"}

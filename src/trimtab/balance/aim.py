@@ -15,23 +15,37 @@ from trimtab.specs import FloatArray
 if TYPE_CHECKING:
     from trimtab.balance.window import Effort
 
-TIGHT_FILL, LOOSE_FILLS = 0.9955, (0.99, 0.985)
-"""Share of the packs' room that is used: as full as most data allow, and with room to even out the cost."""
 
-WORTH, WORTH_OF_MANY = 0.012, 0.004
-"""A looser fill is taken where it shortens the modelled time of a trial window by more than this; the second in rows of
-more than `EVEN_RANKS` packs, where the largest of them decides and every seed should decide alike."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AimNumbers:
+    """Every tuned number of this file. `python bench/aim_sweep.py` varies one at a time and prints what it costs.
 
-WORTH_OF_MORE = 0.003
-"""The loosest fill is taken where it shortens that time by this much more."""
+    Weights count squared differences from the mean pack, slopes what is above it, of columns relative to their means.
+    """
 
-EVEN_PRICE = 0.006
-"""All columns are evened out, not the cost alone, where that lengthens the modelled time by no more than this."""
+    tight_fill: float = 0.9955  # share of the packs' room that is used: as full as most data allow
+    loose_fills: tuple[float, ...] = (0.99, 0.985)  # the same, with room to even out the cost
+    worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
+    worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
+    worth_of_more: float = 0.003  # the loosest fill is taken where it shortens that time by this much more
+    even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
+    even_ranks: int = 32  # rows of more packs even out the cost alone: their largest takes all the room there is
+    trial_packs: int = 2048
+    trial_rows: int = 32
+    tight_fullest: float = 0.1  # weight of the fullest column of tight packs, which its limit holds; the others 1
+    cost_weight: float = 8.0  # of the cost in loose packs
+    cost_fullest: float = 0.1  # style "cost": weights of the fullest column and of the others, slope of the cost
+    cost_others: float = 0.02
+    cost_slope: float = 0.1
+    even_fullest: float = 0.3  # styles "both" and "even": the same
+    even_others: float = 0.1
+    even_cost_slope: float = 0.2
+    fullest_slope: float = 0.1  # and slopes of the fullest column and of the others
+    both_slope: float = 0.1
+    even_slope: float = 0.2
 
-EVEN_RANKS = 32
-"""Rows of more packs even out the cost alone: the largest of so many takes all the room there is."""
 
-TRIAL_PACKS, TRIAL_ROWS = 2048, 32
+NUMBERS = AimNumbers()
 
 Style = Literal["tight", "cost", "both", "even"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
@@ -62,19 +76,18 @@ class Aim:
         """
         from trimtab.balance.window import sum_columns
 
-        D = columns.shape[1]
+        D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))
+        weights, slopes = np.ones(D), np.zeros(D)
         if self.style == "tight":
-            weights, slopes = np.ones(D), np.zeros(D)
-            weights[fullest] = 0.1
+            weights[fullest] = n.tight_fullest
         elif self.style == "cost":
-            weights, slopes = np.full(D, 0.02), np.zeros(D)
-            weights[fullest], weights[-1], slopes[-1] = 0.1, 8.0, 0.1
+            weights[:] = n.cost_others
+            weights[fullest], weights[-1], slopes[-1] = n.cost_fullest, n.cost_weight, n.cost_slope
         else:
-            weights = np.full(D, 0.1)
-            weights[fullest], weights[-1] = 0.3, 8.0
-            slopes = np.full(D, 0.1 if self.style == "both" else 0.2)
-            slopes[fullest], slopes[-1] = 0.1, 0.2
+            weights[:], slopes[:] = n.even_others, n.both_slope if self.style == "both" else n.even_slope
+            weights[fullest], weights[-1] = n.even_fullest, n.cost_weight
+            slopes[fullest], slopes[-1] = n.fullest_slope, n.even_cost_slope
         return Pull(weights, slopes)
 
     def effort(self, num_rounds: int) -> Effort:
@@ -105,31 +118,32 @@ def choose_aim(
     """
     from trimtab.balance.window import sum_columns
 
-    if fill is not None and fill > 0.5 * (TIGHT_FILL + LOOSE_FILLS[0]):
+    n = NUMBERS
+    if fill is not None and fill > 0.5 * (n.tight_fill + n.loose_fills[0]):
         return Aim(fill, "tight")
     fullest = float(sum_columns(counted).max())
-    num_packs = min(2 * TRIAL_PACKS, max(TRIAL_PACKS, TRIAL_ROWS * dp))
+    num_packs = min(2 * n.trial_packs, max(n.trial_packs, n.trial_rows * dp))
     num_trial = int(np.ceil(len(columns) * min(1.0, num_packs / max(fullest, 1.0))))
     trial = columns[:num_trial]
 
     def time_of(aim: Aim) -> float:
         return _model_time(trial, counted[:num_trial], bounds, aim, dp, num_packs, num_rounds)
 
-    first, *looser = LOOSE_FILLS if fill is None else (fill,)
+    first, *looser = n.loose_fills if fill is None else (fill,)
     best = Aim(first, "cost")
     shortest = time_of(best)
     for loose in looser:
         time = time_of(Aim(loose, "cost"))
-        if time < (1.0 - WORTH_OF_MORE) * shortest:
+        if time < (1.0 - n.worth_of_more) * shortest:
             best, shortest = Aim(loose, "cost"), time
     if fill is None:
-        tight, worth = Aim(TIGHT_FILL, "tight"), WORTH if dp <= EVEN_RANKS else WORTH_OF_MANY
+        tight, worth = Aim(n.tight_fill, "tight"), n.worth if dp <= n.even_ranks else n.worth_of_many
         if shortest >= (1.0 - worth) * time_of(tight):
             return tight
     chosen = best
-    for style in LOOSE_STYLES[1:] if dp <= EVEN_RANKS else ():
+    for style in LOOSE_STYLES[1:] if dp <= n.even_ranks else ():
         aim = Aim(best.fill, style)
-        if time_of(aim) > (1.0 + EVEN_PRICE) * shortest:
+        if time_of(aim) > (1.0 + n.even_price) * shortest:
             break
         chosen = aim
     return chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.aim import TIGHT_FILL, Aim, choose_aim
+from trimtab.balance.aim import NUMBERS, Aim, choose_aim
 from trimtab.balance.groups import Groups, shuffle_rows
 from trimtab.specs import FloatArray, IntArray
 
@@ -50,7 +50,7 @@ def pack_balanced(
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     stream = _shuffle(sizes, cost, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
-    counted = counted_columns(sizes[stream.order], limits, TIGHT_FILL)
+    counted = counted_columns(sizes[stream.order], limits, NUMBERS.tight_fill)
     if not isinstance(aim, Aim):
         aim = choose_aim(stream.columns, counted, bounds, dp, num_rounds, aim)
     streamed = pack_stream(
@@ -84,7 +84,7 @@ def aim_for(
     from trimtab.balance.bound import counted_columns
 
     stream = _shuffle(sizes, cost, seed, epoch, 0)
-    counted = counted_columns(sizes[stream.order], limits, TIGHT_FILL)
+    counted = counted_columns(sizes[stream.order], limits, NUMBERS.tight_fill)
     return choose_aim(stream.columns, counted, np.array([*limits, np.inf]), dp, num_rounds, fill)
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.balanced import NUM_ROUNDS
-from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
+from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.errors import PackingError, join_problems
 from trimtab.files import write_atomically
+from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray, Packing, Schedule
 
 Column = npt.NDArray[Any]

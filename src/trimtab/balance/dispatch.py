@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 
 from trimtab.errors import PackingError
+from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray, Schedule
 
-Order = Literal["random", "tolerance", "sorted"]
-ORDERS: tuple[Order, ...] = ("random", "tolerance", "sorted")
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 BLOCK_STEPS = 512
 """Steps within which `tolerance` and `sorted` may move a pack: the reach of their disorder."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.balance.image_search import balance, cut
-from trimtab.balance.images import WHOLE, Rule
+from trimtab.balance.images import WHOLE
 from trimtab.compiled import compiled
+from trimtab.options import Rule
 from trimtab.specs import FloatArray, IntArray
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import PackingError
+from trimtab.options import Rule
 from trimtab.specs import WORK_TERMS, FloatArray, IntArray, Profile
 
-Rule = Literal["balanced", "contiguous"]
-RULES: tuple[Rule, ...] = ("balanced", "contiguous")
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 WHOLE = 2.0**50
 """Costs become integers that sum to about this: comparisons and sums are then exact, whatever the order."""

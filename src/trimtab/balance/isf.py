@@ -58,9 +58,7 @@ def _iterate(
     sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
 ) -> tuple[IntArray, IntArray]:
     n, k = sizes.shape
-    left = np.empty(n, np.int64)
-    for i in range(n):
-        left[i] = i
+    left = np.arange(n)
     kept = np.empty(n, np.int64)
     starts = np.zeros(n + 1, np.int64)
     num_kept, num_packs = 0, 0
@@ -101,9 +99,7 @@ def _iterate(
                 for d in range(k):
                     total[d] += sizes[left[position], d]
         left = left[:num_left]
-    order = np.empty(num_packs, np.int64)
-    for i in range(num_packs):
-        order[i] = i
+    order = np.arange(num_packs)
     shuffle(order, state)
     members = np.empty(n, np.int64)
     offsets = np.zeros(num_packs + 1, np.int64)

@@ -137,20 +137,8 @@ def report_balance(
     sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1)[packing.indices]
     alone = (sizes > np.array(packing.limits)).any(axis=1)
     bound = lower_bound_packs(sizes[~alone], packing.limits) + int(alone.sum())
-    step_of_pack = np.empty(num_packs, np.int64)
-    steps, _, _ = np.nonzero(schedule.table >= 0)
-    step_of_pack[schedule.table[schedule.table >= 0]] = steps
-    step_of_sample = np.repeat(step_of_pack, np.diff(packing.offsets))
-    num_sources = int(samples.source.max()) + 1 if len(samples) else 1
-    histograms = np.bincount(
-        step_of_sample * num_sources + samples.source[packing.indices], minlength=schedule.num_steps * num_sources
-    ).reshape(-1, num_sources)
-    per_step = np.bincount(step_of_sample, minlength=schedule.num_steps)
-    tokens = np.bincount(step_of_sample, samples.num_tokens[packing.indices], minlength=schedule.num_steps)
-    used = per_step > 0
-
-    limits = packing.limits
-    room = max(1, num_packs)
+    limits, room = packing.limits, max(1, num_packs)
+    chi2, acf1 = _shuffle_figures(samples, packing, schedule)
     return BalanceReport(
         method=packing.method,
         order=schedule.order,
@@ -175,9 +163,25 @@ def report_balance(
         ),
         fill_patches=float(v.sum()) / (room * limits[0]),
         fill_tokens=float(t.sum()) / (room * limits[1]),
-        shuffle_chi2=shuffle_chi2(histograms),
-        shuffle_acf1=serial_correlation(tokens[used] / per_step[used]),
+        shuffle_chi2=chi2,
+        shuffle_acf1=acf1,
     )
+
+
+def _shuffle_figures(samples: SampleTable, packing: Packing, schedule: Schedule) -> tuple[float | None, float | None]:
+    """`shuffle_chi2` of sources per step, and `serial_correlation` of the steps' mean sample length."""
+    step_of_pack = np.empty(packing.num_packs, np.int64)
+    steps, _, _ = np.nonzero(schedule.table >= 0)
+    step_of_pack[schedule.table[schedule.table >= 0]] = steps
+    step_of_sample = np.repeat(step_of_pack, np.diff(packing.offsets))
+    num_sources = int(samples.source.max()) + 1 if len(samples) else 1
+    histograms = np.bincount(
+        step_of_sample * num_sources + samples.source[packing.indices], minlength=schedule.num_steps * num_sources
+    ).reshape(-1, num_sources)
+    per_step = np.bincount(step_of_sample, minlength=schedule.num_steps)
+    tokens = np.bincount(step_of_sample, samples.num_tokens[packing.indices], minlength=schedule.num_steps)
+    used = per_step > 0
+    return shuffle_chi2(histograms), serial_correlation(tokens[used] / per_step[used])
 
 
 def _work(per_pack: FloatArray, slots: IntArray) -> FloatArray:

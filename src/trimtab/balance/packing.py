@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 
 from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
 from trimtab.balance.cost import CostWeights, default_cost
-from trimtab.balance.dispatch import TOLERANCE, Order, dispatch_packs
+from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
 from trimtab.errors import PackingError, join_problems
+from trimtab.options import Order, Oversize, PackMethod
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
-Method = Literal["balanced", "isf", "random", "length_group", "device_group"]
-METHODS: tuple[Method, ...] = ("balanced", "isf", "random", "length_group", "device_group")
-PADDED_METHODS: tuple[Method, ...] = ("random", "length_group", "device_group")
+METHODS: tuple[PackMethod, ...] = get_args(PackMethod)
+PADDED_METHODS: tuple[PackMethod, ...] = ("random", "length_group", "device_group")
 """Methods that know no limits: batches of about `batch_size` samples, padded to their longest."""
 
-Oversize = Literal["error", "alone", "skip"]
-OVERSIZE: tuple[Oversize, ...] = ("error", "alone", "skip")
+OVERSIZE: tuple[Oversize, ...] = get_args(Oversize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +37,7 @@ def pack_samples(
     limits: tuple[int, int],
     dp: int = 1,
     num_microbatches: int = 1,
-    method: Method = "balanced",
+    method: PackMethod = "balanced",
     order: Order = "random",
     cost: CostWeights | FloatArray | None = None,
     seed: int = 0,
@@ -70,38 +69,22 @@ def pack_samples(
     if len(large) and oversize == "error":
         raise PackingError(_describe_oversize(samples, large, limits))
     num_alone = len(large) if oversize == "alone" else 0
-    columns, column_cost = sizes[small], per_sample[small]
+    columns = sizes[small]
 
+    keys = {"seed": seed, "epoch": epoch}
     if len(small) == 0:
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
-        groups = pack_balanced(
-            columns,
-            column_cost,
-            limits=limits,
-            dp=dp,
-            seed=seed,
-            epoch=epoch,
-            aim=fill,
-            num_rounds=num_rounds,
-            num_others=num_alone,
-        )
+        how = {"dp": dp, "num_rounds": num_rounds, "num_others": num_alone, **keys}
+        groups = pack_balanced(columns, per_sample[small], limits=limits, aim=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
 
-        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, seed=seed, epoch=epoch)
+        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
     else:
         groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
-
-    groups = complete_rows(
-        groups,
-        small,
-        large if num_alone else large[:0],
-        columns,
-        limits,
-        dp=dp,
-        keys=(seed, epoch),
-    )
+    alone = large if num_alone else large[:0]
+    groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch))
     packing = Packing(
         offsets=groups.offsets,
         indices=groups.members,
@@ -113,13 +96,7 @@ def pack_samples(
     assert len(packing.indices) + len(packing.oversize) == n, "a sample was lost"
     pack_sums = np.column_stack([packing.sums(sizes), packing.sums(per_sample)]).astype(np.float64)
     schedule = dispatch_packs(
-        pack_sums,
-        dp=dp,
-        num_microbatches=num_microbatches,
-        order=order,
-        seed=seed,
-        epoch=epoch,
-        tolerance=tolerance,
+        pack_sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys
     )
     return PackResult(packing=packing, schedule=schedule)
 
@@ -147,7 +124,7 @@ def report_packing(
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
 
 
-def warm_up(*methods: Method) -> None:
+def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
     small = SampleTable(
         num_images=np.ones(40, np.int64),
@@ -176,7 +153,7 @@ def cost_column(samples: SampleTable, cost: CostWeights | FloatArray | None) -> 
     return column
 
 
-def _batch(method: Method, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
+def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
     from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
 
     if method == "random":
@@ -190,7 +167,7 @@ def _check(
     samples: SampleTable,
     limits: tuple[int, int],
     dp: int,
-    method: Method,
+    method: PackMethod,
     oversize: Oversize,
     fill: float | None,
     num_rounds: int,

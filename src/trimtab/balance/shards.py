@@ -11,10 +11,11 @@ import numpy.typing as npt
 from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.columns import CHUNK, Column, ColumnCost
-from trimtab.balance.dispatch import Order, order_packs
+from trimtab.balance.dispatch import order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
 from trimtab.compiled import compiled, inlined
+from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray
 
 _U = np.uint64

@@ -77,9 +77,7 @@ def pack_stream(
     position = 0
     while position < n or len(carried):
         ceiling = 0.5 + 0.5 * fill
-        packs_left = planned - num_packs
-        while packs_left < 1 or packs_for(left) > ceiling * packs_left:
-            packs_left += dp
+        packs_left = _enough_packs(planned - num_packs, packs_for(left), ceiling, dp)
         planned = num_packs + packs_left
         num_left = n - position + len(carried)
         last = packs_left < LAST_WINDOWS * window_packs
@@ -106,10 +104,7 @@ def pack_stream(
         carried, age = chosen[out], age[out] + 1
         num_carried += len(out)
         oldest = max(oldest, int(age.max(initial=0)))
-        if packs_for(sum_columns(window[out])) > MAX_CARRY * packed.num_wanted:
-            fill = max(min(fill, LEAST_FULL), fill - LESS_FULL)
-        elif len(out) == 0:
-            fill = min(highest, fill + FULLER)
+        fill = next_fill(fill, highest, packs_for(sum_columns(window[out])), packed)
     return Streamed(
         members=np.concatenate(members),
         offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
@@ -117,6 +112,20 @@ def pack_stream(
         oldest=oldest,
         num_grown=num_grown,
     )
+
+
+def next_fill(fill: float, highest: float, packs_carried: float, packed: PackedWindow) -> float:
+    """Looser after a window that carried much on, fuller again, up to `highest`, after one that held all."""
+    if packs_carried > MAX_CARRY * packed.num_wanted:
+        return max(min(fill, LEAST_FULL), fill - LESS_FULL)
+    return min(highest, fill + FULLER) if len(packed.left) == 0 else fill
+
+
+def _enough_packs(num_packs: int, needed: float, ceiling: float, dp: int) -> int:
+    """`num_packs`, and rows of packs on top until what needs `needed` full ones fills no more than the ceiling."""
+    while num_packs < 1 or needed > ceiling * num_packs:
+        num_packs += dp
+    return num_packs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

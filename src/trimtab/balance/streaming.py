@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.balance.aim import TIGHT_FILL, Aim, Style, choose_aim
+from trimtab.balance.aim import NUMBERS, Aim, Style, choose_aim
 from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.columns import ColumnCost
-from trimtab.balance.dispatch import ORDERS, TOLERANCE, Order, order_packs
+from trimtab.balance.dispatch import ORDERS, TOLERANCE, order_packs
 from trimtab.errors import PackingError, join_problems
+from trimtab.options import Order
+from trimtab.specs import FloatArray, IntArray
 
 Row = tuple[tuple[Any, ...], ...]
 """One pack for each rank, each the ids of its samples."""
@@ -100,7 +102,7 @@ class StreamPacker:
             )
         self._add(row, sample_id, 0)
         fullest = max(total / limit for total, limit in zip(self._totals, self.limits, strict=True))
-        full = fullest >= self.buffer_rows * self.dp * (self._fill or TIGHT_FILL)
+        full = fullest >= self.buffer_rows * self.dp * (self._fill or NUMBERS.tight_fill)
         if (full or len(self._ids) >= self.max_samples) and len(self._ids) >= self.dp:
             self._pack(last=False)
 
@@ -156,31 +158,24 @@ class StreamPacker:
         from trimtab.balance.bound import counted_columns
         from trimtab.balance.groups import Groups, complete_rows
         from trimtab.balance.rng import make_stream
-        from trimtab.balance.stream import FULLER, LEAST_FULL, LESS_FULL, MAX_CARRY, pack_window, packs_for, round_up
+        from trimtab.balance.stream import next_fill, pack_window, packs_for
         from trimtab.balance.window import sum_columns
 
+        # 1. Columns of what waits, and how it is to be packed.
         sizes = np.array(self._sizes, np.int64)
-        n, k = sizes.shape
-        columns = np.empty((n, k + 1))
-        columns[:, :k] = sizes
-        columns[:, k] = self.cost.of([sizes[:, d] for d in range(k)])
-        mean_cost = float(sum_columns(columns)[k]) / n
-        columns[:, k] *= 1.0 / mean_cost if mean_cost > 0 else 0.0
-        bounds = np.array([*self.limits, np.inf])
-        counted = counted_columns(sizes, self.limits, TIGHT_FILL)
+        columns, bounds = self._columns(sizes), np.array([*self.limits, np.inf])
+        counted = counted_columns(sizes, self.limits, NUMBERS.tight_fill)
         if self._fill is None or self._highest is None or self._style is None:
             chosen = choose_aim(columns, counted, bounds, self.dp, self.num_rounds, self._fill)
             self._fill, self._highest, self._style = chosen.fill, chosen.fill, chosen.style
         aim = Aim(self._fill, self._style)
-        needed = packs_for(sum_columns(counted))
-        num_packs = round_up(needed / aim.fill, self.dp)
-        if not last:  # whole rows, a little fuller rather than one row more
-            num_packs -= self.dp if needed <= num_packs - self.dp else 0
-            num_packs = min(max(num_packs, self.dp), n // self.dp * self.dp)
+        num_packs = self._num_packs(packs_for(sum_columns(counted)), len(sizes), aim.fill, last=last)
+
+        # 2. The window's packs, whole rows of them, in their order.
         packed = pack_window(
             columns,
             counted,
-            min(n, num_packs),
+            min(len(sizes), num_packs),
             bounds,
             aim.pull(columns, bounds),
             np.array(self._ages, np.int64),
@@ -189,37 +184,47 @@ class StreamPacker:
             effort=aim.effort(self.num_rounds),
             state=make_stream(self.seed, self._num_windows, 0x73747265),
         )
-        own = np.sort(packed.members)
+        own, keys = np.sort(packed.members), (self.seed, self._num_windows)
         groups = Groups(np.searchsorted(own, packed.members), np.concatenate([[0], np.cumsum(packed.counts)]))
-        groups = complete_rows(
-            groups, own, own[:0], sizes[own], self.limits, dp=self.dp, keys=(self.seed, self._num_windows)
-        )
+        groups = complete_rows(groups, own, own[:0], sizes[own], self.limits, dp=self.dp, keys=keys)
         sums = np.add.reduceat(columns[groups.members], groups.offsets[:-1])
         sequence = order_packs(
-            sums,
-            dp=self.dp,
-            order=self.order,
-            seed=self.seed,
-            epoch=self._num_windows,
-            tolerance=self.tolerance,
+            sums, dp=self.dp, order=self.order, seed=self.seed, epoch=self._num_windows, tolerance=self.tolerance
         ).tolist()
-        ids, offsets = self._ids, groups.offsets.tolist()
-        packs = [tuple(ids[i] for i in groups.members[offsets[p] : offsets[p + 1]].tolist()) for p in sequence]
-        stay = packed.left.tolist()
-        if last:
-            packs += [()] * (-len(packs) % self.dp)
-        elif surplus := len(packs) % self.dp:  # fewer samples than packs for another row
-            stay += [i for p in sequence[-surplus:] for i in groups.members[offsets[p] : offsets[p + 1]].tolist()]
-            del packs[-surplus:]
+        places = [groups.members[groups.offsets[p] : groups.offsets[p + 1]].tolist() for p in sequence]
+        surplus = 0 if last else len(places) % self.dp  # fewer samples than packs for another row: they wait
+        packs = [tuple(self._ids[i] for i in pack) for pack in places[: len(places) - surplus]]
+        packs += [()] * (-len(packs) % self.dp)
         for first in range(0, len(packs), self.dp):
             self._ready.append(tuple(packs[first : first + self.dp]))
 
-        if packs_for(sum_columns(counted[packed.left])) > MAX_CARRY * packed.num_wanted:
-            self._fill = max(min(aim.fill, LEAST_FULL), aim.fill - LESS_FULL)
-        elif len(packed.left) == 0:
-            self._fill = min(self._highest, aim.fill + FULLER)
-        waiting = [(self._sizes[i], ids[i], self._ages[i] + 1) for i in sorted(stay)]
+        # 3. What waits for the next window, and how full that is to be.
+        carried = packs_for(sum_columns(counted[packed.left]))
+        self._fill = next_fill(aim.fill, self._highest, carried, packed)
+        stay = [*packed.left.tolist(), *(i for pack in places[len(places) - surplus :] for i in pack)]
+        waiting = [(self._sizes[i], self._ids[i], self._ages[i] + 1) for i in sorted(stay)]
         self._clear()
         for row, sample_id, age in waiting:
             self._add(row, sample_id, age)
-        self._num_windows += 1
+
+    def _columns(self, sizes: IntArray) -> FloatArray:
+        """(n, k + 1): the sizes and the cost, whose mean is 1."""
+        from trimtab.balance.window import sum_columns
+
+        n, k = sizes.shape
+        columns = np.empty((n, k + 1))
+        columns[:, :k] = sizes
+        columns[:, k] = self.cost.of([sizes[:, d] for d in range(k)])
+        mean_cost = float(sum_columns(columns)[k]) / n
+        columns[:, k] *= 1.0 / mean_cost if mean_cost > 0 else 0.0
+        return columns
+
+    def _num_packs(self, needed: float, num_samples: int, fill: float, *, last: bool) -> int:
+        """Packs of a window whose samples need so many full ones."""
+        from trimtab.balance.stream import round_up
+
+        num_packs = round_up(needed / fill, self.dp)
+        if last:
+            return num_packs
+        num_packs -= self.dp if needed <= num_packs - self.dp else 0  # a little fuller rather than one row more
+        return min(max(num_packs, self.dp), num_samples // self.dp * self.dp)

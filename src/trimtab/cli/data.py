@@ -1,15 +1,14 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trimtab.errors import SampleError
+from trimtab.options import Option, ReadingOptions
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -18,54 +17,48 @@ if TYPE_CHECKING:
 DataArgument = Annotated[
     list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
 ]
-TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(help="tokenizer.json or its folder; without it tokens are estimated."),
-]
-TemplateOption = Annotated[Path | None, typer.Option(help="Chat template, where it does not lie beside the tokenizer.")]
-MediaRootOption = Annotated[Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")]
-AllowOutsideOption = Annotated[bool, typer.Option("--allow-outside", help="Read images outside the media root too.")]
-ExifOption = Annotated[
-    Literal["ignore", "apply"], typer.Option(help="Turn images as their EXIF flag says; most trainers ignore it.")
-]
-OnBadOption = Annotated[Literal["error", "skip"], typer.Option(help="Stop at bad samples, or leave them out, listed.")]
-MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="A sample with more tokens is a bad one.")]
-SourceKeyOption = Annotated[str | None, typer.Option(help="Field of a record that names its data set; else its file.")]
-NumberIdsOption = Annotated[bool, typer.Option("--number-ids", help="Number repeated ids instead of refusing them.")]
-SpecialTokensOption = Annotated[
-    Literal["template", "processor"],
-    typer.Option(help="Special tokens: as the chat template writes them, or as the model's processor adds them."),
-]
-WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Processes, one per core by default; never change a result.")
-]
-EngineOption = Annotated[
-    Literal["local", "ray"],
-    typer.Option(help="Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
-]
-ResumeOption = Annotated[Path | None, typer.Option(help="Folder that keeps finished chunks, to go on after a kill.")]
+WORKERS = Option("Processes, one per core by default; never change a result.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How a data set is read, as the user chose."""
+class ImageOptions:
+    """How a model's images are counted, where its own files do not say it, or not what the user wants."""
 
-    tokenizer: Path | None = None
-    chat_template: Path | None = None
-    special_tokens: Literal["template", "processor"] = "template"
-    media_root: Path | None = None
-    allow_outside: bool = False
-    exif: Literal["ignore", "apply"] = "ignore"
-    on_bad: Literal["error", "skip"] = "error"
-    max_length: int | None = None
-    source_key: str | None = None
-    number_ids: bool = False
-    workers: int | None = None
-    engine: Literal["local", "ray"] = "local"
-    resume: Path | None = None
+    preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
+        None
+    )
+    max_pixels: Annotated[
+        int | None, Option("Your own limit of an image's pixels (native-resolution models).", least=1)
+    ] = None
+    max_tiles: Annotated[
+        int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
+    ] = None
+
+    def describe(self, config: str) -> "ModelSpec":
+        """The model of CONFIG with these images."""
+        from trimtab.models.describe import describe
+
+        return describe(config, preprocessor=self.preprocessor, max_pixels=self.max_pixels, max_tiles=self.max_tiles)
 
 
-def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> SizingResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingOptions:
+    """How a data set is sized, as the user chose."""
+
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
+    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out, listed.")] = "error"
+    max_length: Annotated[int | None, Option("A sample with more tokens is a bad one.", least=1)] = None
+    source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
+    number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
+    workers: Annotated[int | None, WORKERS] = None
+    engine: Annotated[
+        Literal["local", "ray"],
+        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
+    ] = "local"
+    resume: Annotated[Path | None, Option("Folder that keeps finished chunks, to go on after a kill.")] = None
+
+
+def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
@@ -77,35 +70,30 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
 
     saved = [path.is_file() and is_saved_table(path) for path in data]
     if all(saved):
-        return load_saved(model, data, reading)
+        return load_saved(model, data, sizing)
     if any(saved):
         raise SampleError(
             f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
         )
-    workers = reading.workers or os.cpu_count() or 1
+    workers = sizing.workers or os.cpu_count() or 1
     map_chunks: MapChunks = map_in_order
-    if reading.engine == "ray":
+    if sizing.engine == "ray":
         from trimtab.adapters.ray_data import count_cpus, map_on_ray
 
-        workers, map_chunks = reading.workers or count_cpus(), map_on_ray
+        workers, map_chunks = sizing.workers or count_cpus(), map_on_ray
     with progress("sizing") as advance:
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            tokenizer=reading.tokenizer,
-            chat_template=reading.chat_template,
+            **asdict(sizing.reading),
             image_markup=MARKUPS.get(model.family) or model.image_markup,
-            special_tokens=reading.special_tokens,
-            media_root=reading.media_root,
-            allow_outside=reading.allow_outside,
-            exif=reading.exif,
-            max_tokens=reading.max_length,
-            unique_ids=not reading.number_ids,
-            source_key=reading.source_key,
-            on_bad=reading.on_bad,
+            max_tokens=sizing.max_length,
+            unique_ids=not sizing.number_ids,
+            source_key=sizing.source_key,
+            on_bad=sizing.on_bad,
             workers=workers,
             map_chunks=map_chunks,
-            resume_dir=reading.resume,
+            resume_dir=sizing.resume,
             progress=advance,
         )
     for bad in result.bad:
@@ -113,13 +101,14 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
     return result
 
 
-def load_saved(model: ModelSpec, tables: Sequence[Path], reading: Reading) -> SizingResult:
+def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
-    ignored = [field.name for field in fields(reading) if getattr(reading, field.name) != field.default]
+    plain, given = ({**asdict(options), **asdict(options.reading)} for options in (SizingOptions(), sizing))
+    ignored = [name for name, value in given.items() if name != "reading" and value != plain[name]]
     if ignored:
         log(f"warning: {', '.join(ignored)} change nothing: {tables[0]} is sized already")
     results = [load_sizing(path) for path in tables]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.data import Reading, WorkersOption, size_data
+from trimtab.cli.data import WORKERS, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, log, print_json, progress
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def demo(
         int | None, typer.Option(min=1, help="Most tiles of an image; default: 4 where the model has tiles.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same data and plan.")] = 0,
-    workers: WorkersOption = None,
+    workers: Annotated[int | None, typer.Option(help=WORKERS.text, min=1)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch."""
@@ -33,6 +33,7 @@ def demo(
     from trimtab.costs.devices import parse_cluster
     from trimtab.models.describe import describe
     from trimtab.models.images import DynamicTiling
+    from trimtab.options import ReadingOptions
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.report.text import print_plan
     from trimtab.samples.table import save_sizing
@@ -42,7 +43,8 @@ def demo(
         max_tiles = _MAX_TILES
         spec = describe(model, max_tiles=max_tiles)
     data = _draw(out / "data", num_samples, seed)
-    sized = size_data(spec, [data.data], Reading(tokenizer=data.tokenizer, source_key="source", workers=workers))
+    sizing = SizingOptions(reading=ReadingOptions(tokenizer=data.tokenizer), source_key="source", workers=workers)
+    sized = size_data(spec, [data.data], sizing)
     save_sizing(sized, out / "sizes.npz")
     num_patches, num_tokens = int(sized.table.num_patches.sum()), int(sized.table.num_tokens.sum())
     log(f"sized them for {spec.name}: {num_patches:,} ViT patches, {num_tokens:,} tokens")

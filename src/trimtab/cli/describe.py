@@ -13,17 +13,6 @@ from trimtab.cli.output import JsonOption, console, print_json
 ConfigArgument = Annotated[
     str, typer.Argument(help="config.json, a folder holding it, a description file, or a shipped one (Qwen2.5-VL-7B).")
 ]
-PreprocessorOption = Annotated[
-    Path | None, typer.Option(help="preprocessor_config.json, where it does not lie beside CONFIG.")
-]
-MaxPixelsOption = Annotated[
-    int | None, typer.Option(min=1, help="Your own limit of an image's pixels (native-resolution models).")
-]
-MaxTilesOption = Annotated[
-    int | None, typer.Option(min=1, help="Your own limit of an image's tiles, thumbnail aside (tiling models).")
-]
-
-
 OutOption = Annotated[
     Path | None, typer.Option(help="Write a description file here: every verb takes it as CONFIG, without torch.")
 ]
@@ -31,7 +20,9 @@ OutOption = Annotated[
 
 def describe(
     config: ConfigArgument,
-    preprocessor: PreprocessorOption = None,
+    preprocessor: Annotated[
+        Path | None, typer.Option(help="preprocessor_config.json, where it does not lie beside CONFIG.")
+    ] = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:

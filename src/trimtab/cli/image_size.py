@@ -8,28 +8,27 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
+from trimtab.cli.data import ImageOptions
+from trimtab.cli.describe import ConfigArgument
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, print_json
 from trimtab.errors import ConfigError, ImageError
 
 
+@verb
 def image_size(
     config: ConfigArgument,
     size: Annotated[str, typer.Argument(help="Width and height in pixels, as in 1920x1080.")],
-    preprocessor: PreprocessorOption = None,
-    max_pixels: MaxPixelsOption = None,
-    max_tiles: MaxTilesOption = None,
+    images: ImageOptions,
     frames: Annotated[int | None, typer.Option(min=1, help="Of a clip: how many frames it has.")] = None,
     fps: Annotated[float, typer.Option(min=0.01, help="Of a clip: its frames a second.")] = 24.0,
     as_json: JsonOption = False,
 ) -> None:
     """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
-    from trimtab.models.describe import describe as describe_model
-
     match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", size.strip())
     if match is None:
         raise ImageError(f"{size!r} is not an image size: write width x height in pixels, as in 1920x1080")
-    model = describe_model(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
+    model = images.describe(config)
     if frames is None:
         counts = model.image_rule.count(int(match[1]), int(match[2]))
     elif model.clip_rule is None:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trimtab.cli.describe import ConfigArgument, MaxPixelsOption, MaxTilesOption, PreprocessorOption
+from trimtab.cli.data import ImageOptions
+from trimtab.cli.describe import ConfigArgument
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
-from trimtab.errors import ImageError, TrimtabError
+from trimtab.errors import TrimtabError
+from trimtab.placement.workload import Workload
 
 if TYPE_CHECKING:
-    from trimtab.placement.bytes import Workload
     from trimtab.placement.machine import Machine
     from trimtab.placement.place import Placement
     from trimtab.placement.split_model import Assessed
     from trimtab.specs import ModelSpec
 
-_MAX_IMAGES = 10_000
 
-
+@verb
 def map_model(
+    *,
     context: typer.Context,
     config: ConfigArgument,
     gpus: Annotated[
@@ -36,17 +37,7 @@ def map_model(
             help="Folder, of the machine that serves, where weights may stay that not even host memory holds."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of text in a prompt; image tokens come on top.")] = 1024,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each sequence.")] = 256,
-    images: Annotated[
-        list[str] | None, typer.Option(help="Images of one prompt: 1024x768, or 1024x768,4 for four of them.")
-    ] = None,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of weights and activations.")] = "bf16",
-    quant: Annotated[
-        str | None, typer.Option(help="Quantised weights: bnb-int8, bnb-nf4, bnb-nf4-double, awq, fp8.")
-    ] = None,
-    attention: Annotated[Literal["flash", "sdpa", "eager"], typer.Option(help="Attention as it will run.")] = "sdpa",
+    workload: Workload,
     objective: Annotated[
         Literal["auto", "memory", "latency", "pipeline"],
         typer.Option(
@@ -58,29 +49,16 @@ def map_model(
     reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU that no map fills.")] = 3,
     compare: Annotated[bool, typer.Option("--compare", help="Show the public maps beside it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml, map.json and report.html.")] = None,
-    preprocessor: PreprocessorOption = None,
-    max_pixels: MaxPixelsOption = None,
-    max_tiles: MaxTilesOption = None,
+    counting: ImageOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
-    from trimtab.models.describe import describe
-    from trimtab.placement.bytes import Workload
     from trimtab.placement.choice import place_unasked
     from trimtab.placement.machine import parse_machine
     from trimtab.placement.place import place
 
-    model = describe(config, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles)
+    model = counting.describe(config)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
-    workload = Workload(
-        batch=batch,
-        seq_len=seq_len,
-        max_new_tokens=max_new_tokens,
-        images=parse_images(images or []),
-        dtype=dtype,
-        quant=quant,
-        attention=attention,
-    )
     if objective == "auto":
         placement = place_unasked(model, machine, workload)
     else:
@@ -97,21 +75,6 @@ def map_model(
     print_placement(placement, compared, console())
     if out is not None:
         log(f"wrote {out / 'placement.yaml'}, {out / 'map.json'} and {out / 'report.html'}")
-
-
-def parse_images(texts: list[str]) -> tuple[tuple[int, int], ...]:
-    """Sizes of one prompt's images from "1024x768" or, several times the same, "1024x768,4"."""
-    sizes: list[tuple[int, int]] = []
-    for text in texts:
-        match = re.fullmatch(r"\s*([0-9]{1,7})[xX]([0-9]{1,7})(?:,([0-9]{1,5}))?\s*", text)
-        count = int(match[3] or 1) if match else 0
-        if match is None or not 1 <= count <= _MAX_IMAGES:
-            raise ImageError(
-                f"{text!r} names no images: write width x height in pixels and how many, as in 1024x768,4 "
-                f"(at most {_MAX_IMAGES})"
-            )
-        sizes += [(int(match[1]), int(match[2]))] * count
-    return tuple(sizes)
 
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:

@@ -1,41 +1,45 @@
 """`trimtab pack`: samples into packs under two limits, packs to ranks and steps, and how even they are."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
-from trimtab.cli.weights import NumDrawnOption, WeightsOption, parse_weights
 from trimtab.errors import PlanError
+from trimtab.options import Option, Order, Oversize, PackMethod
+from trimtab.plan.options import NUM_DRAWN, ORDER, OVERSIZE, WEIGHTS
 
-MethodOption = Annotated[
-    Literal["balanced", "isf", "random", "length_group", "device_group"], typer.Option(help="How packs are made.")
-]
-OrderOption = Annotated[
-    Literal["random", "tolerance", "sorted"], typer.Option(help="How packs meet in steps; random keeps the shuffle.")
-]
-OversizeOption = Annotated[
-    Literal["error", "alone", "skip"], typer.Option(help="What becomes of a sample that exceeds a limit alone.")
-]
+_FIGURES = (
+    *("lower_bound_packs", "pad_ratio", "dist_ratio_vit", "dist_ratio_llm", "dist_ratio_cost", "utilisation"),
+    *("fill_patches", "fill_tokens", "shuffle_chi2"),
+)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOptions:
+    """How `trimtab pack` packs."""
+
+    max_patches: Annotated[
+        int, Option("Most patches of a pack (tiles, where files give vit_num).", least=1, most=2**40)
+    ]
+    max_tokens: Annotated[int, Option("Most tokens of a pack.", least=1, most=2**40)]
+    dp: Annotated[int, Option("Data-parallel ranks.", least=1)] = 8
+    num_microbatches: Annotated[int, Option("Packs per rank and step.", least=1)] = 1
+    method: Annotated[PackMethod, Option("How packs are made.")] = "balanced"
+    order: Annotated[Order, ORDER] = "random"
+    oversize: Annotated[Oversize, OVERSIZE] = "error"
+    weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()
+    num_drawn: Annotated[int | None, NUM_DRAWN] = None
+    seed: Annotated[int, Option("Same seed, same packs.")] = 0
+
+
+@verb
 def pack(
     sizes: Annotated[list[Path], typer.Argument(help="Files of ready-made lengths, or tables that `size` saved.")],
-    max_patches: Annotated[
-        int, typer.Option(min=1, max=2**40, help="Most patches of a pack (tiles, where files give vit_num).")
-    ],
-    max_tokens: Annotated[int, typer.Option(min=1, max=2**40, help="Most tokens of a pack.")],
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
-    num_microbatches: Annotated[int, typer.Option(min=1, help="Packs per rank and step.")] = 1,
-    method: MethodOption = "balanced",
-    order: OrderOption = "random",
-    oversize: OversizeOption = "error",
-    weights: WeightsOption = None,
-    num_drawn: NumDrawnOption = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same packs.")] = 0,
+    options: PackOptions,
     out: Annotated[Path | None, typer.Option(help="Folder for offsets.npy, indices.npy and schedule.npy.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,31 +49,28 @@ def pack(
 
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
     from trimtab.files import write_atomically
-    from trimtab.plan.decide.mixture import describe_draw, draw_sources, packed_rows
+    from trimtab.plan.decide.mixture import describe_draw, draw_epoch
     from trimtab.plan.decide.packs import pack_contents
-    from trimtab.plan.decide.work import select_rows
     from trimtab.samples.read import read_lengths
 
     samples = read_lengths(sizes)
-    draw = None
-    if weights:
-        draw = draw_sources(samples, parse_weights(weights), num_drawn=num_drawn, seed=seed)
-    elif num_drawn is not None:
-        raise PlanError(f"num_drawn {num_drawn} was asked for without weights: give every source a weight")
-    warm_up(method)  # compiled once per machine: not part of the seconds below
+    if options.num_drawn is not None and not options.weights:
+        raise PlanError(f"num_drawn {options.num_drawn} was asked for without weights: give every source a weight")
+    epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    warm_up(options.method)  # compiled once per machine: not part of the seconds below
     started = time.perf_counter()
-    packed = pack_samples(
-        samples if draw is None else select_rows(samples, draw.rows),
-        limits=(max_patches, max_tokens),
-        dp=dp,
-        num_microbatches=num_microbatches,
-        method=method,
-        order=order,
-        oversize=oversize,
-        seed=seed,
+    packed = epoch.of_table(
+        pack_samples(
+            epoch.drawn,
+            limits=(options.max_patches, options.max_tokens),
+            dp=options.dp,
+            num_microbatches=options.num_microbatches,
+            method=options.method,
+            order=options.order,
+            oversize=options.oversize,
+            seed=options.seed,
+        )
     )
-    if draw is not None:
-        packed = packed_rows(packed, draw.rows)
     seconds = time.perf_counter() - started
     balance = report_packing(samples, packed)
     if out is not None:
@@ -83,23 +84,15 @@ def pack(
                 "num_packed": len(packed.packing.indices),
                 "num_oversize": len(packed.packing.oversize),
                 "num_packs": packed.packing.num_packs,
-                "lower_bound_packs": balance.lower_bound_packs,
-                "pad_ratio": balance.pad_ratio,
-                "dist_ratio_vit": balance.dist_ratio_vit,
-                "dist_ratio_llm": balance.dist_ratio_llm,
-                "dist_ratio_cost": balance.dist_ratio_cost,
-                "utilisation": balance.utilisation,
-                "fill_patches": balance.fill_patches,
-                "fill_tokens": balance.fill_tokens,
-                "shuffle_chi2": balance.shuffle_chi2,
+                **{name: getattr(balance, name) for name in _FIGURES},
                 "seconds": seconds,
                 "unit": samples.patch_unit,
-                **({} if draw is None else {"mixture": [asdict(source) for source in draw.sources]}),
+                **({"mixture": [asdict(source) for source in epoch.sources]} if epoch.sources else {}),
             }
         )
         return
     from trimtab.report.tables import print_balance
 
-    for sentence in () if draw is None else describe_draw(draw.sources):
+    for sentence in describe_draw(epoch.sources):
         print(sentence)
     print_balance(samples, balance, seconds, console())

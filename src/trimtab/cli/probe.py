@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.check import PlanArgument
-from trimtab.cli.data import (
-    AllowOutsideOption,
-    ExifOption,
-    MediaRootOption,
-    SpecialTokensOption,
-    TemplateOption,
-    TokenizerOption,
-)
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.runtime.probe.settings import ProbeSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,21 +20,10 @@ if TYPE_CHECKING:
     from trimtab.specs import Tower
 
 
+@verb
 def probe(
-    plan: PlanArgument,
-    model: Annotated[Path, typer.Argument(help="Folder as for `trimtab train`; without weights they are drawn.")],
-    budget: Annotated[str | None, typer.Option(help="Memory of one device, as in 80GiB; default: the plan's.")] = None,
-    reserve: Annotated[str | None, typer.Option(help="Share of it kept free, as in 5%; default: the plan's.")] = None,
+    settings: ProbeSettings,
     out: Annotated[Path, typer.Option(help="Folder for the probed plan, its profile and tables.")] = Path("probed"),
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run of the choice.")] = 2,
-    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
-    tokenizer: TokenizerOption = None,
-    chat_template: TemplateOption = None,
-    special_tokens: SpecialTokensOption = "template",
-    media_root: MediaRootOption = None,
-    allow_outside: AllowOutsideOption = False,
-    exif: ExifOption = "ignore",
-    seed: Annotated[int, typer.Option(help="Of drawn weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run PLAN's heaviest packs through MODEL, alone or under torchrun as `trimtab train`; choose recompute that fits.
@@ -49,33 +31,10 @@ def probe(
     Everything recomputes first, then one layer of each kind does not, then the best choice runs. On the CPU the memory
     is a budget that is counted.
     """
-    from trimtab.cli.show import parse_share, plan_json, write_all
+    from trimtab.cli.show import plan_json, write_all
     from trimtab.plan.measured.check import refuse_broken
-    from trimtab.units import parse_bytes
+    from trimtab.runtime.probe.run import probe as run  # torch: only for what can be run
 
-    memory_bytes = None if budget is None else parse_bytes(budget)
-    share = None if reserve is None else parse_share(reserve)
-    from trimtab.runtime.data.conversations import ReadingOptions  # torch: only for what can be run
-    from trimtab.runtime.probe.bench import ProbeSettings
-    from trimtab.runtime.probe.run import probe as run
-
-    settings = ProbeSettings(
-        plan=plan,
-        model=model,
-        memory_bytes=memory_bytes,
-        reserve=share,
-        num_steps=steps,
-        reading=ReadingOptions(
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            special_tokens=special_tokens,
-            media_root=media_root,
-            allow_outside=allow_outside,
-            exif=exif,
-        ),
-        device=device,
-        seed=seed,
-    )
     result = run(settings, progress=log)
     if os.environ.get("RANK", "0") != "0":
         return

@@ -1,117 +1,174 @@
 """`trimtab profile`: seconds and bytes of a model's layers: by formula, counted, timed on a device, or from logs."""
 
-from __future__ import annotations
-
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.describe import ConfigArgument
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.errors import TrimtabError, join_problems
+from trimtab.options import Attention, DType, Option, Tower, option_problems
+from trimtab.plan.options import parse_towers
 
 if TYPE_CHECKING:
     from trimtab.costs.fit import Calibration
     from trimtab.costs.measured import TimedProfile
     from trimtab.costs.traced_fit import TracedProfile
-    from trimtab.specs import ModelSpec, Tower
+    from trimtab.specs import ModelSpec, Profile
 
 _ROWS = 1024  # of the table, where nothing was timed
 
 
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Numbers of rows from "1024,4096"."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TrimtabError(f"sizes {text!r} are not numbers of rows: write them as 1024,4096") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How layers are priced; checks itself."""
+
+    timed: Annotated[bool, Option("Time the real layers on --device (cpu, cuda).")] = False
+    traced: Annotated[bool, Option("Count the bytes of the real layers, without weights; seconds by formula.")] = False
+    from_logs: Annotated[Path | None, Option("Fit the formulas to these logged runs (JSON).")] = None
+    device: Annotated[
+        str | None, Option("cpu or cuda with --timed (default: what is there); else a device as in H200.")
+    ] = None
+    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
+    attention: Annotated[
+        Attention | None, Option("Attention; default flash, with --timed sdpa where flash is not installed.")
+    ] = None
+    sizes: Annotated[
+        tuple[int, ...] | None, Option("Rows to time, as in 1024,4096; default: by device.", read=parse_sizes)
+    ] = None
+    repeats: Annotated[int | None, Option("Times each size is timed; default 9.", least=1)] = None
+    tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1)] = 1
+    fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
+    frozen_towers: Annotated[
+        tuple[Tower, ...],
+        Option("Towers that are not trained, as in vision.", flag="--freeze", read=parse_towers, typed=list[str]),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        tp, logs, sizes = self.tp, self.from_logs is not None, self.sizes is not None
+        refused = (
+            (
+                self.timed and logs,
+                "--timed and --from-logs were both given, and each gives the seconds: give one of them",
+            ),
+            (
+                self.timed and tp > 1,
+                f"tp {tp} was to be timed on one device: leave --tp out, `trimtab plan` divides what was timed",
+            ),
+            (
+                self.timed and self.fused_kernels,
+                "fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out",
+            ),
+            (
+                self.traced and self.timed,
+                "--traced and --timed were both given, and each makes a profile of its own: give one of them",
+            ),
+            (
+                self.traced and logs,
+                "--traced and --from-logs were both given, and each makes a profile of its own: give one",
+            ),
+            (
+                self.traced and tp > 1,
+                f"tp {tp} was to be traced, and real layers are whole: leave --tp out, `trimtab plan` divides",
+            ),
+            (self.traced and sizes, "--sizes were given with --traced, which chooses its own: leave them out"),
+            (
+                not self.timed and self.device is None,
+                "no device was named: give --device as in H200, or --timed to time the one that is here",
+            ),
+            (
+                not self.timed and not self.traced and sizes,
+                "--sizes were given, and formulas need none: leave them out, or give --timed",
+            ),
+            (
+                not self.timed and self.repeats is not None,
+                f"--repeats {self.repeats} was given, and nothing is timed: leave it out, or give --timed",
+            ),
+        )
+        problems = [*option_problems(self), *(sentence for wrong, sentence in refused if wrong)]
+        if problems:
+            raise TrimtabError(join_problems(problems))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What formulas and counts both take."""
+        return {
+            "dtype": self.dtype,
+            "attention": self.attention or "flash",
+            "fused_kernels": self.fused_kernels,
+            "frozen_towers": frozenset(self.frozen_towers),
+        }
+
+
+@verb
 def profile(
     config: ConfigArgument,
-    timed: Annotated[bool, typer.Option("--timed", help="Time the real layers on --device (cpu, cuda).")] = False,
-    traced: Annotated[
-        bool, typer.Option("--traced", help="Count the bytes of the real layers, without weights; seconds by formula.")
-    ] = False,
-    from_logs: Annotated[Path | None, typer.Option(help="Fit the formulas to these logged runs (JSON).")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda with --timed (default: what is there); else a device as in H200.")
-    ] = None,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of weights and activations.")] = "bf16",
-    attention: Annotated[
-        Literal["flash", "sdpa", "eager"] | None,
-        typer.Option(help="Attention; default flash, with --timed sdpa where flash is not installed."),
-    ] = None,
-    sizes: Annotated[str | None, typer.Option(help="Rows to time, as in 1024,4096; default: by device.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Times each size is timed; default 9.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree; layers are timed at 1.")] = 1,
-    fused_kernels: Annotated[
-        bool, typer.Option("--fused-kernels", help="Norms, rotary and gates as single kernels (TE, Liger).")
-    ] = False,
-    freeze: Annotated[list[str] | None, typer.Option(help="Towers that are not trained, as in vision.")] = None,
+    options: ProfileOptions,
     out: Annotated[Path | None, typer.Option(help="Write the profile as JSON, for `trimtab plan --profile`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Price every layer of CONFIG: forward and backward seconds, share, rate, and how far they may be off."""
-    from trimtab.cli.show import parse_towers
+    from trimtab.costs.devices import find_device
     from trimtab.costs.profile import profile_model, save_profile
-    from trimtab.costs.settings import CostSettings
-    from trimtab.errors import TrimtabError, join_problems
     from trimtab.files import refuse_folder
-    from trimtab.models.describe import describe
-    from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
+    from trimtab.models.describe import describe, read_config
     from trimtab.specs import ParallelDims
 
     if out is not None:
         refuse_folder(out)  # before anything is timed
-    problems = []
-    if timed and from_logs is not None:
-        problems.append("--timed and --from-logs were both given, and each gives the seconds: give one of them")
-    if timed and tp > 1:
-        problems.append(f"tp {tp} was to be timed on one device: leave --tp out, `trimtab plan` divides what was timed")
-    if timed and fused_kernels:
-        problems.append("fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out")
-    if traced and timed:
-        problems.append("--traced and --timed were both given, and each makes a profile of its own: give one of them")
-    if traced and from_logs is not None:
-        problems.append("--traced and --from-logs were both given, and each makes a profile of its own: give one")
-    if traced and tp > 1:
-        problems.append(f"tp {tp} was to be traced, and real layers are whole: leave --tp out, `trimtab plan` divides")
-    if traced and sizes is not None:
-        problems.append("--sizes were given with --traced, which chooses its own: leave them out")
-    if not timed and device is None:
-        problems.append("no device was named: give --device as in H200, or --timed to time the one that is here")
-    if not timed and not traced and sizes is not None:
-        problems.append("--sizes were given, and formulas need none: leave them out, or give --timed")
-    if not timed and repeats is not None:
-        problems.append(f"--repeats {repeats} was given, and nothing is timed: leave it out, or give --timed")
-    if problems:
-        raise TrimtabError(join_problems(problems))
     model = describe(config)
-    frozen = parse_towers(freeze or [])
-    given: dict[str, Any] = {"attention": attention or "flash", "fused_kernels": fused_kernels}
     fits: TimedProfile | None = None
     counts: TracedProfile | None = None
     calibration: Calibration | None = None
-    if timed:
-        fits = _time(config, model, device, dtype, attention, _parse_sizes(sizes), repeats or 9, frozen)
+    if options.timed:
+        fits = _time(config, model, options)
         result = fits.profile
-    elif traced:
-        assert device is not None
-        counts = _trace(config, model, device, dtype, given, frozen)
-        result = counts.profile
     else:
-        assert device is not None
-        from trimtab.costs.devices import find_device
+        device, given = find_device(options.device or ""), options.given
+        if options.traced:
+            from trimtab.costs.traced import profile_traced
 
-        given |= {"dtype": dtype, "frozen_towers": frozenset(frozen), "dims": ParallelDims(tp=tp)}
-        if from_logs is not None:
+            counts = profile_traced(read_config(config), model, device, **given)
+            result = counts.profile
+        elif options.from_logs is not None:
             from trimtab.plan.measured.calibrate import profile_from_logs
 
-            calibration = profile_from_logs(from_logs, model, find_device(device), **given)
-        result = profile_model(model, find_device(device), **given) if calibration is None else calibration.profile
+            calibration = profile_from_logs(options.from_logs, model, device, dims=ParallelDims(tp=options.tp), **given)
+            result = calibration.profile
+        else:
+            result = profile_model(model, device, dims=ParallelDims(tp=options.tp), **given)
     if out is not None:
         save_profile(result, out)
-    settings = CostSettings(
-        dims=result.dims,
-        dtype=result.dtype,
-        attention=result.attention,
-        fused_kernels=fused_kernels,
-        frozen_towers=frozenset(frozen),
-    )
+    _show(model, result, options, fits, counts, calibration, out=out, as_json=as_json)
+
+
+def _show(
+    model: "ModelSpec",
+    result: "Profile",
+    options: ProfileOptions,
+    fits: "TimedProfile | None",
+    counts: "TracedProfile | None",
+    calibration: "Calibration | None",
+    *,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from trimtab.costs.settings import CostSettings
+    from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
+
+    given = options.given | {"attention": result.attention, "dtype": result.dtype}
+    settings = CostSettings(dims=result.dims, **given)
     kinds = {} if fits is None else {kind.group: kind for kind in fits.kinds}
     rows = kind_rows(result, model, settings, size=_ROWS, fits=kinds)
     kept = () if counts is None else kept_rows(counts.kinds, model, settings, size=_ROWS)
@@ -149,47 +206,17 @@ def profile(
         print(f"profile: {out}")
 
 
-def _time(
-    config: str,
-    model: ModelSpec,
-    device: str | None,
-    dtype: str,
-    attention: Literal["flash", "sdpa", "eager"] | None,
-    sizes: tuple[int, ...] | None,
-    repeats: int,
-    frozen: tuple[Tower, ...],
-) -> TimedProfile:
+def _time(config: str, model: "ModelSpec", options: ProfileOptions) -> "TimedProfile":
     from trimtab.cli.output import progress
     from trimtab.costs.timed import TimingOptions, open_device, profile_timed
     from trimtab.models.describe import read_config
 
-    options = TimingOptions(dtype=dtype, attention=attention, sizes=sizes, repeats=repeats, frozen_towers=frozen)
+    timing = TimingOptions(
+        dtype=options.dtype,
+        attention=options.attention,
+        sizes=options.sizes,
+        repeats=options.repeats or 9,
+        frozen_towers=options.frozen_towers,
+    )
     with progress("timing") as advance:
-        return profile_timed(read_config(config), model, open_device(device), options, progress=advance)
-
-
-def _trace(
-    config: str,
-    model: ModelSpec,
-    device: str,
-    dtype: str,
-    given: dict[str, Any],
-    frozen: tuple[Tower, ...],
-) -> TracedProfile:
-    from trimtab.costs.devices import find_device
-    from trimtab.costs.traced import profile_traced
-    from trimtab.models.describe import read_config
-
-    known = find_device(device)
-    return profile_traced(read_config(config), model, known, dtype=dtype, frozen_towers=frozenset(frozen), **given)
-
-
-def _parse_sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    from trimtab.errors import TrimtabError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise TrimtabError(f"sizes {text!r} are not numbers of rows: write them as 1024,4096") from None
+        return profile_timed(read_config(config), model, open_device(options.device), timing, progress=advance)

@@ -9,11 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from trimtab.cli.options import verb
 from trimtab.cli.output import log
 from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.serve.limits import ServeLimits
 
 
+@verb
 def serve(
+    *,
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
     device_map: Annotated[
         Path | None,
@@ -26,15 +30,7 @@ def serve(
     offload_folder: Annotated[
         Path | None, typer.Option(help="Folder for modules on disk that the model's own files cannot stand in for.")
     ] = None,
-    max_body: Annotated[str, typer.Option(help="Largest request, as in 32MiB.")] = "32MiB",
-    max_images: Annotated[int, typer.Option(help="Images in a request.")] = 8,
-    max_pixels: Annotated[int, typer.Option(help="Pixels of a request's images together.")] = 32 * 2**20,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a conversation, images included.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 1024,
-    max_batch: Annotated[int, typer.Option(help="Requests that are generated together; each has its KV cache.")] = 16,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait behind those being answered.")] = 16,
-    max_request_s: Annotated[float, typer.Option(help="Seconds from acceptance to the last token.")] = 300.0,
-    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to accepted requests.")] = 330.0,
+    limits: ServeLimits,
 ) -> None:
     """Serve MODEL_DIR by Transformers' own OpenAI application; SIGTERM finishes what was accepted.
 
@@ -43,22 +39,9 @@ def serve(
     from trimtab.runtime.placing.load import load_placed, move_inputs
     from trimtab.serve.config_check import check_config
     from trimtab.serve.device_map import read_device_map
-    from trimtab.serve.limits import ServeLimits
     from trimtab.serve.load import load_model, load_processor
     from trimtab.serve.server import ModelServer, open_port
-    from trimtab.units import parse_bytes
 
-    limits = ServeLimits(
-        max_body_bytes=parse_bytes(max_body),
-        max_images=max_images,
-        max_pixels=max_pixels,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        max_batch=max_batch,
-        max_waiting=max_waiting,
-        max_request_s=max_request_s,
-        drain_s=drain_s,
-    )
     key = None if api_key_file is None else _read_key(api_key_file)
     written = None if device_map is None else read_device_map(device_map)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from trimtab.errors import PlanError
 from trimtab.files import fingerprint_file, write_atomically
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.details import PlanDetails
@@ -15,7 +14,7 @@ from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report
 from trimtab.report.trace import chrome_trace
-from trimtab.specs import ClusterSpec, ModelSpec, SampleTable, Tower
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 
 def data_files(paths: Sequence[Path]) -> tuple[DataFile, ...]:
@@ -23,20 +22,6 @@ def data_files(paths: Sequence[Path]) -> tuple[DataFile, ...]:
     return tuple(
         DataFile(path=str(path), num_bytes=path.stat().st_size, blake2b=fingerprint_file(path)) for path in paths
     )
-
-
-def parse_share(text: str) -> float:
-    """ "6%" or "0.06" as 0.06."""
-    try:
-        value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        raise PlanError(f"{text!r} is not a share: write it as 6% or 0.06") from None
-    return value
-
-
-def parse_towers(names: Sequence[str]) -> tuple[Tower, ...]:
-    """Towers, from names that stand alone or are joined by commas; `PlanOptions` says which there are."""
-    return tuple(cast(Tower, name) for given in names for name in given.split(","))
 
 
 def plan_with_progress(

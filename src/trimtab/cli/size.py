@@ -8,72 +8,25 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.data import (
-    AllowOutsideOption,
-    DataArgument,
-    EngineOption,
-    ExifOption,
-    MaxLengthOption,
-    MediaRootOption,
-    NumberIdsOption,
-    OnBadOption,
-    ResumeOption,
-    SourceKeyOption,
-    SpecialTokensOption,
-    TemplateOption,
-    TokenizerOption,
-    WorkersOption,
-)
-from trimtab.cli.describe import MaxPixelsOption, MaxTilesOption, PreprocessorOption
+from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions
+from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
 
 
+@verb
 def size(
     data: DataArgument,
     model: Annotated[str, typer.Option(help="config.json, its folder, or a shipped description.")],
-    tokenizer: TokenizerOption = None,
-    chat_template: TemplateOption = None,
-    special_tokens: SpecialTokensOption = "template",
-    preprocessor: PreprocessorOption = None,
-    max_pixels: MaxPixelsOption = None,
-    max_tiles: MaxTilesOption = None,
-    media_root: MediaRootOption = None,
-    allow_outside: AllowOutsideOption = False,
-    exif: ExifOption = "ignore",
-    on_bad: OnBadOption = "error",
-    max_length: MaxLengthOption = None,
-    source_key: SourceKeyOption = None,
-    number_ids: NumberIdsOption = False,
-    workers: WorkersOption = None,
-    engine: EngineOption = "local",
-    resume: ResumeOption = None,
+    images: ImageOptions,
+    sizing: SizingOptions,
     out: Annotated[Path | None, typer.Option(help="Save the table here: .parquet or .npz.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""
-    from trimtab.cli.data import Reading, size_data
-    from trimtab.models.describe import describe
+    from trimtab.cli.data import size_data
     from trimtab.samples.table import save_sizing
 
-    result = size_data(
-        describe(model, preprocessor=preprocessor, max_pixels=max_pixels, max_tiles=max_tiles),
-        data,
-        Reading(
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            special_tokens=special_tokens,
-            media_root=media_root,
-            allow_outside=allow_outside,
-            exif=exif,
-            on_bad=on_bad,
-            max_length=max_length,
-            source_key=source_key,
-            number_ids=number_ids,
-            workers=workers,
-            engine=engine,
-            resume=resume,
-        ),
-    )
+    result = size_data(images.describe(model), data, sizing)
     if out is not None:
         save_sizing(result, out)
         log(f"table: {out}")

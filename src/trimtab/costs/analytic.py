@@ -97,18 +97,12 @@ def cost_layer(
     passes = (1.0 if gradients.inputs else 1.0 - first_only) + (1.0 if gradients.weights else 0.0)
     if layer.kind == "embed":
         passes = 1.0 if gradients.weights else 0.0
-    forward = scale.terms(
-        rows=seconds.products + seconds.traffic + seconds.collectives,
-        pairs=seconds.attention + seconds.pair_traffic,
-        once=seconds.once + seconds.gather,
-    )
+    rows = seconds.products + seconds.traffic + seconds.collectives
+    pairs = seconds.attention + seconds.pair_traffic
+    forward = scale.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     if layer.tower == "audio":
         forward = scale.terms()
-    again = scale.terms(
-        rows=seconds.products + seconds.traffic + seconds.collectives,
-        pairs=seconds.attention + seconds.pair_traffic,
-        once=seconds.once,
-    )
+    again = scale.terms(rows=rows, pairs=pairs, once=seconds.once)
     backward = weight = scale.terms()
     if runs_backward and gradients.weights:
         weight = scale.terms(rows=seconds.products, once=seconds.once + seconds.scatter)
@@ -120,15 +114,12 @@ def cost_layer(
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
             once=2 * seconds.once + seconds.gather + (seconds.scatter if gradients.weights else 0.0),
         )
-    kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
-    none_bytes = scale.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
+    none_bytes = scale.terms()
+    if runs_backward:
+        kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
+        none_bytes = scale.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
     tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=none_bytes)]
-    if not runs_backward:
-        tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=scale.terms())]
-    elif layer.kind == "block" and layer.measured is not None:
-        row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
-        tiers.append(RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row)))
-    elif layer.kind == "block":
+    if runs_backward and layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, scale, again)
     transients = _transients(layer, settings, scale, none_bytes) if runs_backward else (scale.terms(),)
     params = local_params(layer, settings.dims.tp)
@@ -298,7 +289,7 @@ class _Scale:
 def _recompute_tiers(
     layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, scale: _Scale, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
-    """The tiers "selective" (`selective_bytes`), "attention" and "full".
+    """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work the last alone.
 
     attention keeps the layer's input and the result of fused attention, and runs the rest of the forward again; there
     is no such tier for unfused attention, whose scores would be quadratic.
@@ -307,6 +298,9 @@ def _recompute_tiers(
     scales or norms its last result. The price here is the whole forward: an upper bound.
     """
     row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
+    full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row))
+    if layer.measured is not None:
+        return [full]
     eager = settings.attention == "eager"
     kernels = sum(t.num_kernels for t in layer_traffic(layer, settings))
     extra = scale.terms(
@@ -314,29 +308,21 @@ def _recompute_tiers(
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
         once=kernels * KERNEL_S,
     )
-    return [
+    tiers = [
         RecomputeTier(
-            name="selective",
-            extra_backward_s=extra,
-            saved_bytes=scale.terms(rows=selective_bytes(layer, settings)),
-        ),
-        *(
-            [
-                RecomputeTier(
-                    name="attention",
-                    extra_backward_s=scale.terms(
-                        rows=seconds.products + seconds.traffic + seconds.collectives,
-                        pairs=seconds.pair_traffic,
-                        once=seconds.once,
-                    ),
-                    saved_bytes=scale.terms(rows=row + attention_result_bytes(layer.attention, settings)),
-                )
-            ]
-            if layer.attention is not None and not eager
-            else []
-        ),
-        RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row)),
+            name="selective", extra_backward_s=extra, saved_bytes=scale.terms(rows=selective_bytes(layer, settings))
+        )
     ]
+    if layer.attention is not None and not eager:
+        rows = seconds.products + seconds.traffic + seconds.collectives
+        tiers.append(
+            RecomputeTier(
+                name="attention",
+                extra_backward_s=scale.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
+                saved_bytes=scale.terms(rows=row + attention_result_bytes(layer.attention, settings)),
+            )
+        )
+    return [*tiers, full]
 
 
 def _transients(

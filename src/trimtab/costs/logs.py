@@ -15,6 +15,7 @@ import numpy as np
 
 from trimtab.costs.profile import profile_model
 from trimtab.errors import TrimtabError, join_problems
+from trimtab.options import Tower
 from trimtab.specs import (
     WORK_TERMS,
     DeviceSpec,
@@ -24,7 +25,6 @@ from trimtab.specs import (
     Profile,
     RecomputeChoice,
     Stage,
-    Tower,
 )
 
 LoggedSchedule = Literal["1F1B", "GPipe"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.timed_fit import Fit, fit_seconds
-from trimtab.specs import FloatArray, LayerCost, Profile, Tower, evaluate
+from trimtab.options import Tower
+from trimtab.specs import FloatArray, LayerCost, Profile, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from typing import Any
 from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
-from trimtab.costs.settings import Attention, CostSettings, Efficiency
+from trimtab.costs.settings import CostSettings, Efficiency
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, Tower
+from trimtab.options import Attention, Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile
 from trimtab.typed_json import read_typed
 
 FORMAT = "trimtab-profile 1.2"

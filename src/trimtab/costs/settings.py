@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 from trimtab.errors import PartitionError, join_problems
+from trimtab.options import ITEM_BYTES as ITEM_BYTES
+from trimtab.options import Attention as Attention
 from trimtab.specs import ParallelDims, Tower
-
-Attention = Literal["flash", "sdpa", "eager"]
-
-ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
 OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
 """Bytes of optimizer state for each parameter, the fp32 master copy aside: two fp32 moments, two 8-bit, one, none."""

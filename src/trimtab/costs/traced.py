@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from trimtab.costs.profile import group_layers, is_unpriced, profile_model
-from trimtab.costs.settings import Attention, CostSettings
+from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import (
     PATCHES,
     PATCHES_SQ,
@@ -37,7 +37,8 @@ from trimtab.models.asking.batches import Batch, Batches
 from trimtab.models.asking.build import complete
 from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.units import split_units
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims, Tower
+from trimtab.options import Attention, Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROW = 256

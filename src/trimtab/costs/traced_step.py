@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,9 @@ def trace_step(
     mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
     recorder = _Recorder(mode, len(layers), fixed)
     state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
+    parts = [module.get_submodule(name) for name in layers]
     with ExitStack() as stack:
-        for place, name in enumerate(layers):
-            part = module.get_submodule(name)
+        for place, (name, part) in enumerate(zip(layers, parts, strict=True)):
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
@@ -73,22 +73,10 @@ def trace_step(
             recorder.end_backward()
     del loss
     module.zero_grad(set_to_none=True)
-    records = recorder.records
     return Trace(
         layers=tuple(
-            TracedLayer(
-                name=name,
-                num_params=sum(p.numel() for p in module.get_submodule(name).parameters()),
-                num_calls=record.num_calls,
-                keeps=place in keepers,
-                output_bytes=record.output_bytes,
-                forward_flops=record.forward_flops,
-                backward_flops=record.backward_flops,
-                recompute_flops=record.recompute_flops if place in keepers else 0,
-                forward_transient_bytes=record.forward_transient,
-                backward_transient_bytes=record.backward_transient,
-            )
-            for place, (name, record) in enumerate(zip(layers, records, strict=True))
+            record.as_layer(name, part, keeps=place in keepers)
+            for place, (name, part, record) in enumerate(zip(layers, parts, recorder.records, strict=True))
         ),
         storages=storages,
         recomputed=frozenset(recomputed),
@@ -180,8 +168,12 @@ class _Record:
     forward_flops: int = 0
     recompute_flops: int = 0
     backward_flops: int = 0
-    forward_transient: int = 0
-    backward_transient: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+
+    def as_layer(self, name: str, part: nn.Module, *, keeps: bool) -> TracedLayer:
+        counts = asdict(self) | ({} if keeps else {"recompute_flops": 0})
+        return TracedLayer(name=name, num_params=sum(p.numel() for p in part.parameters()), keeps=keeps, **counts)
 
 
 class _Recorder:
@@ -226,7 +218,9 @@ class _Recorder:
         """The code behind the last layer entered, up to now, was part of that layer's forward."""
         if self.calls:
             record, call = self.records[self.calls[-1].place], self.calls[-1]
-            record.forward_transient = max(record.forward_transient, self.mode.peak_bytes - call.start_bytes)
+            record.forward_transient_bytes = max(
+                record.forward_transient_bytes, self.mode.peak_bytes - call.start_bytes
+            )
 
     def _enter(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.end_forward()
@@ -277,7 +271,7 @@ class _Recorder:
         if self.in_backward is not None:
             record, (flops, live) = self.records[self.in_backward], self.backward_start
             record.backward_flops += self.mode.flops - flops
-            record.backward_transient = max(record.backward_transient, self.mode.peak_bytes - live)
+            record.backward_transient_bytes = max(record.backward_transient_bytes, self.mode.peak_bytes - live)
             self.in_backward = None
 
     # what the graph holds now

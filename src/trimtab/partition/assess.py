@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import ScheduleName
 from trimtab.partition.schedules import (
-    ScheduleName,
     check_schedule,
     devices_of_stages,
     peak_in_flight,
@@ -86,62 +86,80 @@ def assess_stages(
     S, P = len(stages), len(stages) // num_chunks
     check_schedule(schedule, num_devices=P, num_chunks=num_chunks, num_microbatches=num_microbatches)
     shape = {"num_devices": P, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
-    forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
-    transient = profile.transients(most)
-    state = np.array([layer.state_bytes for layer in profile.layers])
-    chosen = [chosen_tiers(profile, stage) for stage in stages]
-    own = [slice(stage.start, stage.stop) for stage in stages]
-
-    stage_forward = np.array([forward[x].sum() for x in own])
-    extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
-    stage_backward = np.array([backward[x].sum() for x in own]) + extra
-    in_flight = peak_in_flight(schedule, **shape)
-    entry = entry_bytes(profile, most)[[stage.start for stage in stages]]
-    saved = np.array([sum(_saved(tier, most) for tier in tiers) for tiers in chosen]) + entry
-    whole = np.array([sum(_saved(layer.tiers[0], most) for layer in profile.layers[x]) for x in own]) + entry
-    held = np.array([state[x].sum() for x in own])
-    again = [
-        0.0 if splits_backward(schedule) else bytes_again(tier, _saved(layer.tiers[0], most), most)
-        for x, tiers in zip(own, chosen, strict=True)
-        for layer, tier in zip(profile.layers[x], tiers, strict=True)
-    ]
-    transient = transient[stages[0].start : stages[-1].stop] + np.array(again)
-    away = np.array(
-        [
-            sum(
-                host_bytes(tier, _saved(layer.tiers[0], most), most)
-                for layer, tier in zip(profile.layers[x], tiers, strict=True)
-            )
-            for x, tiers in zip(own, chosen, strict=True)
-        ]
-    )
-    ends = np.cumsum([0, *(stage.stop - stage.start for stage in stages)])
-    workspace = np.maximum.reduceat(transient, ends[:-1])
-    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, whole))
-    host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
     devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
 
+    # 1. Seconds of every stage at the mean micro-batch.
+    forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
+    own = [slice(stage.start, stage.stop) for stage in stages]
+    chosen = [chosen_tiers(profile, stage) for stage in stages]
+    extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
+    stage_forward = np.array([forward[x].sum() for x in own])
+    stage_backward = np.array([backward[x].sum() for x in own]) + extra
     unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
+
+    # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
+    workspace, entry = profile.transients(most), entry_bytes(profile, most)
+    once = splits_backward(schedule)  # then nothing computed again comes on top
+    held = [
+        _stage_bytes(profile.layers[x], tiers, most, workspace[x], float(entry[x.start]), once=once)
+        for x, tiers in zip(own, chosen, strict=True)
+    ]
+    saved = np.array([x.saved for x in held])
+    away = np.array([x.host for x in held])
+    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, [x.whole for x in held]))
+    host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
+    on = [[x for x, device in zip(held, devices, strict=True) if device == d] for d in range(P)]
     return SplitResult(
         stages=tuple(stages),
         forward_s=tuple(stage_forward.tolist()),
         backward_s=tuple(stage_backward.tolist()),
         recompute_s=tuple(extra.tolist()),
-        in_flight=tuple(in_flight.tolist()),
+        in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
         memory=tuple(
             DeviceMemory(
-                state_bytes=float(held[devices == d].sum()),
+                state_bytes=float(np.array([x.state for x in own_stages]).sum()),
                 saved_bytes=float(peaks[d]),
-                transient_bytes=float(workspace[devices == d].max()),
+                transient_bytes=float(max(x.transient for x in own_stages)),
                 overhead_bytes=float(overhead_bytes),
                 host_bytes=float(host_peaks[d]),
             )
-            for d in range(P)
+            for d, own_stages in enumerate(on)
         ),
         devices=tuple(devices.tolist()),
         bottleneck_s=float((stage_forward + stage_backward).max()),
         lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
         exact=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBytes:
+    """Of one stage and one micro-batch, its state aside."""
+
+    state: float
+    saved: float  # with what the stage's first layer enters with
+    whole: float  # the same if nothing is recomputed
+    transient: float
+    host: float
+
+
+def _stage_bytes(
+    layers: Sequence[LayerCost],
+    tiers: Sequence[RecomputeTier],
+    most: FloatArray,
+    workspace: FloatArray,
+    entry: float,
+    *,
+    once: bool,
+) -> _StageBytes:
+    whole = [_saved(layer.tiers[0], most) for layer in layers]
+    again = [0.0 if once else bytes_again(tier, own, most) for tier, own in zip(tiers, whole, strict=True)]
+    return _StageBytes(
+        state=float(np.array([layer.state_bytes for layer in layers]).sum()),
+        saved=sum(_saved(tier, most) for tier in tiers) + entry,
+        whole=sum(whole) + entry,
+        transient=float((workspace + np.array(again)).max()),
+        host=sum(host_bytes(tier, own, most) for tier, own in zip(tiers, whole, strict=True)),
     )
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import RecomputeMode
 from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
-from trimtab.partition.stages import RecomputeMode
 from trimtab.partition.tiers import TierTable
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, RecomputeTier
 
@@ -119,13 +119,7 @@ def layer_table(
     backward = profile.matrix("backward_s") @ mean
     offered = [_offered(layer, recompute) for layer in layers]
     extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
-    saved = [[math.ceil(max(0.0, float(np.dot(tier.saved_bytes, most)))) for tier in tiers] for tiers in offered]
-    for name, lowest in (("forward", forward.min()), ("backward", backward.min()), ("recompute", min(map(min, extra)))):
-        if lowest < 0:
-            raise PartitionError(
-                f"a layer's {name} time is negative at the mean micro-batch ({lowest:.3g} s): the profile was fitted "
-                "outside this range, profile again with micro-batches like yours"
-            )
+    _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
     longest = float(forward.sum() + backward.sum() + sum(map(max, extra)))
     tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
@@ -134,67 +128,92 @@ def layer_table(
     def composite(seconds: FloatArray | float) -> IntArray:
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
-    first, upgrades = [], []
-    alike: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     workspace = profile.transients(most)
     whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
-    transient = np.zeros(len(layers), np.int64)
-
-    def reach(i: int, tier: RecomputeTier) -> int:
-        """Bytes that the layer's backward needs beside what `tier` saves: its workspace and what is there once more."""
-        return math.ceil(float(workspace[i]) + bytes_again(tier, whole[i], most))
-
-    layer_class = np.full(len(layers), -1, np.int64)
-    columns = np.zeros((3, len(layers)), np.int64)  # composite time of the first tier, its bytes, the least bytes
+    ladders = []
     for i, tiers in enumerate(offered):
-        cost = [int(composite(s)) + (tier.name != "none") for s, tier in zip(extra[i], tiers, strict=True)]
-        # the cheapest first; of those that cost more only the ones that save more than all before, save that offload
-        # displaces none: it takes host memory, and its backward needs more room than any
-        chosen: list[int] = []
-        least = math.inf
-        for k in sorted(range(len(tiers)), key=lambda k: (cost[k], saved[i][k])):
-            if saved[i][k] < least:
-                chosen.append(k)
-                least = least if tiers[k].name == "offload" else saved[i][k]
-        start, more = chosen[0], sorted(chosen[1:], key=lambda k: (reach(i, tiers[k]), -saved[i][k]))
-        first.append(tiers[start])
-        upgrades.append(tuple(tiers[k] for k in more))
-        transient[i] = reach(i, tiers[start])
-        columns[:, i] = cost[start], saved[i][start], min(saved[i][k] for k in chosen)
-        if more:
-            key = tuple(
-                (
-                    saved[i][start] - saved[i][k],
-                    cost[k] - cost[start],
-                    reach(i, tiers[k]),
-                    math.ceil(host_bytes(tiers[k], whole[i], most)),
-                )
-                for k in more
+        rungs = [
+            _Rung(
+                tier=tier,
+                cost=int(composite(seconds)) + (tier.name != "none"),
+                saved=math.ceil(max(0.0, float(np.dot(tier.saved_bytes, most)))),
+                reach=math.ceil(float(workspace[i]) + bytes_again(tier, whole[i], most)),
+                host=math.ceil(host_bytes(tier, whole[i], most)),
             )
-            layer_class[i] = alike.setdefault(key, len(alike))
-    # (gain, price, reach, host), class, upgrade
-    upgrade = np.zeros((4, len(alike), max(map(len, alike), default=1)), np.int64)
-    for key, g in alike.items():
-        upgrade[:, g, : len(key)] = np.array(key).T
+            for tier, seconds in zip(tiers, extra[i], strict=True)
+        ]
+        ladders.append(_useful(rungs))
+    first = [ladder[0] for ladder in ladders]
+    saved_first = np.array([rung.saved for rung in first], np.int64)
 
+    layer_class, upgrade = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
         tick_s=tick_s,
         scale=scale,
         forward=composite(forward),
-        backward=composite(backward) + columns[0],
+        backward=composite(backward) + np.array([rung.cost for rung in first], np.int64),
         state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
-        transient=transient,
+        transient=np.array([rung.reach for rung in first], np.int64),
         workspace=np.ceil(workspace).astype(np.int64),
-        saved_first=columns[1],
-        saved_least=columns[2],
-        whole=np.maximum(columns[1], [math.ceil(x) for x in whole]),
+        saved_first=saved_first,
+        saved_least=np.array([min(rung.saved for rung in ladder) for ladder in ladders], np.int64),
+        whole=np.maximum(saved_first, [math.ceil(x) for x in whole]),
         entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
-        first_tier=tuple(first),
-        upgrades=tuple(upgrades),
+        first_tier=tuple(rung.tier for rung in first),
+        upgrades=tuple(tuple(rung.tier for rung in more) for _, *more in ladders),
         tiers=tier_table(*np.ascontiguousarray(upgrade)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """One tier of one layer, in integers."""
+
+    tier: RecomputeTier
+    cost: int  # composite time
+    saved: int  # bytes kept of a micro-batch
+    reach: int  # bytes of its backward beside them: workspace, and what is there once more
+    host: int
+
+
+def _useful(rungs: Sequence[_Rung]) -> list[_Rung]:
+    """The cheapest tier, then those worth their price, by what their backward needs.
+
+    Of those that cost more, only the ones that save more than all before; offload displaces none: it takes host
+    memory, and its backward needs more room than any.
+    """
+    chosen: list[_Rung] = []
+    least = math.inf
+    for rung in sorted(rungs, key=lambda x: (x.cost, x.saved)):
+        if rung.saved < least:
+            chosen.append(rung)
+            least = least if rung.tier.name == "offload" else rung.saved
+    return [chosen[0], *sorted(chosen[1:], key=lambda x: (x.reach, -x.saved))]
+
+
+def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, IntArray]:
+    """(layers,) class of each layer, -1 without upgrades; (4, classes, upgrades): gain, price, reach, host of each."""
+    alike: dict[tuple[tuple[int, int, int, int], ...], int] = {}
+    layer_class = np.full(len(ladders), -1, np.int64)
+    for i, (start, *more) in enumerate(ladders):
+        if more:
+            key = tuple((start.saved - x.saved, x.cost - start.cost, x.reach, x.host) for x in more)
+            layer_class[i] = alike.setdefault(key, len(alike))
+    upgrade = np.zeros((4, len(alike), max(map(len, alike), default=1)), np.int64)
+    for key, g in alike.items():
+        upgrade[:, g, : len(key)] = np.array(key).T
+    return layer_class, upgrade
+
+
+def _refuse_negative(**lowest_s: float) -> None:
+    for name, lowest in lowest_s.items():
+        if lowest < 0:
+            raise PartitionError(
+                f"a layer's {name} time is negative at the mean micro-batch ({lowest:.3g} s): the profile was fitted "
+                "outside this range, profile again with micro-batches like yours"
+            )
 
 
 def _offered(layer: LayerCost, recompute: RecomputeMode) -> tuple[RecomputeTier, ...]:

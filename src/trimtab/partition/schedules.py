@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import PartitionError
+from trimtab.options import ScheduleName
 from trimtab.specs import FloatArray, IntArray
 
-ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble"]
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
 _SPLIT_BACKWARD = ("ZBH1", "ZBVZeroBubble")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import ScheduleName
 from trimtab.partition.assess import chosen_tiers
 from trimtab.partition.backward import weight_matrix
 from trimtab.partition.schedules import (
@@ -15,7 +16,6 @@ from trimtab.partition.schedules import (
     FORWARD,
     WEIGHT,
     BlockOrder,
-    ScheduleName,
     block_order,
     devices_of_stages,
     splits_backward,

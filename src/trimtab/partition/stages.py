@@ -6,21 +6,20 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import RecomputedTier, RecomputeMode, ScheduleName
 from trimtab.partition.assess import SplitResult, assess_stages
-from trimtab.partition.schedules import ScheduleName, check_schedule, peak_in_flight, peak_pending
-from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, RecomputedTier, Stage
+from trimtab.partition.schedules import check_schedule, peak_in_flight, peak_pending
+from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:  # numba comes with these: only when something is solved
     from trimtab.partition.cuts import Pipeline
     from trimtab.partition.layer_table import LayerTable
-
-RecomputeMode = Literal["auto", "none", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

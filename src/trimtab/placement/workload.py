@@ -1,14 +1,16 @@
 """What a model is to serve: the batch that must fit, its numbers, and how quantised formats store weights."""
 
-from __future__ import annotations
-
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import get_args
+from typing import TYPE_CHECKING, Annotated
 
-from trimtab.costs.settings import ITEM_BYTES, Attention
-from trimtab.errors import PartitionError, join_problems
-from trimtab.specs import ImageCounts, ModelSpec, Tower
+from trimtab.errors import ImageError, PartitionError, join_problems
+from trimtab.options import ITEM_BYTES, Attention, DType, Option, Tower, option_problems
+
+if TYPE_CHECKING:
+    from trimtab.specs import ImageCounts, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Quant:
     source: str
 
 
+_MAX_IMAGES = 10_000
 _ALL: tuple[Tower, ...] = ("vision", "projector", "language")
 
 QUANTS = MappingProxyType(
@@ -60,37 +63,41 @@ QUANTS = MappingProxyType(
 """Quantised formats by name. A new one is an entry here."""
 
 
+def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Sizes of one prompt's images from "1024x768" or, several times the same, "1024x768,4"."""
+    sizes: list[tuple[int, int]] = []
+    for text in texts:
+        match = re.fullmatch(r"\s*([0-9]{1,7})[xX]([0-9]{1,7})(?:,([0-9]{1,5}))?\s*", text)
+        count = int(match[3] or 1) if match else 0
+        if match is None or not 1 <= count <= _MAX_IMAGES:
+            raise ImageError(
+                f"{text!r} names no images: write width x height in pixels and how many, as in 1024x768,4 "
+                f"(at most {_MAX_IMAGES})"
+            )
+        sizes += [(int(match[1]), int(match[2]))] * count
+    return tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The largest batch that is to fit: sequences that run together, all alike."""
 
-    batch: int = 1
-    seq_len: int = 1024  # tokens of text in a prompt; image tokens come on top
-    max_new_tokens: int = 256
-    images: tuple[tuple[int, int], ...] = ()  # (width, height) in pixels of each image of one prompt
-    dtype: str = "bf16"
-    quant: str | None = None
-    attention: Attention = "sdpa"
+    batch: Annotated[int, Option("Sequences that run together.", least=1)] = 1
+    seq_len: Annotated[int, Option("Tokens of text in a prompt; image tokens come on top.", least=1)] = 1024
+    max_new_tokens: Annotated[int, Option("Tokens generated for each sequence.", least=1)] = 256
+    images: Annotated[
+        tuple[tuple[int, int], ...],
+        Option("Images of one prompt: 1024x768, or 1024x768,4 for four of them.", read=parse_images, typed=list[str]),
+    ] = ()  # (width, height) in pixels of each image of one prompt
+    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
+    quant: Annotated[str | None, Option("Quantised weights: bnb-int8, bnb-nf4, bnb-nf4-double, awq, fp8.")] = None
+    attention: Annotated[Attention, Option("Attention as it will run.")] = "sdpa"
     padded: bool | None = None  # prompts of a batch differ in length, so a mask goes with them; None: if batch > 1
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} {value} cannot be served: give {least} or more"
-            for name, value, least in (
-                ("batch", self.batch, 1),
-                ("seq_len", self.seq_len, 1),
-                ("max_new_tokens", self.max_new_tokens, 1),
-            )
-            if value < least
-        ]
-        for what, value, known in (
-            ("dtype", self.dtype, tuple(ITEM_BYTES)),
-            ("attention", self.attention, get_args(Attention)),
-            ("quant", self.quant, (None, *QUANTS)),
-        ):
-            if value not in known:
-                names = ", ".join(str(x) for x in known if x is not None)
-                problems.append(f"{what} {value!r} has no formula: choose one of {names}")
+        problems = option_problems(self)
+        if self.quant not in (None, *QUANTS):
+            problems.append(f"quant {self.quant!r} has no formula: choose one of {', '.join(QUANTS)}")
         if problems:
             raise PartitionError(join_problems(problems))
 
@@ -121,12 +128,12 @@ class Batch:
         return self.prompt_tokens + self.new_tokens - 1
 
 
-def count_batch(model: ModelSpec, workload: Workload) -> Batch:
+def count_batch(model: "ModelSpec", workload: Workload) -> Batch:
     """The workload's images counted by the model's own rule."""
     return batch_of(workload, [model.image_rule.count(width, height) for width, height in workload.images])
 
 
-def batch_of(workload: Workload, images: list[ImageCounts]) -> Batch:
+def batch_of(workload: Workload, images: "list[ImageCounts]") -> Batch:
     """The rows of a workload whose prompts hold `images` each."""
     B = workload.batch
     tokens = sum(x.tokens for x in images)

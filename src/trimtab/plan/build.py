@@ -8,31 +8,27 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.balance.packing import pack_samples, report_packing
-from trimtab.costs.profile import profile_bytes
+from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.plan.case import Case
-from trimtab.plan.decide.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
+from trimtab.plan.case import Case, Setting
+from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.mixture import describe_draw, draw_sources, packed_rows
-from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
+from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
 from trimtab.plan.decide.stages import choose_split
 from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.yaml import name_table, plan_to_yaml
+from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.sharing.search import choose_vision
-from trimtab.samples.table import table_bytes
-from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
 
-SAMPLES_FILE = "samples.npz"
-PROFILE_FILE = "profile.json"
 TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 
 
@@ -51,49 +47,17 @@ def make_plan(
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
     """
     options, origin = options or PlanOptions(), origin or PlanOrigin()
-    if len(samples) == 0:
-        raise PlanError("there is no sample to plan: give a data set that holds some")
-    draw = (
-        draw_sources(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-        if options.weights
-        else None
-    )
-    rows = np.arange(len(samples)) if draw is None else draw.rows  # of one epoch
-    if options.global_batch is not None and options.global_batch > len(rows):
-        raise PlanError(
-            f"global_batch {options.global_batch} was asked for, and the data holds {len(rows)} samples: "
-            "ask for that or fewer"
-        )
-    tiles = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
-    samples = in_patches(samples, model)
-    epoch = samples if draw is None else select_rows(samples, rows)
+    epoch = open_epoch(model, samples, options)
+    samples, rows = epoch.samples, epoch.rows
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
-    refuse_oversize(samples if draw is None else select_rows(samples, np.flatnonzero(draw.times)), options)
 
     chosen = choose_setting(
-        model, epoch, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
+        model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
     setting, options = chosen.setting, chosen.options
-    cost = price_samples(setting.profile, samples_work)
-    packed = pack_samples(
-        epoch,
-        limits=(setting.max_patches, setting.max_tokens),
-        dp=setting.dims.dp,
-        num_microbatches=setting.num_microbatches,
-        method=options.method,
-        order=options.order,
-        cost=cost[rows],
-        seed=options.seed,
-        oversize=options.oversize,
-    )
-    if draw is not None:
-        packed = packed_rows(packed, rows)
-    if packed.packing.num_packs == 0:
-        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
-    if options.leaves_steps_open:
-        packed = replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
-        setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
+    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[rows])
+    setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
     case = Case(
         model=model,
         samples=samples,
@@ -109,28 +73,17 @@ def make_plan(
     without = choose_split(case)
     vision = choose_vision(case, without)
     case, found = vision.best.case, vision.best.found
-    split = found.split
-    variants = compare_variants(case, split.stages, without=without, progress=_step(progress, "simulation"))
-
-    tables = {SAMPLES_FILE: table_bytes(samples), **pack_contents(packed.packing, packed.schedule)}
-    if options.profile is not None:
-        tables[PROFILE_FILE] = profile_bytes(options.profile)
-    files = {name: name_table(name, content) for name, content in tables.items()}
-    plan = assemble_plan(
-        inputs=describe_inputs(
-            case,
-            origin,
-            table=files[SAMPLES_FILE],
-            profile=files.get(PROFILE_FILE),
-            mixture=() if draw is None else draw.sources,
-        ),
-        decisions=describe_decisions(case, split.stages, files=files),
-        estimates=describe_estimates(case, report_packing(samples, packed, cost=cost), split, variants),
+    variants = compare_variants(case, found.split.stages, without=without, progress=_step(progress, "simulation"))
+    return assemble_plan(
+        case,
+        found.split,
+        variants,
         origin=origin,
+        mixture=epoch.sources,
         assumptions=(
-            *tiles,
+            *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),
-            *(() if draw is None else describe_draw(draw.sources)),
+            *describe_draw(epoch.sources),
             *chosen.sentences(),
             *found.sentences(),
             *vision.sentences(),
@@ -138,24 +91,54 @@ def make_plan(
             *setting.profile.assumptions,
         ),
     )
-    return PlanDetails(
-        plan=plan,
-        model=model,
-        samples=samples,
-        packing=packed.packing,
-        schedule=packed.schedule,
-        profile=case.setting.profile,
-        saved_profile=options.profile,
-        memory_cap_bytes=budget.total_bytes,
-        variants=variants,
+
+
+def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> Epoch:
+    """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
+    if len(samples) == 0:
+        raise PlanError("there is no sample to plan: give a data set that holds some")
+    notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
+    epoch = draw_epoch(
+        in_patches(samples, model), options.weights, num_drawn=options.num_drawn, seed=options.seed, notes=notes
     )
+    if options.global_batch is not None and options.global_batch > epoch.num_drawn:
+        raise PlanError(
+            f"global_batch {options.global_batch} was asked for, and the data holds {epoch.num_drawn} samples: "
+            "ask for that or fewer"
+        )
+    refuse_oversize(epoch, options)
+    return epoch
 
 
-def refuse_oversize(samples: SampleTable, options: PlanOptions) -> None:
+def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: FloatArray) -> PackResult:
+    """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
+    packed = epoch.of_table(
+        pack_samples(
+            epoch.drawn,
+            limits=(setting.max_patches, setting.max_tokens),
+            dp=setting.dims.dp,
+            num_microbatches=setting.num_microbatches,
+            method=options.method,
+            order=options.order,
+            cost=cost,
+            seed=options.seed,
+            oversize=options.oversize,
+        )
+    )
+    if packed.packing.num_packs == 0:
+        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
+    if not options.leaves_steps_open:
+        return packed
+    return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
+
+
+def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
     """Name the samples above limits that were given, before anything is chosen for them."""
     if options.oversize != "error" or options.max_patches is None or options.max_tokens is None:
         return
+    samples = epoch.samples
     over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
+    over &= epoch.times > 0
     if over.any():
         pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
 
@@ -173,10 +156,7 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
     folder = Path(folder)
-    contents = {SAMPLES_FILE: table_bytes(details.samples), **pack_contents(details.packing, details.schedule)}
-    if details.saved_profile is not None:
-        contents[PROFILE_FILE] = profile_bytes(details.saved_profile)
-    for name, content in contents.items():
+    for name, content in details.tables.items():
         write_atomically(folder / name, content)
     path = folder / "plan.yaml"
     write_atomically(path, plan_to_yaml(details.plan))

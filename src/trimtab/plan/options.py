@@ -1,108 +1,165 @@
-"""What a user may choose of a plan; None leaves the choice to the planner."""
+"""What a user may choose of a plan; None leaves the choice to the planner.
 
-from __future__ import annotations
+One field is one option: `trimtab plan` shows it, `PlanOptions` checks it (see `trimtab.options`).
+"""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
-from trimtab.balance.dispatch import Order
-from trimtab.balance.packing import Oversize
-from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, Attention
 from trimtab.errors import PlanError, join_problems
-from trimtab.partition.schedules import ScheduleName
-from trimtab.partition.stages import RecomputeMode
-from trimtab.plan.decide.mixture import weight_problems
+from trimtab.options import (
+    Attention,
+    DType,
+    Optimizer,
+    Option,
+    Order,
+    Oversize,
+    RecomputeMode,
+    Tower,
+    option_problems,
+)
 from trimtab.plan.plan import DataFile, PlanMethod
 from trimtab.plan.sharing.choice import VisionChoice
-from trimtab.specs import Profile, Tower
+from trimtab.units import parse_bytes
 
-ScheduleChoice = ScheduleName | Literal["auto"]
+if TYPE_CHECKING:
+    from trimtab.specs import Profile
 
-_MOST = 2**40  # keeps products of counts inside 64 bits
-_CHOICES = {
-    "schedule": (*get_args(ScheduleName), "auto"),
-    "method": get_args(PlanMethod),
-    "order": get_args(Order),
-    "oversize": get_args(Oversize),
-    "recompute": get_args(RecomputeMode),
-    "dtype": tuple(ITEM_BYTES),
-    "optimizer": tuple(OPTIMIZER_BYTES),
-    "zero_stage": (0, 1, 2, 3),
-    "attention": get_args(Attention),
-}
+ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]
+Weights = Sequence[tuple[str, float]]  # source name, weight
+
+_MOST_BYTES = 2.0**60
+
+
+def parse_share(text: str) -> float:
+    """ "6%" or "0.06" as 0.06."""
+    try:
+        return float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise PlanError(f"{text!r} is not a share: write it as 6% or 0.06") from None
+
+
+def parse_towers(names: Sequence[str]) -> tuple[Tower, ...]:
+    """Towers, from names that stand alone or are joined by commas; `PlanOptions` says which there are."""
+    return tuple(cast(Tower, name) for given in names for name in given.split(","))
+
+
+def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """Names and numbers of `web=1,docs=2.5`; who uses them says which names and numbers there may be."""
+    weights, problems = [], []
+    for word in (word for text in given for word in text.split(",")):
+        name, mark, number = word.rpartition("=")
+        try:
+            weights.append((name.strip(), float(number)))
+        except ValueError:
+            mark = ""
+        if not mark or not name.strip():
+            problems.append(f"{word!r} is no weight of a source: write it as NAME=NUMBER, as in web=0.5,docs=2")
+    if problems:
+        raise PlanError(join_problems(problems))
+    return tuple(weights)
+
+
+# what `trimtab pack` takes too
+ORDER = Option("How packs meet in steps; random keeps the shuffle.")
+OVERSIZE = Option("What becomes of a sample that exceeds a limit alone.")
+NUM_DRAWN = Option("Samples that --weights draws; default: as many as there are.", least=1)
+WEIGHTS = Option(
+    "Draw sources in proportion, as in web=1,docs=2.5: every source, 0 leaves one out.",
+    read=parse_weights,
+    typed=list[str],
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Choices of one plan."""
 
-    dp: int | None = None
-    pp: int | None = None
-    tp: int | None = None
-    num_microbatches: int | None = None  # per data-parallel rank and step; None: from global_batch
-    global_batch: int | None = None  # samples per step over all ranks, met on average; None: 256, or 8 a device
-    max_patches: int | None = None
-    max_tokens: int | None = None
-    schedule: ScheduleChoice = "1F1B"  # auto: the one whose simulated step is shortest
-    num_chunks: int = 1  # virtual stages per device; auto: those of an interleaved schedule, 1 standing for 2
-    method: PlanMethod = "balanced"
-    order: Order = "random"
-    oversize: Oversize = "error"
-    weights: tuple[tuple[str, float], ...] = ()  # of every source, by name; none: every sample once
-    num_drawn: int | None = None  # samples of an epoch by these weights; None: as many as there are
-    seed: int = 0
-    recompute: RecomputeMode = "auto"
-    memory_bytes: int | None = None  # of one device; None: all of it
-    reserve: float = 0.06  # share of the memory kept free: context, communication buffers, allocator rounding
-    reserve_bytes: int | None = None  # the same in bytes, instead of the share
-    zero_stage: int = 1
-    optimizer: str = "adamw"
-    dtype: str = "bf16"
-    attention: Attention = "flash"
-    fused_kernels: bool = False  # norms, rotary and gates as single kernels (Transformer Engine, Liger)
-    frozen_towers: tuple[Tower, ...] = ()
-    offload: bool = False  # whether layers may keep their activations in host memory
-    host_bytes_per_s: float | None = None  # between a device and host memory, one direction; None: the device table's
-    host_memory_bytes: int | None = (
-        None  # for one device's offloaded layers; None: half its share of a published server
+    dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
+    pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
+    tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1)] = None
+    num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
+        None
     )
-    profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
+    global_batch: Annotated[
+        int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1)
+    ] = None
+    max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
+    max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
+    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: the fastest of them in simulation.")] = "1F1B"
+    num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
+        1  # auto: those of an interleaved schedule, 1 standing for 2
+    )
+    method: Annotated[PlanMethod, Option("How packs are made.")] = "balanced"
+    order: Annotated[Order, ORDER] = "random"
+    oversize: Annotated[Oversize, OVERSIZE] = "error"
+    weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
+    num_drawn: Annotated[int | None, NUM_DRAWN] = None
+    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
+    offload: Annotated[bool, Option("Layers may also keep activations in host memory, where its link pays.")] = False
+    host_bytes_per_s: Annotated[
+        float | None,
+        Option(
+            "Bytes/s between a device and its host, one direction, as in 50GB.", flag="--host-link", read=parse_bytes
+        ),
+    ] = None  # None: the device table's
+    host_memory_bytes: Annotated[
+        int | None,
+        Option("Host memory for what one device offloads, as in 128GiB.", flag="--host-memory", read=parse_bytes),
+    ] = None  # None: half the device's share of a published server
+    memory_bytes: Annotated[
+        int | None,
+        Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes),
+    ] = None  # None: all of it
+    reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
+        0.06  # context, communication buffers, allocator rounding
+    )
+    reserve_bytes: int | None = None  # the same in bytes, instead of the share
+    zero_stage: Annotated[int, Option("ZeRO sharding over data-parallel ranks.", least=0, most=3)] = 1
+    optimizer: Annotated[Optimizer, Option("Decides bytes of state.")] = "adamw"
+    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
+    attention: Annotated[Attention, Option("Attention as it will run.")] = "flash"
+    fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
+    frozen_towers: Annotated[
+        tuple[Tower, ...],
+        Option(
+            "Towers that are not trained, as in vision,projector.",
+            flag="--freeze",
+            read=parse_towers,
+            typed=list[str],
+        ),
+    ] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
+    seed: Annotated[int, Option("Same seed, same plan.")] = 0
+    profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
-        counts = (
-            "dp",
-            "pp",
-            "tp",
-            "num_microbatches",
-            "global_batch",
-            "max_patches",
-            "max_tokens",
-            "num_chunks",
-            "num_drawn",
-        )
-        problems = [
-            f"{name} {value} was asked for, and it counts something: give 1 or more, or leave it out"
-            for name in counts
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        problems += [
-            f"{name} {value} was asked for, which no run has: give at most {_MOST}"
-            for name in counts
-            if (value := getattr(self, name)) is not None and value > _MOST
-        ]
+        problems = option_problems(self)
         if self.num_microbatches is not None and self.global_batch is not None:
             problems.append(
                 f"num_microbatches {self.num_microbatches} and global_batch {self.global_batch} were both given, and "
                 "each follows from the other: give one of them"
             )
         problems += weight_problems(self.weights)
-        problems += self.vision.problems()
-        problems += self._tier_problems()
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
+        problems += self.vision.problems()
+        problems += self._tier_problems()
         if not 0 <= self.reserve < 1:
             problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
+        problems += self._schedule_problems()
+        unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
+        if unknown:
+            problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
+        if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
+            problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
+        if problems:
+            raise PlanError(join_problems(problems))
+
+    def _schedule_problems(self) -> list[str]:
+        problems = []
         if self.num_chunks > 1 and self.schedule not in ("Interleaved1F1B", "ZBVZeroBubble", "auto"):
             problems.append(
                 f"num_chunks {self.num_chunks} was asked for with {self.schedule}, which has one stage per device: "
@@ -114,19 +171,9 @@ class PlanOptions:
             problems.append(
                 f"ZBVZeroBubble has two stages per device, and num_chunks is {self.num_chunks}: give --num-chunks 2"
             )
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                problems.append(f"{name} {value!r} was asked for: choose one of {', '.join(map(str, known))}")
-        unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
-        if unknown:
-            problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
-        if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
-            problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
-        if problems:
-            raise PlanError(join_problems(problems))
+        return problems
 
     def _tier_problems(self) -> list[str]:
         problems = []
@@ -136,7 +183,7 @@ class PlanOptions:
         ):
             if value is None:
                 continue
-            if not 0 < value <= _MOST**1.5:
+            if not 0 < value <= _MOST_BYTES:
                 problems.append(f"{name} {value} was asked for, and no machine has that: give a size, as in 50GB")
             if not self.offload:
                 problems.append(f"{name} {value} was given without offload, which alone uses it: give --offload too")
@@ -165,3 +212,19 @@ class PlanOrigin:
     data_files: tuple[DataFile, ...] = ()
     num_skipped: int = 0
     assumptions: tuple[str, ...] = ()
+
+
+def weight_problems(weights: Weights) -> list[str]:
+    """What is wrong with weights whatever they are for, a sentence each."""
+    names = [name for name, _ in weights]
+    problems = [
+        f"source {name!r} has two weights: give it one" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
+    problems += [
+        f"source {name!r} was to have weight {weight:g}, which is no proportion: give 0 or more"
+        for name, weight in weights
+        if not (math.isfinite(weight) and weight >= 0)
+    ]
+    if weights and all(weight == 0 for _, weight in weights):
+        problems.append("all weights are 0, which draws nothing: give one source a weight above 0")
+    return problems

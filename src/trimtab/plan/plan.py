@@ -9,13 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.balance.dispatch import Order
-from trimtab.balance.images import Rule
-from trimtab.balance.packing import Oversize
-from trimtab.costs.settings import Attention
-from trimtab.partition.schedules import ScheduleName
-from trimtab.partition.stages import RecomputeMode
-from trimtab.specs import RecomputedTier, Tower
+from trimtab.options import Attention, Order, Oversize, RecomputedTier, RecomputeMode, Rule, ScheduleName, Tower
 
 PLAN_VERSION = "1.0"
 

@@ -9,11 +9,10 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from trimtab.errors import ImageError
-
-Exif = Literal["ignore", "apply"]
+from trimtab.options import Exif
 
 MAX_PIXELS = 178_956_970
 """Pillow raises `DecompressionBombError` above this: twice its `Image.MAX_IMAGE_PIXELS` (Pillow 13, Image.py)."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes
 
 from trimtab.errors import ImageError
-from trimtab.samples.headers import Exif, image_size, image_size_of_descriptor
+from trimtab.options import Exif
+from trimtab.samples.headers import image_size, image_size_of_descriptor
 from trimtab.samples.problems import BadRecordError, shorten
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b
-from trimtab.samples.headers import MAX_PIXELS, Exif
+from trimtab.options import Exif, SpecialTokens
+from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
@@ -23,7 +24,7 @@ from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts
-from trimtab.samples.tokens import Rendered, SpecialTokens, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import AskedRule, ImageCounts, ImageMarkup, ImageRule
 
@@ -89,40 +90,27 @@ def size_samples(
     result does not depend on `workers`, `map_chunks` nor on interruptions.
     """
     files = [Path(data)] if isinstance(data, Path | str) else [Path(file) for file in data]
-    tokenizer = None if tokenizer is None else Path(tokenizer)
-    if not files:
-        raise SampleError("no data file was named: name at least one")
-    ready = [holds_lengths(file) for file in files]
-    if any(ready) and not all(ready):
-        odd = files[ready.index(not ready[0])]
-        raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
     assumptions: list[str] = []
-    if all(ready):
+    ready = _hold_lengths(files)
+    if ready:
         if isinstance(image_rule, AskedRule):
             known = [read_length_part(file, count_image=image_counter(_SizesAlone())) for file in files]
             image_rule.prepare(_sizes_in(known))
         count_image = image_counter(image_rule)
         parts = [[read_length_part(file, count_image=count_image)] for file in files]
     else:
+        how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
         settings = _Settings(
             image_rule=image_rule,
             source_key=source_key,
-            tokenizer=None
-            if tokenizer is None
-            else read_tokenizer(
-                tokenizer, chat_template=chat_template, markup=image_markup, special_tokens=special_tokens
-            ),
+            tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
             media_root=media_root,
             allow_outside=allow_outside,
             exif=exif,
             max_pixels=max_pixels,
         )
-        if isinstance(image_rule, AskedRule):  # one question about all images, before any text is encoded
-            alone = replace(settings, image_rule=_SizesAlone(), tokenizer=None)
-            seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
-            image_rule.prepare(_sizes_in([part for file_parts in seen for part in file_parts]))
+        parts = _size_conversations(files, settings, workers, map_chunks, resume_dir, progress)
         assumptions += TokenCounter(settings.tokenizer).assumptions
-        parts = _size_files(files, settings, workers, map_chunks, resume_dir, progress)
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
     parts = [
@@ -141,8 +129,35 @@ def size_samples(
         bad=tuple(bad),
         assumptions=tuple(assumptions),
         num_read=num_read,
-        image_rule=None if all(ready) else repr(image_rule),
+        image_rule=None if ready else repr(image_rule),
     )
+
+
+def _hold_lengths(files: Sequence[Path]) -> bool:
+    """Whether the files hold ready-made lengths, and not conversations."""
+    if not files:
+        raise SampleError("no data file was named: name at least one")
+    ready = [holds_lengths(file) for file in files]
+    if any(ready) and not all(ready):
+        odd = files[ready.index(not ready[0])]
+        raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
+    return ready[0]
+
+
+def _size_conversations(
+    files: Sequence[Path],
+    settings: _Settings,
+    workers: int,
+    map_chunks: MapChunks,
+    resume_dir: Path | None,
+    progress: Progress | None,
+) -> list[list[Part]]:
+    rule = settings.image_rule
+    if isinstance(rule, AskedRule):  # one question about all images, before any text is encoded
+        alone = replace(settings, image_rule=_SizesAlone(), tokenizer=None)
+        seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
+        rule.prepare(_sizes_in([part for file_parts in seen for part in file_parts]))
+    return _size_files(files, settings, workers, map_chunks, resume_dir, progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trimtab.errors import ConfigError
+from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import Conversation, Message
 from trimtab.samples.template import Render, compile_template, find_template, read_json_object, read_template
@@ -16,8 +17,6 @@ from trimtab.specs import ImageCounts, ImageMarkup
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
-
-SpecialTokens = Literal["template", "processor"]
 
 BYTES_PER_TOKEN = 4
 TOKENS_PER_TURN = 4

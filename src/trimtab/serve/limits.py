@@ -1,11 +1,11 @@
 """What one server takes on: every size and time that a stranger's request could stretch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from trimtab.errors import TrimtabError
-from trimtab.units import MIB
+from trimtab.options import Option
+from trimtab.units import MIB, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,18 +16,22 @@ class ServeLimits:
     processed ones of those that wait, and one KV cache for each request of a batch.
     """
 
-    max_body_bytes: int = 32 * MIB
-    max_images: int = 8  # of one request
-    max_pixels: int = 32 * 2**20  # of all images of one request together
+    max_body_bytes: Annotated[
+        int, Option("Largest request, as in 32MiB.", flag="--max-body", read=parse_bytes, shown="32MiB")
+    ] = 32 * MIB
+    max_images: Annotated[int, Option("Images in a request.")] = 8
+    max_pixels: Annotated[int, Option("Pixels of a request's images together.")] = 32 * 2**20
     max_characters: int = 1_000_000  # of all texts of one request: a bound on templating and tokenising
-    max_new_tokens: int = 1024  # of one answer; also what a request without max_tokens gets
-    max_prompt_tokens: int | None = None  # image tokens included; None: as many as the model has positions
-    max_batch: int = 16  # requests that are generated together
+    max_prompt_tokens: Annotated[int | None, Option("Tokens of a conversation, images included.")] = (
+        None  # None: as many as the model has positions
+    )
+    max_new_tokens: Annotated[int, Option("Tokens of an answer.")] = 1024  # also of a request without max_tokens
+    max_batch: Annotated[int, Option("Requests that are generated together; each has its KV cache.")] = 16
     max_batch_tokens: int = 32_768  # of the prompts of one batch, padding included; a request alone may have more
-    max_waiting: int = 16  # accepted requests behind those that are being answered
-    max_request_s: float = 300.0  # from acceptance to the last token
+    max_waiting: Annotated[int, Option("Requests that may wait behind those being answered.")] = 16
+    max_request_s: Annotated[float, Option("Seconds from acceptance to the last token.")] = 300.0
     max_transfer_s: float = 60.0  # for a client to send its body, and to take each piece of the answer
-    drain_s: float = 330.0  # after SIGTERM, for what was accepted to finish
+    drain_s: Annotated[float, Option("Seconds that SIGTERM leaves to accepted requests.")] = 330.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trimtab import __version__
-from trimtab.balance.metrics import BalanceReport
+from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
+from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
 from trimtab.plan.decide.budget import host_bytes_per_s, host_memory_bytes
-from trimtab.plan.file.details import Variant
+from trimtab.plan.decide.packs import pack_contents
+from trimtab.plan.decide.work import price_samples
+from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.yaml import name_table
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
     PLAN_VERSION,
@@ -37,8 +42,12 @@ from trimtab.plan.plan import (
     VisionRankEstimate,
 )
 from trimtab.plan.sharing.decision import tower_memory
+from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
 from trimtab.units import GIB, MIB, format_seconds
+
+SAMPLES_FILE = "samples.npz"
+PROFILE_FILE = "profile.json"
 
 
 def model_fingerprint(model: ModelSpec) -> str:
@@ -51,24 +60,69 @@ def device_fingerprint(device: DeviceSpec) -> str:
     return blake2b(repr(device).encode())
 
 
-def describe_inputs(
+def assemble_plan(
     case: Case,
-    origin: PlanOrigin,
+    split: SplitResult,
+    variants: tuple[Variant, ...],
     *,
-    table: TableFile,
-    profile: TableFile | None = None,
+    origin: PlanOrigin,
+    assumptions: Sequence[str],
     mixture: tuple[MixedSource, ...] = (),
+) -> PlanDetails:
+    """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
+    tables = case_tables(case)
+    files = {name: name_table(name, content) for name, content in tables.items()}
+    inputs = describe_inputs(case, origin, files=files, mixture=mixture)
+    decisions = describe_decisions(case, split.stages, files=files)
+    estimates = describe_estimates(case, split, variants)
+    plan = Plan(
+        plan_version=PLAN_VERSION,
+        created_by=f"trimtab {__version__}",
+        command=origin.command,
+        summary=summarise(inputs, decisions, estimates),
+        inputs=inputs,
+        decisions=decisions,
+        estimates=estimates,
+        assumptions=tuple(dict.fromkeys((*origin.assumptions, *assumptions))),
+    )
+    return plan_details(plan, case, variants, tables=tables)
+
+
+def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, tables: Mapping[str, bytes]) -> PlanDetails:
+    return PlanDetails(
+        plan=plan,
+        model=case.model,
+        samples=case.samples,
+        packing=case.packing,
+        schedule=case.schedule,
+        profile=case.setting.profile,
+        saved_profile=case.options.profile,
+        memory_cap_bytes=case.budget.total_bytes,
+        variants=variants,
+        tables=tables,
+    )
+
+
+def case_tables(case: Case) -> dict[str, bytes]:
+    """File name -> content of what lies beside the plan."""
+    tables = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
+    if case.options.profile is not None:
+        tables[PROFILE_FILE] = profile_bytes(case.options.profile)
+    return tables
+
+
+def describe_inputs(
+    case: Case, origin: PlanOrigin, *, files: Mapping[str, TableFile], mixture: tuple[MixedSource, ...]
 ) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
-    source = model.origin
+    source = dict.fromkeys(("config", "preprocessor", "max_pixels", "max_tiles"))
+    if model.origin is not None:
+        source = same_fields(model.origin, ModelInput)
     return Inputs(
         model=ModelInput(
             name=model.name,
             family=model.family,
-            config=None if source is None else source.config,
-            preprocessor=None if source is None else source.preprocessor,
-            max_pixels=None if source is None else source.max_pixels,
-            max_tiles=None if source is None else source.max_tiles,
+            **source,
             num_layers=len(model.layers),
             num_params=model.num_params,
             layers_blake2b=model_fingerprint(model),
@@ -79,32 +133,24 @@ def describe_inputs(
             num_samples=len(samples),
             num_skipped=origin.num_skipped,
             tokens_exact=samples.tokens_exact,
-            table=table.file,
-            table_blake2b=table.blake2b,
+            table=files[SAMPLES_FILE].file,
+            table_blake2b=files[SAMPLES_FILE].blake2b,
             mixture=mixture,
         ),
         cluster=ClusterInput(
-            device=cluster.device.name,
-            num_nodes=cluster.num_nodes,
-            devices_per_node=cluster.devices_per_node,
-            device_blake2b=device_fingerprint(cluster.device),
-            node_link_bytes_per_s=cluster.node_link_bytes_per_s,
-            latency_s=cluster.latency_s,
-            memory_bytes=budget.total_bytes,
-            reserve_bytes=budget.reserve_bytes,
-            host_bytes_per_s=host_bytes_per_s(cluster.device, options) if options.offload else None,
-            host_memory_bytes=host_memory_bytes(cluster.device, options) if options.offload else None,
+            **same_fields(cluster, ClusterInput)
+            | {
+                "device": cluster.device.name,
+                "device_blake2b": device_fingerprint(cluster.device),
+                "memory_bytes": budget.total_bytes,
+                "reserve_bytes": budget.reserve_bytes,
+                "host_bytes_per_s": host_bytes_per_s(cluster.device, options) if options.offload else None,
+                "host_memory_bytes": host_memory_bytes(cluster.device, options) if options.offload else None,
+            }
         ),
         training=TrainingInput(
-            dtype=options.dtype,
-            optimizer=options.optimizer,
-            zero_stage=options.zero_stage,
-            attention=options.attention,
-            fused_kernels=options.fused_kernels,
-            frozen_towers=options.frozen_towers,
-            recompute=options.recompute,
-            costs=case.setting.profile.method,
-            profile=profile,
+            **same_fields(options, TrainingInput)
+            | {"costs": case.setting.profile.method, "profile": files.get(PROFILE_FILE)}
         ),
     )
 
@@ -112,9 +158,9 @@ def describe_inputs(
 def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[str, TableFile]) -> Decisions:
     options, setting, packing, schedule = case.options, case.setting, case.packing, case.schedule
     assert options.schedule != "auto", "it was chosen before"
-    names, dims = [layer.name for layer in case.model.layers], setting.dims
+    names = [layer.name for layer in case.model.layers]
     return Decisions(
-        parallel=ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp),
+        parallel=ParallelDecision(**same_fields(setting.dims, ParallelDecision)),
         schedule=ScheduleDecision(
             name=options.schedule, num_microbatches=setting.num_microbatches, num_chunks=options.num_chunks
         ),
@@ -132,29 +178,28 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
             if choice.layers
         ),
         packing=PackingDecision(
-            method=options.method,
-            order=options.order,
-            max_patches=setting.max_patches,
-            max_tokens=setting.max_tokens,
-            seed=options.seed,
-            oversize=options.oversize,
-            num_packs=packing.num_packs,
-            num_steps=schedule.num_steps,
-            num_oversize=len(packing.oversize),
-            offsets=files["offsets.npy"],
-            indices=files["indices.npy"],
-            schedule=files["schedule.npy"],
+            **same_fields(options, PackingDecision)
+            | same_fields(setting, PackingDecision)
+            | {
+                "num_packs": packing.num_packs,
+                "num_steps": schedule.num_steps,
+                "num_oversize": len(packing.oversize),
+                **{name: files[f"{name}.npy"] for name in ("offsets", "indices", "schedule")},
+            }
         ),
         vision_data_parallel=None if case.vision is None else case.vision.decision,
     )
 
 
-def describe_estimates(
-    case: Case, balance: BalanceReport, split: SplitResult, variants: Sequence[Variant]
-) -> Estimates:
+def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Variant]) -> Estimates:
     """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
     ours, profile = variants[-1], case.setting.profile
-    num_packed = balance.num_packed
+    cost = price_samples(case.without_vision().setting.profile, case.samples_work)
+    balance = report_packing(case.samples, PackResult(packing=case.packing, schedule=case.schedule), cost=cost)
+    num_packed, chi2 = balance.num_packed, balance.shuffle_chi2
+    shares = {
+        name: round(value, 4) for name, value in same_fields(balance, BalanceEstimate).items() if value is not None
+    }
     return Estimates(
         time_error=profile.time_error,
         memory_error=profile.memory_error,
@@ -176,17 +221,7 @@ def describe_estimates(
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
-        balance=BalanceEstimate(
-            pad_ratio=round(balance.pad_ratio, 4),
-            dist_ratio_vit=round(balance.dist_ratio_vit, 4),
-            dist_ratio_llm=round(balance.dist_ratio_llm, 4),
-            dist_ratio_cost=round(balance.dist_ratio_cost, 4),
-            utilisation=round(balance.utilisation, 4),
-            fill_patches=round(balance.fill_patches, 4),
-            fill_tokens=round(balance.fill_tokens, 4),
-            shuffle_chi2=None if balance.shuffle_chi2 is None else round(balance.shuffle_chi2, 3),
-            lower_bound_packs=balance.lower_bound_packs,
-        ),
+        balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
         variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
         vision_data_parallel=_describe_vision(case, ours.stages, variants[-2].stages),
     )
@@ -232,21 +267,6 @@ def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
         idle_share=round(variant.idle_share, 4),
         peak_memory_gib=_gib(peak),
         fits=variant.fits,
-    )
-
-
-def assemble_plan(
-    *, inputs: Inputs, decisions: Decisions, estimates: Estimates, origin: PlanOrigin, assumptions: Sequence[str]
-) -> Plan:
-    return Plan(
-        plan_version=PLAN_VERSION,
-        created_by=f"trimtab {__version__}",
-        command=origin.command,
-        summary=summarise(inputs, decisions, estimates),
-        inputs=inputs,
-        decisions=decisions,
-        estimates=estimates,
-        assumptions=tuple(dict.fromkeys((*origin.assumptions, *assumptions))),
     )
 
 

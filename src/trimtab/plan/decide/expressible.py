@@ -6,23 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from trimtab.balance.packing import PackResult, report_packing
-from trimtab.costs.profile import profile_bytes
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.build import PROFILE_FILE, SAMPLES_FILE
 from trimtab.plan.case import Case
-from trimtab.plan.decide.assemble import assemble_plan, describe_decisions, describe_estimates, describe_inputs
+from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.decide.stages import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
-from trimtab.plan.decide.work import price_samples
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.file.yaml import name_table
 from trimtab.plan.options import PlanOrigin
-from trimtab.samples.table import table_bytes
 from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
 
 Stages = tuple[Stage, ...]
@@ -237,37 +230,13 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
     plan = found.plan
     model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
     case = replace(found.case, model=model)
-    split = case.problem.assess(stages)
-    variants = compare_variants(case, stages)
-    cost = price_samples(case.without_vision().setting.profile, case.samples_work)
-    packed = PackResult(packing=case.packing, schedule=case.schedule)
-    contents = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
-    if case.options.profile is not None:
-        contents[PROFILE_FILE] = profile_bytes(case.options.profile)
-    files = {name: name_table(name, content) for name, content in contents.items()}
-    origin = PlanOrigin(
-        command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
-    )
-    return PlanDetails(
-        plan=assemble_plan(
-            inputs=describe_inputs(
-                case,
-                origin,
-                table=files[SAMPLES_FILE],
-                profile=files.get(PROFILE_FILE),
-                mixture=plan.inputs.data.mixture,
-            ),
-            decisions=describe_decisions(case, stages, files=files),
-            estimates=describe_estimates(case, report_packing(case.samples, packed, cost=cost), split, variants),
-            origin=origin,
-            assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
+    return assemble_plan(
+        case,
+        case.problem.assess(stages),
+        compare_variants(case, stages),
+        origin=PlanOrigin(
+            command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
         ),
-        model=model,
-        samples=case.samples,
-        packing=case.packing,
-        schedule=case.schedule,
-        profile=case.setting.profile,
-        saved_profile=case.options.profile,
-        memory_cap_bytes=case.budget.total_bytes,
-        variants=variants,
+        mixture=plan.inputs.data.mixture,
+        assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )

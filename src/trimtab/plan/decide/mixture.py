@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,31 +11,55 @@ from trimtab.balance.mixture import mix_samples
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, join_problems
 from trimtab.plan.decide.work import select_rows
+from trimtab.plan.options import Weights, weight_problems
 from trimtab.plan.plan import MixedSource
 from trimtab.specs import IntArray, SampleTable
 
-Weights = Sequence[tuple[str, float]]  # source name, weight
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draw:
-    """What one epoch is made of."""
+class Epoch:
+    """What one epoch is made of: every sample of a table once, or as often as the weight of its source draws it."""
 
-    times: IntArray  # (num_rows,) how often each row is in it
-    sources: tuple[MixedSource, ...]
+    samples: SampleTable
+    times: IntArray  # (num_samples,) how often each row is in it
+    sources: tuple[MixedSource, ...] = ()  # none: nothing is drawn, every row is there once
+    notes: tuple[str, ...] = ()  # what was assumed of the table
 
     @property
     def rows(self) -> IntArray:
         """Rows of the table, ascending, each as often as it is drawn."""
         return np.repeat(np.arange(len(self.times)), self.times)
 
+    @property
+    def num_drawn(self) -> int:
+        return int(self.times.sum())
 
-def draw_sources(samples: SampleTable, weights: Weights, *, num_drawn: int | None = None, seed: int = 0) -> Draw:
+    @property
+    def drawn(self) -> SampleTable:
+        """The table that is packed, a row for each time a sample is drawn."""
+        return select_rows(self.samples, self.rows) if self.sources else self.samples
+
+    def of_table(self, packed: PackResult) -> PackResult:
+        """Packs of `drawn` as packs of `samples`."""
+        packing, rows = packed.packing, self.rows
+        return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
+
+
+def draw_epoch(
+    samples: SampleTable,
+    weights: Weights,
+    *,
+    num_drawn: int | None = None,
+    seed: int = 0,
+    notes: tuple[str, ...] = (),
+) -> Epoch:
     """`num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
 
     Exact as `mix_samples` is: shares are met to less than one sample, and rows of one source are drawn equally often or
-    once more. Every source of the table needs a weight; 0 leaves it out.
+    once more. Every source of the table needs a weight; 0 leaves it out. Without weights every sample is there once.
     """
+    if not weights:
+        return Epoch(samples=samples, times=np.ones(len(samples), np.int64), notes=notes)
     sizes = np.bincount(samples.source, minlength=len(samples.source_names)).tolist()
     _refuse_names(dict(zip(samples.source_names, sizes, strict=True)), weights, num_drawn)
     weight_of = dict(weights)
@@ -49,40 +72,15 @@ def draw_sources(samples: SampleTable, weights: Weights, *, num_drawn: int | Non
         seed=seed,
     )
     drawn = [own[mixture.row[mixture.part == number]] for number, own in enumerate(rows)]
-    return Draw(
+    return Epoch(
+        samples=samples,
+        notes=notes,
         times=np.bincount(np.concatenate(drawn), minlength=len(samples)),
         sources=tuple(
             MixedSource(name=name, weight=weight_of[name], num_rows=part.num_rows, num_drawn=part.num_drawn)
             for name, part in zip(samples.source_names, mixture.parts, strict=True)
         ),
     )
-
-
-def packed_rows(packed: PackResult, rows: IntArray) -> PackResult:
-    """Packs of a table of drawn samples as packs of the table they were drawn from: sample i is its row `rows[i]`."""
-    packing = packed.packing
-    return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
-
-
-def times_drawn(samples: SampleTable, weights: Weights, *, num_drawn: int | None, seed: int) -> IntArray | None:
-    """`Draw.times` of a plan's weights; None where it has none and every sample is there once."""
-    return draw_sources(samples, weights, num_drawn=num_drawn, seed=seed).times if weights else None
-
-
-def weight_problems(weights: Weights) -> list[str]:
-    """What is wrong with weights whatever they are for, a sentence each."""
-    names = [name for name, _ in weights]
-    problems = [
-        f"source {name!r} has two weights: give it one" for name in dict.fromkeys(names) if names.count(name) > 1
-    ]
-    problems += [
-        f"source {name!r} was to have weight {weight:g}, which is no proportion: give 0 or more"
-        for name, weight in weights
-        if not (math.isfinite(weight) and weight >= 0)
-    ]
-    if weights and all(weight == 0 for _, weight in weights):
-        problems.append("all weights are 0, which draws nothing: give one source a weight above 0")
-    return problems
 
 
 def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None) -> None:

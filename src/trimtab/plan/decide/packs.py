@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trimtab.balance.dispatch import redispatch
+from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import array_bytes, load_array
 from trimtab.plan.plan import PackingDecision
@@ -35,19 +35,12 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedPacks:
-    packing: Packing
-    schedule: Schedule
-
-
-def load_packs(
-    folder: Path, decision: PackingDecision, *, num_samples: int, times: IntArray | None = None
-) -> LoadedPacks:
+def load_packs(folder: Path, decision: PackingDecision, *, times: IntArray) -> PackResult:
     """The tables a plan names; their hashes and shapes are checked before anything indexes with them.
 
-    `times` is how often each sample is drawn, for a plan with a mixture; None: once.
+    `times` is how often each sample of the plan's table is in an epoch.
     """
+    num_samples = len(times)
     offsets, indices, table = (load_array(folder, t) for t in (decision.offsets, decision.indices, decision.schedule))
     whole = all(a.dtype == np.int64 for a in (offsets, indices, table))
     if not whole or offsets.ndim != 1 or indices.ndim != 1 or table.ndim != 3 or len(offsets) == 0:
@@ -60,7 +53,7 @@ def load_packs(
         raise PlanError(f"the packs in {folder} point outside the sample table: run `trimtab plan` again")
     oversize = np.empty(0, np.int64)
     if decision.num_oversize:
-        missing = (1 if times is None else times) - np.bincount(indices, minlength=num_samples)
+        missing = times - np.bincount(indices, minlength=num_samples)
         oversize = np.repeat(np.arange(num_samples), np.maximum(missing, 0))
     packing = Packing(
         offsets=offsets,
@@ -70,4 +63,4 @@ def load_packs(
         method=decision.method,
         seed=decision.seed,
     )
-    return LoadedPacks(packing=packing, schedule=Schedule(table=table, order=decision.order))
+    return PackResult(packing=packing, schedule=Schedule(table=table, order=decision.order))

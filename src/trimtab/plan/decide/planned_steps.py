@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.partition.schedules import ScheduleName
+from trimtab.options import ScheduleName
 from trimtab.partition.simulate import StageTimes, simulate_steps
 from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.file.reload import reload_plan

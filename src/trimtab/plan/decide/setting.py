@@ -22,7 +22,7 @@ from trimtab.costs.offload import with_offload
 from trimtab.costs.profile import profile_model
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PartitionError, PlanError
-from trimtab.partition.schedules import ScheduleName
+from trimtab.options import ScheduleName
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem

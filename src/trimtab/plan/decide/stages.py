@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.search import SearchResult, search_makespan
-from trimtab.partition.stages import RecomputeMode, SplitProblem, split_stages
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.times import stage_link, steps_of, times_of
 from trimtab.specs import IntArray, Stage

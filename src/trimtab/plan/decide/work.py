@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.costs.settings import Attention
 from trimtab.errors import PlanError
+from trimtab.options import Attention
 from trimtab.specs import (
     NUM_WORK_TERMS,
     FloatArray,

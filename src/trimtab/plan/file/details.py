@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.plan.plan import Plan
@@ -46,3 +47,5 @@ class PlanDetails:
     saved_profile: Profile | None = None  # whose seconds `profile` carries; None: the formulas'
     memory_cap_bytes: float  # per device, reserve included
     variants: tuple[Variant, ...]  # baseline first, the plan last
+    # file name -> content of what lies beside the plan file, as its hashes name it
+    tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from trimtab import __version__
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.options import same_fields
 from trimtab.placement.bytes import Workload
 from trimtab.placement.device_bytes import ALLOCATOR_DIVISOR
 from trimtab.placement.machine import Machine
@@ -140,14 +141,7 @@ def write_placement(
     command: str = "",
 ) -> PlacementFile:
     """placement.yaml, and map.json with the bare map, into `folder`."""
-    record = placement_file(
-        model=model,
-        machine=machine,
-        workload=workload,
-        placement=placement,
-        compared=compared,
-        command=command,
-    )
+    record = placement_file(model, machine, workload, placement, compared, command)
     write_atomically(folder / "placement.yaml", record_to_yaml(record))
     write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
     return record
@@ -182,7 +176,6 @@ def load_placement(path: Path | str) -> PlacementFile:
 
 
 def placement_file(
-    *,
     model: ModelSpec,
     machine: Machine,
     workload: Workload,
@@ -197,24 +190,11 @@ def placement_file(
         command=command,
         summary=summary(placement, compared),
         inputs=Inputs(
-            model=ModelInput(
-                name=model.name,
-                family=model.family,
-                num_layers=len(model.layers),
-                config_blake2b=model.config_blake2b,
-            ),
+            model=ModelInput(**same_fields(model, ModelInput) | {"num_layers": len(model.layers)}),
             gpus=tuple(GpuInput(gpu=x.index, free_gib=_gib(x.free_bytes), name=x.name) for x in machine.gpus),
             cpu_gib=_gib(machine.cpu_bytes),
             disk=machine.disk,
-            workload=WorkloadInput(
-                batch=workload.batch,
-                seq_len=workload.seq_len,
-                max_new_tokens=workload.max_new_tokens,
-                images=image_texts(workload),
-                dtype=workload.dtype,
-                quant=workload.quant,
-                attention=workload.attention,
-            ),
+            workload=WorkloadInput(**same_fields(workload, WorkloadInput) | {"images": image_texts(workload)}),
         ),
         decisions=Decisions(
             objective=placement.objective,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
+from trimtab.options import same_fields
 from trimtab.plan.case import Case, Setting
-from trimtab.plan.decide.assemble import device_fingerprint
+from trimtab.plan.decide.assemble import case_tables, device_fingerprint, plan_details
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.mixture import times_drawn
+from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import load_packs
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
@@ -22,7 +24,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.file.yaml import load_plan, read_table
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import Plan, TableFile, VisionDecision
+from trimtab.plan.plan import Plan, TableFile
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
 from trimtab.plan.sharing.decision import share_vision
 from trimtab.samples.table import table_from_bytes
@@ -58,10 +60,10 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
     options = replace(options_of(plan), profile=saved)
-    times = times_drawn(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-    packs = load_packs(folder, decisions.packing, num_samples=len(samples), times=times)
+    epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    packs = load_packs(folder, decisions.packing, times=epoch.times)
     parallel = decisions.parallel
-    dims = ParallelDims(dp=parallel.dp, pp=parallel.pp, tp=parallel.tp, cp=parallel.cp)
+    dims = ParallelDims(**same_fields(parallel, ParallelDims))
     samples_work = samples.work(token_window=model.token_window)
     case = Case(
         model=model,
@@ -102,13 +104,7 @@ def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
 def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
     """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
     given = plan.inputs.cluster
-    return ClusterSpec(
-        device=find_device(given.device, beside=beside),
-        num_nodes=given.num_nodes,
-        devices_per_node=given.devices_per_node,
-        node_link_bytes_per_s=given.node_link_bytes_per_s,
-        latency_s=given.latency_s,
-    )
+    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": find_device(given.device, beside=beside)})
 
 
 def find_model(plan: Plan, folder: Path) -> ModelSpec:
@@ -140,50 +136,20 @@ def find_config(config: str, folder: Path) -> str:
 
 def options_of(plan: Plan) -> PlanOptions:
     """The options that would make these decisions again."""
-    inputs, decisions = plan.inputs, plan.decisions
-    packing, parallel = decisions.packing, decisions.parallel
-    return PlanOptions(
-        dp=parallel.dp,
-        pp=parallel.pp,
-        tp=parallel.tp,
-        num_microbatches=decisions.schedule.num_microbatches,
-        max_patches=packing.max_patches,
-        max_tokens=packing.max_tokens,
-        schedule=decisions.schedule.name,
-        num_chunks=decisions.schedule.num_chunks,
-        method=packing.method,
-        order=packing.order,
-        oversize=packing.oversize,
-        weights=tuple((source.name, source.weight) for source in inputs.data.mixture),
-        num_drawn=sum(source.num_drawn for source in inputs.data.mixture) or None,
-        seed=packing.seed,
-        recompute=inputs.training.recompute,
-        memory_bytes=inputs.cluster.memory_bytes,
-        reserve_bytes=inputs.cluster.reserve_bytes,
-        zero_stage=inputs.training.zero_stage,
-        optimizer=inputs.training.optimizer,
-        dtype=inputs.training.dtype,
-        attention=inputs.training.attention,
-        fused_kernels=inputs.training.fused_kernels,
-        frozen_towers=inputs.training.frozen_towers,
-        offload=inputs.cluster.host_bytes_per_s is not None,
-        host_bytes_per_s=inputs.cluster.host_bytes_per_s,
-        host_memory_bytes=inputs.cluster.host_memory_bytes,
-        vision=_choice_of(decisions.vision_data_parallel),
-    )
-
-
-def _choice_of(decision: VisionDecision | None) -> VisionChoice:
-    if decision is None:
-        return VisionChoice()
-    return VisionChoice(
-        group=decision.group,
-        exchange=decision.exchange,
-        pooling=decision.pooling,
-        rule=decision.rule,
-        objective=decision.objective,
-        reduction=decision.reduction,
-    )
+    inputs, decisions, vision = plan.inputs, plan.decisions, plan.decisions.vision_data_parallel
+    records = (decisions.parallel, decisions.schedule, decisions.packing, inputs.cluster, inputs.training)
+    kept: dict[str, Any] = {}
+    for record in records:  # what a plan keeps under an option's own name
+        kept |= same_fields(record, PlanOptions)
+    kept |= {
+        "profile": None,
+        "schedule": decisions.schedule.name,
+        "weights": tuple((source.name, source.weight) for source in inputs.data.mixture),
+        "num_drawn": sum(source.num_drawn for source in inputs.data.mixture) or None,
+        "offload": inputs.cluster.host_bytes_per_s is not None,
+        "vision": VisionChoice() if vision is None else VisionChoice(**same_fields(vision, VisionChoice)),
+    }
+    return PlanOptions(**kept)
 
 
 def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
@@ -226,14 +192,4 @@ def load_details(
     """A plan on disk with its figures simulated again, for a report."""
     found = reload_plan(Path(path), model=model, cluster=cluster)
     case = found.case
-    return PlanDetails(
-        plan=found.plan,
-        model=case.model,
-        samples=case.samples,
-        packing=case.packing,
-        schedule=case.schedule,
-        profile=case.setting.profile,
-        saved_profile=case.options.profile,
-        memory_cap_bytes=case.budget.total_bytes,
-        variants=compare_variants(case, found.stages),
-    )
+    return plan_details(found.plan, case, compare_variants(case, found.stages), tables=case_tables(case))

@@ -11,7 +11,7 @@ from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.case import tower_cuts
 from trimtab.plan.decide.assemble import model_fingerprint
-from trimtab.plan.decide.mixture import draw_sources
+from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
@@ -109,13 +109,11 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
     packing, table = found.case.packing, found.case.schedule.table
     decision, num_samples = found.plan.decisions, len(found.case.samples)
     options, mixture = found.case.options, found.plan.inputs.data.mixture
-    drawn, often = np.ones(num_samples, np.int64), "more than once"
-    if mixture:
-        draw = draw_sources(found.case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-        drawn, often = draw.times, "more often than the weights draw them"
-        if draw.sources != mixture:
-            yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
-    missing_times = drawn - np.bincount(packing.indices, minlength=num_samples)
+    epoch = draw_epoch(found.case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    often = "more often than the weights draw them" if mixture else "more than once"
+    if epoch.sources != mixture:
+        yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
+    missing_times = epoch.times - np.bincount(packing.indices, minlength=num_samples)
     if (missing_times < 0).any():
         yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
     missing = int(missing_times[missing_times > 0].sum())

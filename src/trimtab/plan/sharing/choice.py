@@ -1,14 +1,11 @@
 """What a user may ask of vision data parallel, and what no plan can hold of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from trimtab.balance.images import RULES, Rule
 from trimtab.errors import PlanError, join_problems
-from trimtab.plan.decide.image_sizes import tile_rows
+from trimtab.options import Option, Rule
 from trimtab.plan.plan import (
     ParallelDecision,
     ScheduleDecision,
@@ -18,9 +15,11 @@ from trimtab.plan.plan import (
     VisionObjective,
     VisionReduction,
 )
-from trimtab.specs import ModelSpec
 
-GroupChoice = VisionGroup | Literal["none", "auto"]
+if TYPE_CHECKING:
+    from trimtab.specs import ModelSpec
+
+GroupChoice = Literal["none", "auto", "tp", "cp", "sp", "dp"]
 GROUPS: tuple[VisionGroup, ...] = get_args(VisionGroup)
 
 _EXCHANGES: dict[VisionGroup, tuple[VisionExchange, ...]] = {
@@ -36,35 +35,40 @@ _EXCHANGES: dict[VisionGroup, tuple[VisionExchange, ...]] = {
 class VisionChoice:
     """Vision data parallel as asked for; None leaves a choice to the planner."""
 
-    group: GroupChoice = "none"  # auto: the group whose simulated epoch is shortest, or none
-    exchange: VisionExchange | None = None
-    pooling: int | None = None  # micro-batches of one call; None: those of the shortest epoch that fit the memory
-    rule: Rule = "balanced"
-    objective: VisionObjective = "time"
-    reduction: VisionReduction | None = None  # None: mean, as FSDP and DDP do
+    group: Annotated[
+        GroupChoice,
+        Option(
+            "Ranks that share images, each encoding a part; auto: those that gain most, if any do.", flag="--vision-dp"
+        ),
+    ] = "none"  # auto: the group whose simulated epoch is shortest, or none
+    exchange: Annotated[
+        VisionExchange | None,
+        Option("How their features come together; default: gather, for dp dispatch.", flag="--vision-exchange"),
+    ] = None
+    pooling: Annotated[
+        int | None,
+        Option(
+            "Micro-batches whose images are encoded in one call; default: chosen.", flag="--vision-pooling", least=1
+        ),
+    ] = None  # None: those of the shortest epoch that fit the memory
+    rule: Annotated[Rule, Option("Any image to any rank, or runs of images in order.", flag="--vision-rule")] = (
+        "balanced"
+    )
+    objective: Annotated[
+        VisionObjective, Option("What the shares of images are balanced by.", flag="--vision-objective")
+    ] = "time"
+    reduction: Annotated[
+        VisionReduction | None,
+        Option("How the trainer adds gradients up over these ranks; default: mean.", flag="--vision-reduction"),
+    ] = None  # None: mean, as FSDP and DDP do
 
     def problems(self) -> Iterator[str]:
-        """What no plan could follow, a sentence each."""
-        if self.group not in (*GROUPS, "none", "auto"):
-            yield f"vision_dp {self.group!r} was asked for: choose one of none, auto, {', '.join(GROUPS)}"
-            return
-        for name, value, known in (
-            ("exchange", self.exchange, (None, *get_args(VisionExchange))),
-            ("rule", self.rule, RULES),
-            ("objective", self.objective, get_args(VisionObjective)),
-            ("reduction", self.reduction, (None, *get_args(VisionReduction))),
-        ):
-            if value not in known:
-                words = ", ".join(str(word) for word in known if word is not None)
-                yield f"vision {name} {value!r} was asked for: choose one of {words}"
-                return
-        if self.pooling is not None and self.pooling < 1:
-            yield f"vision pooling {self.pooling} was asked for, and it counts micro-batches: give 1 or more"
+        """What no plan could follow of values that options take, a sentence each."""
         if self.group == "none" and self != VisionChoice():
             yield "vision data parallel was described without a group to share the images: give --vision-dp too"
         if self.group == "auto" and (self.exchange is not None or self.reduction is not None):
             yield "a vision exchange or reduction was asked for, which depends on the group: name it instead of auto"
-        if self.group in GROUPS:
+        if self.group in GROUPS and self.exchange in (None, *get_args(VisionExchange)):
             yield from _group_problems(self.group, self.exchange or exchanges_of(self.group)[0], self.reduction)
 
 
@@ -96,7 +100,7 @@ def group_degree(group: VisionGroup, parallel: ParallelDecision) -> int:
 
 
 def decision_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: "ModelSpec"
 ) -> Iterator[str]:
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)
@@ -128,6 +132,8 @@ def decision_problems(
                 f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
                 "micro-batches a rank: choose a number that divides them"
             )
+        from trimtab.plan.decide.image_sizes import tile_rows
+
         if group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
             yield (
                 f"vision pooling {decision.pooling} was asked for over {group}, and pools are known there for families "
@@ -136,7 +142,7 @@ def decision_problems(
 
 
 def raise_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: "ModelSpec"
 ) -> None:
     """`PlanError` with all that keeps a plan of this model from sharing images so."""
     problems = list(decision_problems(decision, parallel, schedule, model))

@@ -18,8 +18,16 @@ from trimtab.plan.decide.image_sizes import ImageSizes, image_sizes
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
 from trimtab.plan.plan import VisionDecision
-from trimtab.plan.sharing.exchange import Exchange, num_trained, plus_constant, price_exchange, with_exchange
-from trimtab.plan.sharing.shares import Shares, pool_packs, share_calls
+from trimtab.plan.sharing.exchange import (
+    Exchange,
+    Shares,
+    num_trained,
+    plus_constant,
+    pool_packs,
+    price_exchange,
+    share_calls,
+    with_exchange,
+)
 from trimtab.specs import Profile, Stage
 
 _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)

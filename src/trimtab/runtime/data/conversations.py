@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
 from trimtab.models.images import UnsettledRule
+from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
 from trimtab.runtime.data.formats import PACK_FORMATS, PackFormat
@@ -22,28 +23,16 @@ from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
-from trimtab.samples.headers import MAX_PIXELS, Exif
+from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.tokens import MARKUPS, SpecialTokens, TokenizerFiles, read_tokenizer
+from trimtab.samples.tokens import MARKUPS, TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
 _UNREADABLE = ("json", "type", "path", "image")
 """Kinds of bad records that say nothing about tokenizer and template."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadingOptions:
-    """How the data set was read when it was sized; the same here, or counts differ."""
-
-    tokenizer: Path | None = None  # None: the model's folder
-    chat_template: Path | None = None
-    special_tokens: SpecialTokens = "template"
-    media_root: Path | None = None  # None: the folder of each data file
-    allow_outside: bool = False
-    exif: Exif = "ignore"
 
 
 def open_conversations(

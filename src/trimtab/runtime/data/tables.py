@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.cost import CostWeights
-from trimtab.balance.dispatch import Order, redispatch
+from trimtab.balance.dispatch import redispatch
 from trimtab.balance.packing import cost_column
 from trimtab.errors import PlanError
 from trimtab.files import blake2b, fingerprint_file
+from trimtab.options import Order
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.file.yaml import load_plan
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.balance.images import Rule, TowerCost, share_images
+from trimtab.balance.images import TowerCost, share_images
 from trimtab.errors import TrimtabError
+from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, feature_name, has_images

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
-from trimtab.partition.schedules import ScheduleName, check_schedule, device_of_stage
+from trimtab.options import ScheduleName
+from trimtab.partition.schedules import check_schedule, device_of_stage
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.recompute.apply import Granularity

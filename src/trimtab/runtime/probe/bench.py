@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.measured.probed import (
@@ -19,11 +18,12 @@ from trimtab.plan.measured.probed import (
 )
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.conversations import ReadingOptions, open_conversations
+from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
+from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
 from trimtab.runtime.recompute.apply import Granularity
 from trimtab.runtime.training.loop import autocast, load_model, make_optimizer
@@ -39,27 +39,6 @@ _OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sgd": ("SGD", {}),
 }
 """What the plan counts, in torch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeSettings:
-    """What is probed, and within which memory; checks itself."""
-
-    plan: Path
-    model: Path  # folder as for `train`; where it holds no weights they are drawn
-    memory_bytes: int | None = None  # of one device; None: the plan's
-    reserve: float | None = None  # share of it that stays free; None: the plan's
-    num_steps: int = 2  # whole training steps of a run; the first makes the optimizer's state
-    reading: ReadingOptions = field(default_factory=ReadingOptions)
-    device: Literal["cpu", "cuda"] | None = None  # None: cuda where there is one
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_steps < 2:
-            raise TrimtabError(
-                f"{self.num_steps} steps a run were asked for, and the optimizer's state is there from the second on: "
-                "give 2 or more"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

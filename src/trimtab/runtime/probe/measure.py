@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import get_args
 
 from trimtab.errors import PlanError
+from trimtab.options import RecomputedTier
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
 from trimtab.plan.measured.probed import DeviceProbe, KeptProbe, full_recompute
 from trimtab.runtime.probe.bench import CURES, Bench, listed
-from trimtab.specs import RecomputeChoice, RecomputedTier, Stage
+from trimtab.specs import RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
 FULL = "everything recomputed"

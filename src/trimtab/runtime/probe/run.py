@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimtab.errors import PartitionError, PlanError
+from trimtab.options import Tower
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import replan
@@ -31,11 +32,12 @@ from trimtab.plan.measured.probed import (
     with_budget,
     with_profile,
 )
-from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, ProbeSettings, open_bench
+from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
+from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import Reading, frozen_heap
 from trimtab.runtime.training.ranks import process_group
-from trimtab.specs import Profile, Stage, Tower
+from trimtab.specs import Profile, Stage
 from trimtab.units import format_bytes
 
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.errors import PlanError, TrimtabError, join_problems
+from trimtab.options import RecomputedTier
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
 from trimtab.runtime.recompute.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
-from trimtab.specs import RecomputedTier
 
 Granularity: TypeAlias = RecomputedTier
 

@@ -6,10 +6,10 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
+from trimtab.options import AttentionImplementation
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.data.collate import Attention, PackedCollator
+from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.missing import UnreadableSampleError
@@ -58,87 +59,116 @@ def train(settings: TrainSettings) -> list[StepRecord]:
     with process_group(settings.device) as device:
         checkpoint = on_first_rank(lambda: check_folders(settings), device)
         refuse_unshared(checkpoint, device)
-        conversations = open_conversations(settings.plan, settings.model, settings.reading)
-        on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
-        mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
-        asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
-        layout = fit_layout(asked, dp=mesh["dp"].size())
-        torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
-        model = load_model(settings, plan, device)
-        if settings.verify_packing:
-            prepare_packing_on_ranks(model, device)
-        tied = tied_names(model)
-        pipeline = build_pipeline(
-            model,
-            layout,
-            device=device,
-            pp_group=mesh.get_group("pp"),
-            dp_group=mesh.get_group("dp"),
-            image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
-        )
-        parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
-        buffers = buffers_of(pipeline)
-        optimizer = make_optimizer(settings, list(parameters.values()))
-        sampler = make_sampler(settings, layout, mesh)
-        data = PlanDataset(
-            conversations,
-            conversations.records.samples,
-            on_error=settings.on_bad_sample,
-            fill_for=UnreadableSampleError,
-        )
-        loader = make_loader(settings, pipeline, data, sampler)
+        run = open_run(settings, plan, device)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
-
         start = num_tokens = 0
         if checkpoint is not None:
-            loader.load_state_dict(read_progress(checkpoint).loader)
-            progress = load_checkpoint(checkpoint, parameters, buffers, optimizer)
+            run.loader.load_state_dict(read_progress(checkpoint).loader)
+            progress = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer)
             start, num_tokens = progress.step, progress.num_tokens
-        num_steps = settings.steps or settings.epochs * len(sampler) // layout.num_microbatches
+        num_steps = settings.steps or settings.epochs * len(run.sampler) // run.layout.num_microbatches
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
 
-        recorder = RunRecorder(settings, plan, pipeline, sampler.deal, mesh, start=start)
-        batches = chain.from_iterable(repeat(loader))  # epoch after epoch
+        recorder = RunRecorder(settings, plan, run.pipeline, run.sampler.deal, run.mesh, start=start)
+        batches = chain.from_iterable(repeat(run.loader))  # epoch after epoch
         records = []
         for step in range(start + 1, num_steps + 1):
-            recorder.begin(loader.state_dict())
-            microbatches = [next(batches) for _ in range(layout.num_microbatches)]
+            recorder.begin(run.loader.state_dict())
+            microbatches = [next(batches) for _ in range(run.layout.num_microbatches)]
             recorder.loaded()
             with autocast(settings, device):
-                result = pipeline.step(microbatches)
-            clip = settings.max_grad_norm
-            norm = pipeline.gradient_norm() if clip is None else pipeline.clip_gradients(clip)
-            refuse_useless(step, result, norm)
-            for group in optimizer.param_groups:
-                group["lr"] = settings.rate(step, num_steps)
-            optimizer.step()
+                result = run.pipeline.step(microbatches)
+            norm = update(run, settings, step, num_steps, result)
             record = recorder.end(
                 step,
                 result,
                 learning_rate=settings.rate(step, num_steps),
                 norm=norm,
                 num_tokens=sum(batch["input_ids"].numel() for batch in microbatches),
-                num_fillers=data.num_fillers,
-                images=pipeline.image_load,
+                num_fillers=run.data.num_fillers,
+                images=run.pipeline.image_load,
             )
             records.append(record)
             num_tokens += record.num_tokens
             if settings.saves_at(step, num_steps):
                 progress = Progress(
                     step=step,
-                    loader=loader.state_dict(),
+                    loader=run.loader.state_dict(),
                     num_tokens=num_tokens,
                     optimizer=settings.optimizer,
                     world_size=dist.get_world_size(),
                 )
-                save_checkpoint(settings.out, parameters, buffers, optimizer, progress, keep=settings.keep)
+                save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
         num_fillers = sum(record.num_fillers for record in records)
         if num_fillers:
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
-            export_model(settings.export, parameters | buffers, pipeline.stages[0].model.config)
+            export_model(settings.export, run.parameters | run.buffers, run.pipeline.stages[0].model.config)
         return records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """This rank's part of a run, before its first step."""
+
+    mesh: DeviceMesh
+    layout: PipelineLayout
+    pipeline: Pipeline
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    data: PlanDataset
+    sampler: PlanBatchSampler
+    loader: PlanDataLoader
+
+
+def open_run(settings: TrainSettings, plan: Plan, device: torch.device) -> Run:
+    """Data, model on its stages, optimizer and loader; collective."""
+    conversations = open_conversations(settings.plan, settings.model, settings.reading)
+    on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
+    mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
+    asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
+    layout = fit_layout(asked, dp=mesh["dp"].size())
+    torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
+    model = load_model(settings, plan, device)
+    if settings.verify_packing:
+        prepare_packing_on_ranks(model, device)
+    tied = tied_names(model)
+    pipeline = build_pipeline(
+        model,
+        layout,
+        device=device,
+        pp_group=mesh.get_group("pp"),
+        dp_group=mesh.get_group("dp"),
+        image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
+    )
+    parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
+    sampler = make_sampler(settings, layout, mesh)
+    on_error: Literal["raise", "filler"] = "filler" if settings.on_bad_sample == "filler" else "raise"
+    data = PlanDataset(conversations, conversations.records.samples, on_error=on_error, fill_for=UnreadableSampleError)
+    return Run(
+        mesh=mesh,
+        layout=layout,
+        pipeline=pipeline,
+        parameters=parameters,
+        buffers=buffers_of(pipeline),
+        optimizer=make_optimizer(settings, list(parameters.values())),
+        data=data,
+        sampler=sampler,
+        loader=make_loader(settings, pipeline, data, sampler),
+    )
+
+
+def update(run: Run, settings: TrainSettings, step: int, num_steps: int, result: StepResult) -> Tensor:
+    """Clip and take the optimizer's step; the norm of all gradients."""
+    clip = settings.max_grad_norm
+    norm = run.pipeline.gradient_norm() if clip is None else run.pipeline.clip_gradients(clip)
+    refuse_useless(step, result, norm)
+    for group in run.optimizer.param_groups:
+        group["lr"] = settings.rate(step, num_steps)
+    run.optimizer.step()
+    return norm
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------
@@ -234,7 +264,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     return model.train()
 
 
-def _read_model(settings: TrainSettings, attention: Attention) -> Any:
+def _read_model(settings: TrainSettings, attention: AttentionImplementation) -> Any:
     cls = transformers.AutoModelForImageTextToText
     if settings.random_weights:
         config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
@@ -351,7 +381,7 @@ def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: value for name, value in pipeline.state_dict().items() if name not in names}
 
 
-def attention_of(plan: Plan, device: torch.device) -> Attention:
+def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
     """The plan's, in Transformers' words; sdpa for flash attention that is not installed."""
     planned = plan.inputs.training.attention
     if planned == "flash":

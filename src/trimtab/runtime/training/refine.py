@@ -20,6 +20,7 @@ import torch
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import describe_decisions
 from trimtab.plan.decide.candidates import Candidate, candidate_splits
 from trimtab.plan.decide.expressible import replan
@@ -28,7 +29,6 @@ from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.measured.run_log import read_run_log
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.conversations import ReadingOptions
 from trimtab.runtime.pipeline.layout import read_layout
 from trimtab.units import format_seconds
 

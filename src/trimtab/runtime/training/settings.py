@@ -1,55 +1,109 @@
 """What a plan does not say about a run, and the learning rate of each step."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Annotated, Any, Literal
 
 from trimtab.errors import TrimtabError, join_problems
-from trimtab.runtime.data.collate import Attention, LossWeighting
-from trimtab.runtime.data.conversations import ReadingOptions
+from trimtab.options import (
+    PLAN,
+    AttentionImplementation,
+    LossWeighting,
+    Option,
+    ReadingOptions,
+    TorchDevice,
+    option_problems,
+)
 
 Decay = Literal["constant", "linear", "cosine"]
 
-_OPTIONS = {"save_every": "save_every (--save-every)", "warmup_steps": "warmup_steps (--warmup)"}
+
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
+    """weight_decay=0.1, betas=0.9,0.95, nesterov=true."""
+    options: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise TrimtabError(f"optimizer option {text!r} is no NAME=VALUE: write it as in weight_decay=0.1")
+        parts = [_value(part, text) for part in value.split(",")]
+        options[name] = parts[0] if len(parts) == 1 else tuple(parts)
+    return options
+
+
+def _value(text: str, whole: str) -> float | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return float(text)
+    except ValueError:
+        raise TrimtabError(
+            f"optimizer option {whole!r} has a value that is no number, true or false: write it as in weight_decay=0.1"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """One run of a plan; checks itself."""
 
-    plan: Path
-    model: Path  # folder with config.json, preprocessor, tokenizer, and weights as safetensors
-    out: Path  # log and checkpoints
+    plan: Annotated[Path, PLAN]
+    model: Annotated[
+        Path, Option("Folder with config.json, preprocessor, tokenizer and weights.", argument=True)
+    ]  # weights as safetensors
+    out: Annotated[Path, Option("Folder for run.jsonl and checkpoints.")] = Path("run")
+    steps: Annotated[int | None, Option("Optimizer steps in all; else --epochs.", least=1)] = None
+    epochs: Annotated[int, Option("Passes over the plan's packs.", least=1)] = 1
+    optimizer: Annotated[str, Option("A class of torch.optim.")] = "AdamW"
+    optimizer_options: Annotated[
+        Mapping[str, Any],
+        Option(
+            "For its constructor, as in weight_decay=0.1; repeatable.",
+            flag="--optimizer-option",
+            read=parse_options,
+            typed=list[str],
+        ),
+    ] = field(default_factory=dict)
+    learning_rate: Annotated[float, Option("Peak learning rate.", flag="--lr")] = 1e-5
+    warmup_steps: Annotated[int, Option("Steps up to the peak.", flag="--warmup", least=0)] = 0
+    decay: Annotated[Decay, Option("After the warm-up.")] = "constant"
+    max_grad_norm: Annotated[
+        float | None,
+        Option(
+            "Largest norm of all gradients together; 0: as they are.",
+            flag="--clip",
+            least=0,
+            read=lambda norm: norm or None,
+            typed=float,
+            shown=1.0,
+        ),
+    ] = 1.0  # None: as they are
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("bfloat16: autocast over float32 weights.")] = "bfloat16"
+    attention: Annotated[AttentionImplementation | None, Option("Default: the plan's, where it runs.")] = (
+        None  # None: the plan's, or sdpa where flash attention is not at hand
+    )
+    loss_weighting: Annotated[LossWeighting, Option("What weighs the same in the loss.", flag="--loss")] = "token"
+    random_weights: Annotated[bool, Option("Draw weights instead of reading them.")] = False
+    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
+    save_every: Annotated[int | None, Option("Steps between checkpoints; else one at the end.", least=1)] = None
+    save: Annotated[bool, Option("Write no checkpoint: a run that only measures.", flag="--no-save")] = True
+    keep: Annotated[int | None, Option("Newest checkpoints that stay.", least=1)] = 2
+    resume: Annotated[bool, Option("Go on from the newest checkpoint in --out.")] = False
+    export: Annotated[Path | None, Option("New folder for the trained model, as Transformers loads it.")] = None
+    vision_dp: Annotated[
+        Literal["plan", "dispatch", "off"],
+        Option("Do data-parallel ranks share images: as planned, whatever is planned, or never."),
+    ] = "plan"
+    verify_packing: Annotated[
+        bool, Option("Do not check that the model keeps samples of a pack apart.", flag="--no-verify-packing")
+    ] = True
+    on_bad_sample: Annotated[
+        Literal["error", "filler"],
+        Option("A sample that cannot be read: stop, or a filler without weight.", flag="--on-bad"),
+    ] = "error"
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    steps: int | None = None  # optimizer steps in all; None: `epochs` of the plan
-    epochs: int = 1
-    optimizer: str = "AdamW"  # a class of torch.optim
-    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    decay: Decay = "constant"
-    max_grad_norm: float | None = 1.0  # None: as they are
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16: autocast over float32 weights
-    attention: Attention | None = None  # None: the plan's, or sdpa where flash attention is not at hand
-    loss_weighting: LossWeighting = "token"
-    random_weights: bool = False
-    device: Literal["cpu", "cuda"] | None = None  # None: cuda where there is one
-    save: bool = True  # False: no checkpoint at all, for a run that only measures
-    save_every: int | None = None  # steps; None: only at the end
-    keep: int | None = 2  # checkpoints
-    resume: bool = False  # from the newest checkpoint in `out`, if there is one
-    export: Path | None = None  # new folder for the trained model, as Transformers loads it
-    verify_packing: bool = True  # before the first step: are samples of a pack computed as if they were alone?
-    vision_dp: Literal["plan", "dispatch", "off"] = "plan"  # whether dp ranks share images: as planned, yes, no
-    on_bad_sample: Literal["raise", "filler"] = "raise"
-    workers: int = 0  # processes that make samples, of each rank
-    seed: int = 0
+    workers: Annotated[int, Option("Processes per rank that make samples.", least=0)] = 0
+    seed: Annotated[int, Option("Of drawn weights and dropout.")] = 0
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)
@@ -76,22 +130,15 @@ def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> f
 
 
 def _problems_of(settings: TrainSettings) -> list[str]:
-    problems = []
+    import torch  # here alone: the options of the command line are read without it
+
+    problems = option_problems(settings)
     cls = getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
         problems.append(f"optimizer {settings.optimizer!r} is no class of torch.optim: name one, as in AdamW")
-    if settings.vision_dp not in ("plan", "dispatch", "off"):
-        problems.append(f"vision_dp {settings.vision_dp!r} was asked for: choose plan, dispatch or off")
-    for name in ("steps", "epochs", "save_every", "keep"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            problems.append(f"{_OPTIONS.get(name, name)} {value} was asked for: give 1 or more")
     if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
         problems.append(f"learning_rate (--lr) {settings.learning_rate} was asked for: give a number above 0")
-    for name in ("warmup_steps", "workers"):
-        if getattr(settings, name) < 0:
-            problems.append(f"{_OPTIONS.get(name, name)} {getattr(settings, name)} was asked for: give 0 or more")
-    if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
+    if settings.max_grad_norm == 0:
         problems.append(
             f"max_grad_norm (--clip) {settings.max_grad_norm} was asked for: give a number above 0, or clip nothing"
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
-from trimtab.plan.decide.mixture import times_drawn
+from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import load_packs
 from trimtab.plan.file.reload import options_of, stages_of
 from trimtab.plan.file.yaml import load_plan, read_table
@@ -50,10 +50,9 @@ def _check_packs(plan: Plan, folder: Path, _: ModelSpec) -> None:
     table = TableFile(file=data.table, blake2b=data.table_blake2b)
     samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
     options = options_of(plan)
-    times = times_drawn(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-    packs = load_packs(folder, packing, num_samples=len(samples), times=times)
-    drawn = np.ones(len(samples), np.int64) if times is None else times
-    missing = drawn - np.bincount(packs.packing.indices, minlength=len(samples))
+    times = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed).times
+    packs = load_packs(folder, packing, times=times)
+    missing = times - np.bincount(packs.packing.indices, minlength=len(samples))
     if (missing < 0).any() or int(missing.sum()) != packing.num_oversize:
         raise PlanError(
             f"the packs in {folder} do not hold every sample as often as it is drawn: run `trimtab plan` again"

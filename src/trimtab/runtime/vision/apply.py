@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.balance.images import RULES, Rule, TowerCost
+from trimtab.balance.images import RULES, TowerCost
 from trimtab.errors import TrimtabError
+from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control, open_control
 from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention

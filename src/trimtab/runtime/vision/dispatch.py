@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.balance.images import ImageShares, Rule, TowerCost, keep_at_home, share_images
+from trimtab.balance.images import ImageShares, TowerCost, keep_at_home, share_images
 from trimtab.errors import TrimtabError
+from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.exchange import move_rows
 from trimtab.runtime.vision.inputs import Part, VisionInputs

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from trimtab.balance.images import ImageShares, Rule, TowerCost, share_images
+from trimtab.balance.images import ImageShares, TowerCost, share_images
 from trimtab.errors import TrimtabError
+from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.dispatch import move_images, pool_images, send_template

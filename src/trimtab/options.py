@@ -1,0 +1,119 @@
+"""Options, each told once: a field with its type, default, help and range makes the command line and the checks.
+
+A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.options.verb` makes the command line of it,
+`option_problems` checks it. No NumPy here: `--help` reads these.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+Tower = Literal["vision", "projector", "language", "audio"]
+RecomputedTier = Literal["selective", "attention", "full", "offload"]
+DType = Literal["bf16", "fp16", "fp32"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
+Attention = Literal["flash", "sdpa", "eager"]
+AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]  # as Transformers spells them
+ScheduleName = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble"]
+RecomputeMode = Literal["auto", "none", "full"]
+Order = Literal["random", "tolerance", "sorted"]
+Oversize = Literal["error", "alone", "skip"]
+PackMethod = Literal["balanced", "isf", "random", "length_group", "device_group"]
+Rule = Literal["balanced", "contiguous"]  # any image to any rank, or runs of images in order
+LossWeighting = Literal["token", "sample"]
+Exif = Literal["ignore", "apply"]
+SpecialTokens = Literal["template", "processor"]
+TorchDevice = Literal["cpu", "cuda"]
+
+ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+
+_MOST = 2**40  # keeps products of counts inside 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field's `Annotated` says beside its type: how the command line shows it, and which values it takes."""
+
+    text: str  # the line of `--help`
+    flag: str | None = None  # None: the field's name; what is true by default is switched off by its flag
+    least: int | float | None = None
+    most: int | float | None = None
+    read: Callable[[Any], object] | None = None  # what is typed -> the field's value, where they differ
+    typed: Any = str  # type of what is typed, for `read`
+    shown: object = None  # the default as it would be typed, for `read`
+    argument: bool = False  # by its place instead of by a flag
+
+    def named(self, field: str) -> str:
+        """The field as a message names it, with its flag where that has another name."""
+        return field if self.flag in (None, "--" + field.replace("_", "-")) else f"{field} ({self.flag})"
+
+
+PLAN = Option("plan.yaml, or the folder that `trimtab plan` wrote.", argument=True)
+
+
+def options_of(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
+    """Name, type and `Option` of every field of a dataclass; None: no option, or a dataclass of options itself.
+
+    The dataclass's file must not import `annotations` from `__future__`: a quoted type is not read.
+    """
+    for field in fields(kind):
+        assert not str(field.type).startswith("Annotated"), f"{kind} is quoted"
+        if get_origin(field.type) is Annotated:
+            hint, option = get_args(field.type)
+            yield field.name, hint, option
+        else:
+            yield field.name, field.type, None
+
+
+def option_problems(options: Any) -> list[str]:
+    """Values that their options do not take, a sentence each; None is always taken."""
+    problems = []
+    for name, hint, option in options_of(type(options)):
+        value = getattr(options, name)
+        if is_dataclass(hint):
+            problems += option_problems(value)
+        if option is None or value is None:
+            continue
+        known, least, most = literals_of(hint), option.least, option.most
+        if most is None and least is not None and isinstance(value, int):
+            most = _MOST
+        asked = f"{option.named(name)} {value!r} was asked for"
+        if known and value not in known:
+            problems.append(f"{asked}: choose one of {', '.join(known)}")
+        elif least is not None and not value >= least:  # nan too
+            problems.append(f"{asked}: give {least} or more")
+        elif most is not None and not value <= most:
+            problems.append(f"{asked}: give {most} or less")
+    return problems
+
+
+def literals_of(hint: Any) -> tuple[str, ...]:
+    """The words of `Literal[...]`, or of `Literal[...] | None`; none for another type."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return next((found for part in parts if (found := literals_of(part))), ())
+
+
+def same_fields(source: Any, kind: type) -> dict[str, Any]:
+    """The values of `source` that a `kind` has a field for: what one record hands on to the next, under one name."""
+    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingOptions:
+    """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
+
+    tokenizer: Annotated[Path | None, Option("tokenizer.json or its folder; without it tokens are estimated.")] = (
+        None  # in a run: without it the model's folder
+    )
+    chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
+    special_tokens: Annotated[
+        SpecialTokens,
+        Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),
+    ] = "template"
+    media_root: Annotated[Path | None, Option("Folder that image paths start from; else the data file's.")] = None
+    allow_outside: Annotated[bool, Option("Read images outside the media root too.")] = False
+    exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"

@@ -1,0 +1,36 @@
+"""What `trimtab probe` is asked; read without torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from trimtab.errors import TrimtabError
+from trimtab.options import PLAN, Option, ReadingOptions, TorchDevice
+from trimtab.plan.options import parse_share
+from trimtab.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings:
+    """What is probed, and within which memory; checks itself."""
+
+    plan: Annotated[Path, PLAN]
+    model: Annotated[Path, Option("Folder as for `trimtab train`; without weights they are drawn.", argument=True)]
+    memory_bytes: Annotated[
+        int | None,
+        Option("Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes),
+    ] = None
+    reserve: Annotated[
+        float | None, Option("Share of it kept free, as in 5%; default: the plan's.", read=parse_share)
+    ] = None
+    num_steps: Annotated[int, Option("Training steps of each run of the choice.", flag="--steps", least=2)] = 2
+    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
+    seed: Annotated[int, Option("Of drawn weights.")] = 0
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 2:
+            raise TrimtabError(
+                f"{self.num_steps} steps a run were asked for, and the optimizer's state is there from the second on: "
+                "give 2 or more"
+            )

@@ -1,0 +1,91 @@
+"""One field is one option: the command line, the default, the help and the checks come from it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from trimtab.cli.options import verb
+from trimtab.options import Option, option_problems, same_fields
+from trimtab.plan.options import PlanOptions
+from trimtab.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    depth: Annotated[Literal["low", "high"], Option("How deep.", flag="--inner-depth")] = "low"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    where: Annotated[str, Option("Where.", argument=True)]
+    count: Annotated[int | None, Option("How many.", least=2)] = None
+    room_bytes: Annotated[int, Option("How large.", flag="--room", read=parse_bytes, shown="1KiB")] = 1024
+    names: Annotated[tuple[str, ...], Option("Which.", flag="--name", read=tuple, typed=list[str])] = ()
+    loud: Annotated[bool, Option("Louder.")] = False
+    careful: Annotated[bool, Option("Do not check.", flag="--no-care")] = True
+    hidden: int = 7
+    inner: Inner = field(default_factory=Inner)
+
+
+def call(*words: str) -> tuple[Knobs, str] | str:
+    """What a verb is called with, and a parameter of its own; or what the command line says instead."""
+    seen: list[tuple[Knobs, str]] = []
+
+    @verb
+    def run(knobs: Knobs, own: Annotated[str, typer.Option(help="Not of the dataclass.")] = "x") -> None:
+        seen.append((knobs, own))
+
+    app = typer.Typer()
+    app.command()(run)
+    result = CliRunner().invoke(app, list(words))
+    return seen[0] if seen else result.output
+
+
+def test_what_is_not_typed_keeps_the_default_of_its_field() -> None:
+    assert call("here") == (Knobs(where="here"), "x")
+
+
+def test_what_is_typed_becomes_the_value_of_its_field() -> None:
+    words = "here --count 3 --room 2MiB --name a --name b --loud --no-care --inner-depth high --own y"
+    expected = Knobs(
+        where="here",
+        count=3,
+        room_bytes=2 * 2**20,
+        names=("a", "b"),
+        loud=True,
+        careful=False,
+        inner=Inner(depth="high"),
+    )
+    assert call(*words.split()) == (expected, "y")
+
+
+@pytest.mark.parametrize(
+    "words", [["here", "--count", "1"], ["here", "--inner-depth", "mid"], ["here", "--hidden", "1"], []]
+)
+def test_the_command_line_refuses_what_a_field_does_not_take(words: list[str]) -> None:
+    assert isinstance(call(*words), str)
+
+
+def test_help_shows_text_range_and_default() -> None:
+    told = " ".join(str(call("--help")).split())
+    for part in ("How many.", "x>=2", "How large.", "default: 1KiB", "--no-care", "Not of the dataclass."):
+        assert part in told
+    assert "hidden" not in told
+
+
+def test_values_out_of_range_are_named_with_their_flag() -> None:
+    wrong = Knobs(where="", count=2**50, inner=Inner(depth="mid"))  # type: ignore[arg-type]
+    assert option_problems(wrong) == [
+        f"count {2**50} was asked for: give {2**40} or less",
+        "depth (--inner-depth) 'mid' was asked for: choose one of low, high",
+    ]
+    assert option_problems(Knobs(where="", count=1)) == ["count 1 was asked for: give 2 or more"]
+
+
+def test_same_fields_are_handed_on_under_one_name() -> None:
+    assert same_fields(PlanOptions(dp=4), Knobs) == {}
+    assert same_fields(Knobs(where="a"), Inner) == {}
+    assert same_fields(Inner(depth="high"), Inner) == {"depth": "high"}
