@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
-from trimtab.models.describe import FAMILIES, MAX_CONFIG_BYTES, read_config
+from trimtab.models.describe import MAX_CONFIG_BYTES, read_config
 from trimtab.models.describe import describe as describe_or_ask
 from trimtab.models.families.architecture import Architecture
+from trimtab.models.families.family import Family
+from trimtab.models.families.known import FAMILIES
 from trimtab.models.images import count_many, with_limits
 from trimtab.models.shipped import shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
@@ -213,7 +215,9 @@ def test_a_family_is_added_by_one_entry(monkeypatch):
     layer = LayerSpec(
         name="all", tower="language", kind="block", hidden_size=8, output_size=8, num_params=64, num_matmul_params=64
     )
-    monkeypatch.setitem(FAMILIES, "qwen3_vl", lambda fields: Architecture(layers=(layer,), vocab_size=10))
+    made = Architecture(layers=(layer,), vocab_size=10)
+    own = Family(describe=lambda fields: made, image_rule=FAMILIES["qwen3_vl"].image_rule)
+    monkeypatch.setitem(FAMILIES, "qwen3_vl", own)
     assert describe(qwen3()).num_params == 64
 
 

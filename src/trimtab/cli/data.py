@@ -70,9 +70,9 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
     import os
 
     from trimtab.cli.output import log, progress
+    from trimtab.models.families.known import family_of
     from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table
-    from trimtab.samples.tokens import MARKUPS
     from trimtab.samples.workers import map_in_order
 
     saved = [path.is_file() and is_saved_table(path) for path in data]
@@ -94,7 +94,7 @@ def size_data(model: ModelSpec, data: Sequence[Path], reading: Reading) -> Sizin
             image_rule=model.image_rule,
             tokenizer=reading.tokenizer,
             chat_template=reading.chat_template,
-            image_markup=MARKUPS.get(model.family) or model.image_markup,
+            image_markup=family_of(model.family).markup or model.image_markup,
             special_tokens=reading.special_tokens,
             media_root=reading.media_root,
             allow_outside=reading.allow_outside,

@@ -11,9 +11,13 @@ from trimtab.models.families.architecture import (
     vector,
     whole_tower,
 )
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import check_heads, read_channels, vit_block
+from trimtab.models.images.native import MoonVit
+from trimtab.models.images.settings import MAX_MERGE, MAX_PATCH, Settings
+from trimtab.specs import ImageRule
 
 
 def describe_kimi_vl(config: Fields) -> Architecture:
@@ -60,3 +64,24 @@ def describe_kimi_vl(config: Fields) -> Architecture:
             "router's correction bias (one number an expert) is counted as a buffer.",
         ),
     )
+
+
+def _moonvit(s: Settings) -> ImageRule:
+    """Kimi-VL's remote code; only the padding variant, which its checkpoints use."""
+    patch = s.agreed_int(("file", "patch_size"), ("preprocess", "patch"), ("vision", "patch_size"), maximum=MAX_PATCH)
+    merge = s.agreed_int(
+        ("file", "merge_kernel_size"), ("preprocess", "merge"), ("vision", "merge_kernel_size"), maximum=MAX_MERGE
+    )
+    limit = s.first_int(("file", "in_token_limit"), ("preprocess", "in_token_limit"))
+    pads = s.value("preprocess", "rule") == "moonvit_native" or s.first_bool(("file", "pad_input"))
+    if not pads and s.value("file", "pad_input") is False:
+        s.problem(
+            "reads `pad_input` in preprocessor_config.json",
+            "without padding an image can keep an odd side, which the projector cannot merge",
+            "set it to true, as published checkpoints do",
+        )
+    s.check()
+    return MoonVit(patch_size=patch, merge_size=merge, max_patches=limit)
+
+
+FAMILIES = {"kimi_vl": Family(describe=describe_kimi_vl, image_rule=_moonvit, is_remote_code=True)}

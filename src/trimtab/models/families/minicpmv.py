@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from trimtab.models.families.architecture import Architecture, Weights, linear, named_layer, norm, vector, whole_tower
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import read_clip
+from trimtab.models.images.settings import Settings
+from trimtab.models.images.tiles import Slices
+from trimtab.specs import ImageRule
 
 
 def describe_minicpmv(config: Fields) -> Architecture:
@@ -55,3 +59,26 @@ def describe_minicpmv(config: Fields) -> Architecture:
             f"rows leave it as from a slice of {slice_side} x {slice_side} pixels.",
         ),
     )
+
+
+def _slices(s: Settings) -> ImageRule:
+    if s.value("file", "slice_mode") is False:
+        s.problem(
+            "reads `slice_mode` = false in preprocessor_config.json",
+            "images would reach the tower unresized, which no rule describes",
+            "set it to true",
+        )
+    slices = s.first_tiles(
+        ("file", "max_slice_nums"), ("preprocess", "max_slice_nums"), ("config", "slice_config.max_slice_nums")
+    )
+    resolution = s.first_int(
+        ("file", "scale_resolution"), ("preprocess", "scale_resolution"), ("config", "slice_config.scale_resolution")
+    )
+    patch = s.agreed_int(("file", "patch_size"), ("preprocess", "patch_size"), ("vision", "patch_size"))
+    s.grid(resolution, patch)
+    tokens = s.agreed_int(("file", "image_feature_size"), ("preprocess", "query_num"), ("config", "query_num"))
+    s.check()
+    return Slices(max_slices=slices, resolution=resolution, patch_size=patch, tokens_per_slice=tokens)
+
+
+FAMILIES = {"minicpmv": Family(describe=describe_minicpmv, image_rule=_slices, is_remote_code=True)}

@@ -17,11 +17,15 @@ from trimtab.models.families.architecture import (
     norm,
     vector,
 )
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, text_layers, text_type
 from trimtab.models.families.vit import check_heads, read_channels, reads_quick_gelu, vit_block
+from trimtab.models.images.settings import Settings
+from trimtab.models.images.size import MAX_TILES
+from trimtab.models.images.tiles import PaddedTiles
 from trimtab.models.quote import quote
-from trimtab.specs import LayerSpec
+from trimtab.specs import ImageRule, LayerSpec
 
 ROW_MULTIPLE = 8
 """The tower pads the rows of each tile, class token included, to a multiple of this (`MllamaVisionModel.forward`)."""
@@ -172,3 +176,17 @@ def _cross_block(block: Block) -> Block:
     """A decoder block whose keys and values come from the vision tower: q and k are normed, both halves gated."""
     attention = replace(block.attention, cross=True, causal=False, qk_norm=True)
     return replace(block, weights=block.weights + vector(2 * attention.head_dim + 2), attention=attention)
+
+
+def _padded_tiles(s: Settings) -> ImageRule:
+    """Llama 3.2 Vision: the tower learns positions for `max_num_tiles` tiles, and the processor pads to as many."""
+    s.require_resize()
+    tile = s.agreed_int(("vision", "image_size"), ("file", "size"))
+    patch = s.first_int(("vision", "patch_size"))
+    tiles = s.agreed_int(("vision", "max_num_tiles"), ("file", "max_image_tiles"), maximum=MAX_TILES)
+    rows = s.grid(tile, patch) ** 2 + 1
+    s.check()
+    return PaddedTiles(tiles=tiles, rows_per_tile=-(-rows // 8) * 8)  # the tower pads each tile to a multiple of 8
+
+
+FAMILIES = {"mllama": Family(describe=describe_mllama, image_rule=_padded_tiles, stacks_states=True)}
