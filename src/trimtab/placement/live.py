@@ -230,9 +230,10 @@ def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
     vision = model.indices("vision")
     if not family_of(model.family).stacks_states or not serving.rows.patches:
         return added
-    w, rows, h = serving.item_bytes, serving.rows, model.layers[vision[0]].output_size
+    patch = next(x for x in model.layers if x.tower == "vision" and x.num_matmul_params)
+    w, rows, h = serving.item_bytes, serving.rows, patch.output_size
     state = float(w * rows.patches * h)
-    always = w * rows.patches_sq + state * model.layers[vision[0]].rows_out_per_input
+    always = w * rows.patches_sq + state * patch.rows_out_per_input
     projector = model.layers[vision[-1] + 1]
     result = w * serving.crossed_rows * projector.hidden_size  # among the held bytes, but no block runs beside it
     num_states = 0
