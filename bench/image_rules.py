@@ -26,9 +26,7 @@ from trimtab.models.images import (
     DynamicTiling,
     FixedImage,
     GlmSmartResize,
-    MoonVit,
     PanAndScan,
-    Slices,
     SmartResize,
     count_many,
 )
@@ -112,8 +110,6 @@ def rules() -> list[tuple[str, ImageRule, Count | None]]:
             PanAndScan(rows_per_crop=4096, tokens_per_crop=256, min_crop_size=256, max_num_crops=4, min_ratio=1.2),
             lambda w, h: gemma.pan_and_scan(np.broadcast_to(pixel, (3, h, w)), 256, 4, 1.2),
         ),
-        ("Kimi-VL", MoonVit(patch_size=14, merge_size=2, max_patches=4096), None),
-        ("MiniCPM-V 2.6", Slices(max_slices=9, resolution=448, patch_size=14, tokens_per_slice=64), None),
     ]
 
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT / "tests" / "torch"))
 from traced_families import FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.kind_model import build_to_run  # noqa: E402
 from trimtab.costs.traced import profile_traced  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
 
@@ -46,7 +46,7 @@ def print_subsets() -> None:
             family = make_family(name, dtype)
             real = family.make_real(dtype=dtype, attention=attention)
             layers = find_layers(real)
-            model = build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)
+            model = build_to_run(copy.deepcopy(family.config), dtype=dtype, attention=attention)
             trace = trace_step(model, layers, family.inputs)
             chance = random.Random(0)
             vision = [x for x in layers if "vis" in x]
@@ -69,7 +69,7 @@ def print_peaks() -> None:
             family = make_family(name, dtype)
             real = family.make_real(dtype=dtype, attention=attention)
             layers = find_layers(real)
-            model = build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)
+            model = build_to_run(copy.deepcopy(family.config), dtype=dtype, attention=attention)
             errors = []
             for subset in ([], layers, layers[::2]):
                 allocated = allocated_peak_bytes(real, family.inputs, subset)

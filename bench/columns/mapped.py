@@ -25,7 +25,8 @@ from shrunk_models import GIVEN
 from trimtab.errors import PartitionError
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_model
-from trimtab.models.describe import FAMILIES, describe
+from trimtab.models.describe import describe
+from trimtab.models.families.known import family_of
 from trimtab.placement.bytes import Workload
 from trimtab.placement.machine import machine_of
 from trimtab.placement.place import place
@@ -53,7 +54,7 @@ ROOMY, TIGHT = (0.7, 0.5, 0.4, 0.6), (0.3, 0.2)  # of the weights, on each GPU
 def check(family: str) -> Cell:
     fields = {"model_type": family, **CONSISTENT.get(family, {}), **(GIVEN[family] if family in NOT_WHOLE else {})}
     real = build(complete(fields))
-    model = describe(fields) if family in FAMILIES else describe_model(build(complete(fields)))
+    model = describe(fields) if family_of(family).describe else describe_model(build(complete(fields)))
     if model.num_params != sum(x.numel() for x in real.parameters()):
         return Cell(yes=False, note="described with other parameters than the model's")
     for placement in (_on_gpus(model), _with_spill(model)):

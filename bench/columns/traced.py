@@ -21,9 +21,9 @@ from shrunk_models import make_shrunk, shrink  # noqa: E402
 from traced_families import kept_bytes  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.kind_model import build_to_run  # noqa: E402
 from trimtab.costs.traced import profile_traced  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 from trimtab.models.asking.batches import Batches  # noqa: E402
 from trimtab.models.asking.model import describe_fields  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402
@@ -47,7 +47,7 @@ def _compare_subsets(family: str, spec: ModelSpec) -> str | None:
     """Why the bytes of random subsets are not those that autograd keeps; None where they are."""
     real = make_shrunk(family).train()
     attention = "eager" if real.config._attn_implementation == "eager" else "sdpa"
-    module = build_weightless(copy.deepcopy(shrink(family, {})), dtype=torch.float32, attention=attention)
+    module = build_to_run(copy.deepcopy(shrink(family, {})), dtype=torch.float32, attention=attention)
     batch = Batches(module, split_units(module), packed=True).make(2, 20)
     parts = dict(module.named_modules())
     names = [x.name for x in spec.layers if x.name in parts]

@@ -108,7 +108,7 @@ from trimtab.runtime.data.loss import (
     packed_loss as packed_loss,
     step_denominator as step_denominator,
 )
-from trimtab.runtime.data.formats import PackFormat as PackFormat
+from trimtab.models.families.family import PackFormat as PackFormat
 from trimtab.models.asking.model import describe_model as describe_model
 
 __version__: str

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import CLIP, IMAGE_TOKEN, SIGLIP, TEXT, as_saved, make_tiny_model
+from tiny_models import CLIP, IMAGE_TOKEN, SIGLIP, TEXT, describe_here, make_tiny_model
 
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
 from trimtab.placement.bytes import Workload
 from trimtab.placement.chain import modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine
@@ -57,7 +56,7 @@ def make_case(name: str, folder: Path) -> Case:
     if name in OTHERS:
         model, inputs, chain = _other(name)
         if name == "mllama":  # described, but drawn maps hold its tower by one key
-            spec = describe(as_saved(model.config))
+            spec = describe_here(model.config)
     else:
         tiny = make_tiny_model(name)
         model, inputs, spec = tiny.model, tiny.inputs, tiny.spec

@@ -83,7 +83,7 @@ def test_families_without_a_line_here_are_described_by_their_folder(model_type, 
 HAND_WRITTEN = (
     *("llava llama", "llava mistral, window, three taps, siglip with head", "llava phi3", "llava qwen3"),
     *("llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense", "qwen2_vl", "qwen2_5_vl"),
-    *("qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v_moe", "mllama"),
+    *("qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v_moe"),
 )
 
 

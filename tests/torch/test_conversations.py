@@ -222,10 +222,14 @@ def test_an_image_that_is_gone_or_broken_is_named(tmp_path):
         rows[1]
 
 
-def test_a_family_without_packs_is_refused(tmp_path):
+def test_a_family_of_remote_code_is_refused(tmp_path):
     write_planned(tmp_path, "internvl")
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"the family kimi_vl .* no packed collator: choose a model of"):
+    with pytest.raises(ConfigError, match=r"the family internvl_chat .* its code is remote and is never run: take a"):
         type(rows)(
-            rows.records, replace(rows.model, family="kimi_vl"), rows._tokenizer, tmp_path, options=ReadingOptions()
+            rows.records,
+            replace(rows.model, family="internvl_chat"),
+            rows._tokenizer,
+            tmp_path,
+            options=ReadingOptions(),
         )

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="holds the models and 
 accelerate = pytest.importorskip("accelerate", reason="holds the check of device maps")
 
 from accelerate.utils.modeling import check_device_map  # noqa: E402
-from tiny_models import BARE, ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
+from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of  # noqa: E402
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
 from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory  # noqa: E402
@@ -32,7 +32,7 @@ def build(case: str, num_layers: int = 12):
     for key in ("layer_types", "max_window_layers"):
         text.pop(key, None)
     config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), name=case)
+    spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision), name=case)
     with torch.device("meta"):
         return spec, transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
 

@@ -37,7 +37,6 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
-from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.mllama.processing_mllama import MllamaProcessor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -46,7 +45,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from trimtab.errors import ImageError
-from trimtab.models.images import Slices, SmartResize, image_rule, rule_in_sample, with_limits
+from trimtab.models.images import SmartResize, image_rule, rule_in_sample, with_limits
 from trimtab.specs import ImageRule
 
 pytestmark = pytest.mark.torch
@@ -467,23 +466,6 @@ def test_mllama_equals_tensors_and_placeholders_of_a_full_run():
         assert seen[-1][:2] == (1, counts.patches), (width, height)
         assert counts.patches_sq == counts.patches**2
     assert cut == {1, 2, 3, 4}  # tiles that hold a part of the image differ, the cost does not
-
-
-def test_minicpm_slices_share_the_arithmetic_of_the_later_processor():
-    """MiniCPM-V 2.6 has no processor here; that of 4.6 is its rule with sides rounded to 4 patches, as ours at 56."""
-    images = MiniCPMV4_6ImageProcessorPil(max_slice_nums=9, scale_resolution=448, patch_size=14)
-    rule = Slices(max_slices=9, resolution=448, patch_size=4 * 14, tokens_per_slice=64)
-
-    def official(width: int, height: int) -> tuple[int, int]:
-        grid = images.get_sliced_grid((height, width), 9, 448)
-        h, w = images.find_best_resize((height, width), 448, 14, "16x", allow_upscale=grid is None)
-        patches, slices = h * w // 56**2, 0
-        if grid is not None:
-            h, w = images.get_refine_size((height, width), grid, 448, 14, "16x", allow_upscale=True)
-            patches, slices = patches + h * w // 56**2, grid[0] * grid[1]
-        return patches, 64 * (1 + slices)
-
-    assert_same_counts(rule, official)
 
 
 def test_a_users_limit_equals_the_processor_under_the_same_limit():

@@ -11,9 +11,8 @@ torch = pytest.importorskip("torch", reason="counts the storages of real modules
 transformers = pytest.importorskip("transformers", reason="holds the real modules")
 
 from live_bytes import LiveBytes  # noqa: E402
-from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, as_saved, mllama_images, preprocessor_of  # noqa: E402
+from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, mllama_images, preprocessor_of  # noqa: E402
 
-from trimtab.models.describe import describe  # noqa: E402
 from trimtab.placement.bytes import Workload, batch_of, inference_table  # noqa: E402
 from trimtab.specs import ImageCounts  # noqa: E402
 
@@ -59,7 +58,7 @@ class Served:
         config = transformers.AutoConfig.for_model(
             model_type, vision_config=vision, text_config=text, **{**outer, **token}
         )
-        self.spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+        self.spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision))
         numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
         torch.manual_seed(0)
         self.model = transformers.AutoModelForImageTextToText.from_config(

@@ -13,21 +13,25 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs Transformers")
 
 import numpy as np  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
 from tiny_models import as_saved, make_tiny_model  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
 from trimtab.costs.settings import CostSettings  # noqa: E402
 from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers  # noqa: E402
-from trimtab.costs.timed_model import build_model, language_runs, vision_runs  # noqa: E402
+from trimtab.costs.timed_model import build_model, runs  # noqa: E402
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
+from trimtab.models.asking.model import describe_model  # noqa: E402
 from trimtab.models.describe import describe, read_config  # noqa: E402
 from trimtab.specs import WORK_TERMS, ParallelDims, SampleTable  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-PATCHES, SQUARES, WINDOWED = (WORK_TERMS.index(x) for x in ("patches", "patches_sq", "patches_windowed"))
+PATCHES, SQUARES, WINDOWED, TOKENS = (
+    WORK_TERMS.index(x) for x in ("patches", "patches_sq", "patches_windowed", "tokens")
+)
 CASES = (
     "llava phi3",
     "llava_next",
@@ -95,7 +99,7 @@ def test_a_timed_layer_is_handed_what_it_gets_in_the_whole_model(case: str) -> N
     everything = range(len(tiny.spec.layers))
     real = build_model(as_saved(tiny.model.config), tiny.spec, everything, settings(), CPU)
     blocks = [i for i in everything if tiny.spec.layers[i].tower == "language" and tiny.spec.layers[i].kind == "block"]
-    (run,) = language_runs(real, (24,))
+    run = list(runs(real, (24,)))[-1]
     with torch.no_grad():
         for here, behind in itertools.pairwise(blocks):
             (call,) = run.calls[here]
@@ -104,29 +108,33 @@ def test_a_timed_layer_is_handed_what_it_gets_in_the_whole_model(case: str) -> N
 
 
 def test_work_is_the_image_rule_s() -> None:
-    """56 x 84 patches of 14: windows of 112 pixels, one image and four."""
+    """Grids of 14-pixel patches, in windows of 112 pixels."""
     tiny = make_tiny_model("qwen2_5_vl")
-    chosen = [
-        i for i, x in enumerate(tiny.spec.layers) if x.kind != "block" or x.name.endswith(("blocks.0", "blocks.1"))
-    ]
-    chosen += [next(i for i, x in enumerate(tiny.spec.layers) if x.name == "model.language_model.layers.0")]
-    real = build_model(as_saved(tiny.model.config), tiny.spec, sorted(chosen), settings(), CPU)
-    windowed, full = (
-        next(i for i, x in enumerate(tiny.spec.layers) if x.name == f"model.visual.blocks.{n}") for n in (0, 1)
-    )
-    four, one = vision_runs(real, (400,))
-    small, large = tiny.spec.image_rule.count(140, 140), tiny.spec.image_rule.count(280, 280)
-    for run, images, counts in ((four, 4, small), (one, 1, large)):
-        assert run.work[full][PATCHES] == run.work[windowed][PATCHES] == images * counts.patches
-        assert run.work[full][SQUARES] == images * counts.patches_sq
-        assert run.work[windowed][WINDOWED] == images * counts.patches_windowed
-        assert run.work[windowed][SQUARES] == 0.0
+    numbers = {x.name: i for i, x in enumerate(tiny.spec.layers)}
+    real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(numbers)), settings(), CPU)
+    windowed, full = (numbers[f"model.visual.blocks.{n}"] for n in (0, 1))
+    steps = [run for run in runs(real, (64, 400)) if full in run.calls]
+    assert len(steps) == 2
+    for run in steps:
+        (size,) = real_grid(run, numbers["model.visual.patch_embed"])
+        counts = tiny.spec.image_rule.count(14 * size[1], 14 * size[0])
+        assert run.work[full][PATCHES] == run.work[windowed][PATCHES] == counts.patches
+        assert run.work[full][SQUARES] == counts.patches_sq
+        assert run.work[windowed][WINDOWED] == counts.patches_windowed
+    assert steps[-1].work[windowed][WINDOWED] < steps[-1].work[full][SQUARES]
+
+
+def real_grid(run, number: int) -> list[tuple[int, int]]:
+    """Sides of the one grid that has as many patches, near to square as `image_calls` makes them."""
+    rows = len(run.calls[number][0].rows)
+    high = 8 * max(1, round((rows / 64) ** 0.5))
+    return [(high, rows // high)]
 
 
 def test_a_pack_is_a_sample_and_one_token_so_that_there_is_a_mask() -> None:
     tiny = make_tiny_model("internvl qwen2")
     real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(tiny.spec.layers)), settings(), CPU)
-    (run,) = language_runs(real, (32,))
+    *_, run = runs(real, (32,))
     first = next(i for i, x in enumerate(tiny.spec.layers) if x.tower == "language" and x.kind == "block")
     mask = run.calls[first][0].kwargs["attention_mask"]
     assert mask.shape[-2:] == (32, 32)
@@ -142,6 +150,32 @@ def test_a_pack_is_a_sample_and_one_token_so_that_there_is_a_mask() -> None:
         source=none.astype(np.int32),
     )
     assert run.work[first] == (1.0, *table.work().sum(axis=0)[1:])
+
+
+def test_towers_are_timed_at_their_sizes_and_words_at_theirs() -> None:
+    tiny = make_tiny_model("internvl qwen2")
+    real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(tiny.spec.layers)), settings(), CPU)
+    tile = tiny.spec.image_rule.rows_per_tile
+    seen = {(run.work[0][PATCHES], run.work[0][TOKENS]) for run in runs(real, (3 * tile, 7 * tile))}
+    assert {patches for patches, _ in seen if patches} == {3 * tile, 7 * tile}
+    assert {tokens for patches, tokens in seen if not patches} == {3 * tile, 7 * tile}
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "idefics2", "glm4v", "mistral3", "paligemma", "ovis2"])
+def test_a_family_that_is_named_nowhere_is_timed(family: str) -> None:
+    model = make_shrunk(family)
+    config = as_saved(model.config)
+    spec = describe_model(model.to("meta"))
+    chosen = settings()
+    formulas = profile_model(spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
+    options = TimingOptions(sizes=(32, 96), repeats=1)
+    measured = {m.layer: m for m in time_layers(config, spec, formulas, chosen, CPU, options)}
+    blocks = [i for i in measured if spec.layers[i].kind == "block"]
+    assert {spec.layers[i].tower for i in blocks} >= {"vision", "language"}
+    assert all(t.forward_s > 0 and t.backward_s > 0 for i in blocks for t in measured[i].timings)
+    groups = {formulas.layers[i].group for i in measured}
+    bare = {x.name for x in spec.layers if x.bare}
+    assert {x.name for x in formulas.layers if x.group not in groups} <= bare
 
 
 def test_a_frozen_tower_has_no_backward_and_the_projector_behind_it_has() -> None:
@@ -197,13 +231,8 @@ def refused(config, model, **more) -> None:
 
 
 def test_a_family_of_remote_code_is_refused() -> None:
-    with pytest.raises(UnknownModelError, match="'internvl_chat' were to be timed, and Transformers has no code"):
+    with pytest.raises(UnknownModelError, match=r"'internvl_chat' cannot be described: Transformers .* has no such"):
         refused(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
-
-
-def test_a_description_without_what_transformers_needs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mrope_section of text_config is missing in the configuration of qwen2_5_vl"):
-        refused(read_config("Qwen2.5-VL-7B"), describe("Qwen2.5-VL-7B"))
 
 
 def test_flash_on_the_cpu_is_refused() -> None:

@@ -19,11 +19,11 @@ from tiny_models import as_saved, make_tiny_model  # noqa: E402
 from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.kind_model import build_to_run  # noqa: E402
 from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
 from trimtab.costs.traced import profile_traced  # noqa: E402
 from trimtab.costs.traced_fit import share_bytes  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
 from trimtab.models.asking.batches import Batches  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402
@@ -38,7 +38,7 @@ ROTATION = [(torch.bfloat16, "sdpa"), (torch.float32, "eager"), (torch.float32, 
 
 
 def weightless(family, dtype, attention):
-    return build_weightless(copy.deepcopy(family.config), dtype=dtype, attention=attention)
+    return build_to_run(copy.deepcopy(family.config), dtype=dtype, attention=attention)
 
 
 def name_dtype_attention():
@@ -123,7 +123,7 @@ def profile_of(case, attention, **more):
 def test_layers_add_up_to_a_whole_model_of_another_size(case, attention):
     tiny, traced = profile_of(case, attention, compare_fused=False)
     spec, profile = tiny.spec, traced.profile
-    whole = build_weightless(copy.deepcopy(tiny.model.config), dtype=torch.bfloat16, attention=attention)
+    whole = build_to_run(copy.deepcopy(tiny.model.config), dtype=torch.bfloat16, attention=attention)
     parts = dict(whole.named_modules())
     names = [x.name for x in spec.layers if x.name in parts]
     batch = Batches(whole, split_units(whole), packed=True).make(6, 301)

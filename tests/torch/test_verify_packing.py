@@ -309,14 +309,14 @@ def test_bad_samples_and_settings_are_refused():
         verify_packing(model, [{"input_ids": [5, 6], "labels": [5, 6]}])
     with pytest.raises(SampleError, match="sample 0 of the pack: it was to be packed, but has no tokens"):
         verify_packing(model, [{"input_ids": [], "labels": []}] * 2)
-    with pytest.raises(UnsupportedPlanError, match="smallest one of 'idefics3' is not declared: give vision_in"):
+    with pytest.raises(UnsupportedPlanError, match="smallest one of 'idefics3' is not known: give vision_in"):
         PackedCollator(shrink("idefics3", {}))
     with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
         ask_format(transformers.SiglipVisionConfig())
 
 
-@pytest.mark.parametrize("module", ["packing", "formats", "state_layers"])
+@pytest.mark.parametrize("module", ["runtime.data.packing", "models.families.family", "runtime.data.state_layers"])
 def test_examples_in_docstrings_run(module):
-    found = doctest.testmod(importlib.import_module(f"trimtab.runtime.data.{module}"), optionflags=doctest.ELLIPSIS)
+    found = doctest.testmod(importlib.import_module(f"trimtab.{module}"), optionflags=doctest.ELLIPSIS)
     assert found.attempted >= 1
     assert found.failed == 0

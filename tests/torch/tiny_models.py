@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
 
+from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe
+from trimtab.models.families.known import family_of
+from trimtab.models.images import image_rule
 from trimtab.specs import ModelSpec
 
 TEXT = {
@@ -282,10 +285,19 @@ def make_config(case: str, *, vision: dict | None = None, text: dict | None = No
     return transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **{**outer, **token})
 
 
+def describe_here(config, *, preprocessor: dict | None = None, name: str | None = None) -> ModelSpec:
+    """As `describe`, but Transformers is asked in this process: a child takes seconds to start."""
+    written = as_saved(config)
+    if family_of(config.model_type).describe is not None:
+        return describe(written, preprocessor=preprocessor, name=name)
+    spec = describe_fields(written)
+    return replace(spec, name=name or spec.name, image_rule=image_rule(written, preprocessor))
+
+
 def make_tiny_model(case: str) -> TinyModel:
     model_type, vision, _, _ = ODD_CONFIGS[case]
     config = make_config(case)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     inputs, patches, tokens = _inputs(model_type, vision, spec)
     return TinyModel(model, spec, inputs, patches, tokens)

@@ -10,6 +10,7 @@ import pytest
 from placement_cases import small_model
 
 from trimtab.models.describe import describe
+from trimtab.models.families.known import family_of
 from trimtab.models.images import UnsettledRule
 from trimtab.placement.chain import arrangements, device_changes, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
@@ -18,7 +19,8 @@ ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
 
 def published() -> list:
-    return [describe(entry, name=name) for name, entry in json.loads(ZOO.read_text())["models"].items()]
+    models = json.loads(ZOO.read_text())["models"]
+    return [describe(x, name=name) for name, x in models.items() if family_of(x["model_type"]).describe]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -48,7 +50,6 @@ def test_a_tower_is_cut_between_blocks_never_inside_embeddings_or_projector():
 
 
 def test_a_model_that_nothing_has_run_cut_keeps_its_tower_whole():
-    """Remote code; and Mllama, whose tower joins the states of its blocks."""
     assert len(parts_of(describe("InternVL-Chat-V1-5")).vision) == 1
     assert len(parts_of(describe("Qwen2.5-VL-7B")).vision) == 32
 
@@ -86,13 +87,10 @@ def test_published_models_have_units_that_cover_them():
             covered = sorted(i for unit in option.units for i in unit.layers)
             assert covered == list(range(len(model.layers))), model.name
         vision = parts_of(model).vision
-        whole = model.family in ("internvl_chat", "kimi_vl", "minicpmv", "mllama")
-        assert (len(vision) > 1) != whole, model.name
+        assert (len(vision) > 1) != family_of(model.family).is_remote_code, model.name
         keys = [name for i in range(len(model.layers)) for name in modules_of(model, i)]
         assert len(set(keys)) == len(keys)
-        assert any("rotary_emb" in key for key in keys) == (
-            model.family != "kimi_vl" and not any("tok_embeddings" in key for key in keys)
-        ), model.name
+        assert any("rotary_emb" in key for key in keys) != any("tok_embeddings" in key for key in keys), model.name
 
 
 def test_hidden_states_that_are_joined_stay_on_one_device():

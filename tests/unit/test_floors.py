@@ -19,7 +19,7 @@ FLOORS = {
     "typed_json": 0,
     "specs": 0,
     "models": 1,
-    "samples": 1,
+    "samples": 2,
     "costs": 2,
     "balance": 3,
     "partition": 3,
@@ -34,7 +34,7 @@ FLOORS = {
 }
 TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
-    *("costs/traced_weights.py", "costs/timed.py", "costs/timed_model.py"),
+    *("costs/kind_model.py", "costs/timed.py", "costs/timed_model.py"),
     *(f"models/asking/{x}.py" for x in ("build", "units", "forward", "inputs", "batches", "weightless")),
     *(f"models/asking/{x}.py" for x in ("blocks", "layers", "model", "blank", "images", "processors")),
 }

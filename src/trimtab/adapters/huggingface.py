@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from trimtab.adapters.blocks import TIERS, recomputing
 from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.models.families.known import family_of
 from trimtab.options import RecomputedTier, Tower
 from trimtab.plan.file.modules import fold_modules
 from trimtab.specs import ModelSpec, ParallelDims, Stage
 
-_REMOTE_CODE = ("internvl_chat", "kimi_vl", "minicpmv")
 _APPLY = """from trimtab.runtime.recompute.apply import apply
 
 RECOMPUTE = {{
@@ -69,7 +69,7 @@ def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainS
     """
     blocks = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
     yield PlainSetting(every_n_layers=None, stages=tuple(recomputing(stage, ()) for stage in stages))
-    for n in range(1, 2 if model.family in _REMOTE_CODE else len(blocks) + 1):
+    for n in range(1, 2 if family_of(model.family).is_remote_code else len(blocks) + 1):
         chosen = blocks[::n]
         runs = tuple(recomputing(stage, (i for i in chosen if stage.start <= i < stage.stop)) for stage in stages)
         yield PlainSetting(every_n_layers=n, stages=runs)

@@ -63,9 +63,9 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     import os
 
     from trimtab.cli.output import log, progress
+    from trimtab.models.families.known import family_of
     from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table
-    from trimtab.samples.tokens import MARKUPS
     from trimtab.samples.workers import map_in_order
 
     saved = [path.is_file() and is_saved_table(path) for path in data]
@@ -86,7 +86,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             data,
             image_rule=model.image_rule,
             **asdict(sizing.reading),
-            image_markup=MARKUPS.get(model.family) or model.image_markup,
+            image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
             unique_ids=not sizing.number_ids,
             source_key=sizing.source_key,

@@ -84,7 +84,7 @@ def timed_profile(analytic: Profile, measured: Sequence[LayerTimings], *, how: s
         "exchange and optimizer, both by formula.",
     ]
     if untimed:
-        said.append(f"No module of its own, so priced like the rest of its tower: {', '.join(untimed)}.")
+        said.append(f"No step ran it as a module, so priced like the rest of its tower: {', '.join(untimed)}.")
     return TimedProfile(
         profile=replace(
             analytic,

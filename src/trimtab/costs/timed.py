@@ -16,22 +16,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.analytic import Gradients, find_gradients
 from trimtab.costs.devices import find_device
+from trimtab.costs.kind_model import DTYPES
 from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
 from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import Attention, CostSettings
-from trimtab.costs.timed_model import (
-    DTYPES,
-    Call,
-    RealModel,
-    Run,
-    build_model,
-    has_flash,
-    language_runs,
-    vision_runs,
-)
+from trimtab.costs.timed_model import Call, RealModel, Run, build_model, has_flash, runs
 from trimtab.errors import TrimtabError
 from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, Tower
 
@@ -131,11 +124,11 @@ def time_layers(
         torch.manual_seed(options.seed)
         try:
             real = build_model(config, model, chosen, settings, device)
-            runs = [*vision_runs(real, sizes), *language_runs(real, sizes)]
+            ran = list(runs(real, sizes))
             for done, number in enumerate(chosen):
                 if progress is not None:
                     progress(done, len(chosen))
-                those = [run for run in runs if number in run.calls]
+                those = [run for run in ran if number in run.calls]
                 if those:
                     timings = _time_layer(real, number, gradients[number], those, options)
                     result.append(LayerTimings(layer=number, timings=timings))
@@ -206,14 +199,14 @@ def measure_device(device: torch.device, dtype: str, *, clock: Clock = "wall") -
 
 
 def _time_layer(
-    real: RealModel, number: int, gradients: Gradients, runs: Sequence[Run], options: TimingOptions
+    real: RealModel, number: int, gradients: Gradients, those: Sequence[Run], options: TimingOptions
 ) -> tuple[Timing, ...]:
     """Sizes take turns, so that a machine that slows down for a while slows all of them."""
     layer = real.model.layers[number]
     module: nn.Module = real.module.get_submodule(layer.name)
     module.requires_grad_(gradients.weights)
     steps: list[Callable[[], object]] = []
-    for run in runs:
+    for run in those:
         passes = _Passes(module, layer, gradients, run.calls[number])
         steps += [passes.forward, passes.backward]
     seconds = time_each(steps, real.device, repeats=options.repeats, clock=options.clock)
@@ -227,7 +220,7 @@ def _time_layer(
             forward_spread=_spread(forward),
             backward_spread=_spread(backward) if ran else 0.0,
         )
-        for run, forward, backward in zip(runs, seconds[::2], seconds[1::2], strict=True)
+        for run, forward, backward in zip(those, seconds[::2], seconds[1::2], strict=True)
     )
 
 
@@ -240,9 +233,10 @@ class _Passes:
         self.calls = [_with_leaf(call, wanted=gradients.inputs) for call in calls]
         self.results: list[Tensor] = []
         self.seeds: list[Tensor] = []
+        self.labels: list[Tensor] = []  # made in the warm-up
 
     def forward(self) -> None:
-        self.results = [self._run(call) for call in self.calls]
+        self.results = [x for call in self.calls for x in self._run(call)]
 
     def backward(self) -> None:
         results, self.results = self.results, []
@@ -253,13 +247,14 @@ class _Passes:
         for call in self.calls:
             call.rows.grad = None
 
-    def _run(self, call: Call) -> Tensor:
-        if self.is_head:
-            logits = self.module(*call.args)
-            return nn.functional.cross_entropy(logits[0].float(), call.kwargs["labels"])
+    def _run(self, call: Call) -> list[Tensor]:
         result = self.module(*call.args, **call.kwargs)
-        tensor: Tensor = result if isinstance(result, Tensor) else result[0]
-        return tensor
+        if self.is_head:
+            logits = result.flatten(0, -2).float()
+            self.labels = self.labels or [torch.randint(logits.shape[1], logits.shape[:1], device=logits.device)]
+            return [nn.functional.cross_entropy(logits, self.labels[0])]
+        leaves = tree_leaves(getattr(result, "to_tuple", lambda: result)())
+        return [x for x in leaves if isinstance(x, Tensor) and (x.requires_grad or not self.runs_backward)]
 
 
 def _with_leaf(call: Call, *, wanted: bool) -> Call:

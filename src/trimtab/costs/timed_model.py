@@ -1,38 +1,28 @@
-"""Real layers and what the real model hands them: one of each kind with random weights, other blocks hand rows on.
+"""What the real layers of a model are handed: one of each kind with random weights, fed by the whole model.
 
-The model is built from its configuration without weights; only one block of each kind, embeddings, norms, projector
-and head are given any. So the model itself feeds each layer what it would get in training: positions, masks, windows.
 Needs torch and Transformers (tested with 5.23), loaded when this module is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from trimtab.costs.analytic import find_columns
-from trimtab.costs.settings import Attention, CostSettings
-from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
-from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, LayerSpec, ModelSpec, SampleTable
+from trimtab.costs.kind_model import KindModel, count_pairs
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.traced_fit import PATCHES, TOKENS, Terms
+from trimtab.errors import TrimtabError
+from trimtab.models.asking.batches import Batch
+from trimtab.specs import ModelSpec, SampleTable
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-IMPLEMENTATIONS: dict[Attention, str] = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
-"""Images of any size as one row of patches with their grids; text positions of three axes."""
-TILE_FAMILIES = ("internvl", "llava", "gemma3")
-"""A batch of equal tiles."""
-PINNED_FAMILIES = ("llava_next", "llava_onevision")
-"""Images cut into the tiles of one of the configuration's grid points, with a thumbnail."""
-
-_THREE_AXES = ("qwen2_vl", "qwen2_5_vl")  # whose rotary sections have no default
-_PARTS = 4  # a second run of each size is divided among this many images or samples
+_FEW = 16  # words beside images whose towers are timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,21 +40,24 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """One forward of a tower: what each layer that ran was handed, and the work it was, per WORK_TERMS."""
+    """One forward of the model: what each layer of the towers it is for was handed, and the work it was."""
 
     calls: Mapping[int, Sequence[Call]]  # by number of the layer
-    work: Mapping[int, tuple[float, ...]]
+    work: Mapping[int, Terms]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RealModel:
-    """A model of which the layers in `chosen` are real."""
+    """A model of which the layers in `chosen` have weights on `device`."""
 
     module: Any  # of a class of Transformers
-    model: ModelSpec
+    kinds: KindModel
     chosen: tuple[int, ...]
-    settings: CostSettings
     device: torch.device
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.kinds.model
 
 
 def has_flash() -> bool:
@@ -74,190 +67,75 @@ def has_flash() -> bool:
 def build_model(
     config: Mapping[str, Any], model: ModelSpec, chosen: Sequence[int], settings: CostSettings, device: torch.device
 ) -> RealModel:
-    """The model on `device` in training mode; blocks that are not `chosen` have no weights and hand their rows on.
+    """The model on `device`, of which `chosen` and what is like none of them is real; `KindModel` says what it refuses.
 
-    Weights are drawn as Transformers draws them for training from scratch. Raises `UnknownModelError` for a family
-    with remote code only, `ConfigError` where Transformers builds other layers than were described.
+    Weights are drawn as Transformers draws them for training from scratch.
     """
-    known = (*GRID_FAMILIES, *TILE_FAMILIES, *PINNED_FAMILIES)
-    if model.family not in known:
-        raise UnknownModelError(
-            f"layers of model_type {model.family!r} were to be timed, and Transformers has no code of its own for it: "
-            f"give the configuration of one of {', '.join(known)}, or leave --timed out"
-        )
     if settings.attention == "flash" and (device.type != "cuda" or not has_flash()):
         raise TrimtabError(
             f"flash attention was to be timed on {device}, and it needs a CUDA device and the package flash_attn: "
             "give --attention sdpa or eager"
         )
-    fields = dict(config)
-    built = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if model.family in _THREE_AXES and "mrope_section" not in (built.text_config.rope_parameters or {}):
-        raise ConfigError(
-            f"mrope_section of text_config is missing in the configuration of {model.family}, and Transformers' layers "
-            "read it, as a description needs not: give the config.json as the model ships it"
-        )
-    with torch.device("meta"):
-        module = transformers.AutoModelForImageTextToText.from_config(
-            built, attn_implementation=IMPLEMENTATIONS[settings.attention], dtype=DTYPES[settings.dtype]
-        )
-    modules = dict(module.named_modules())
-    _compare_sizes(modules, [model.layers[i] for i in chosen])
-    idle = [x.name for i, x in enumerate(model.layers) if x.kind == "block" and i not in chosen]
-    for name in idle:
-        modules[name].forward = _hand_on  # of this instance; its class stays as it is
-    without = tuple(f"{name}." for name in idle)
-    for name, part in modules.items():
-        if not f"{name}.".startswith(without):
-            part.to_empty(device=device, recurse=False)
-    module.initialize_weights()
-    return RealModel(module=module.train(), model=model, chosen=tuple(chosen), settings=settings, device=device)
+    kinds = KindModel(config, model, settings, chosen)
+    return RealModel(module=kinds.build(device), kinds=kinds, chosen=tuple(chosen), device=device)
 
 
-def _compare_sizes(modules: Mapping[str, nn.Module], layers: Sequence[LayerSpec]) -> None:
-    for layer in layers:
-        if layer.name not in modules or layer.num_params == 0:  # a bare parameter; a tied head
-            continue
-        count = sum(p.numel() for p in modules[layer.name].parameters())
-        if count != layer.num_params:
-            raise ConfigError(
-                f"{layer.name} has {layer.num_params} parameters by its description, and Transformers "
-                f"{transformers.__version__} builds it with {count}: give the config.json as the model ships it"
-            )
+def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
+    """Steps with images of about each size in patches, for towers and projector; with each size in words for the rest.
+
+    A pack is a sample and a second of one token, so that there is a mask where attention needs one: the mask of
+    several samples costs what it costs one, and all its pairs are computed. A model whose forward wants an image is
+    handed words beside images.
+    """
+    batches, layers = real.kinds.batches, real.model.layers
+    texts = {size: batches.make_text(size) for size in sorted(set(sizes))}
+    seeing = {i for i in real.chosen if layers[i].tower != "language"}
+    if real.kinds.has_images and seeing:
+        unit = max(1.0, _work_of_one(real)[PATCHES])
+        wanted = {(max(1, round(size / unit)), _FEW if texts[size] is not None else size) for size in texts}
+        for times, words in sorted(wanted):
+            alone = words == _FEW
+            yield _run(real, batches.make(times, words), seeing if alone else set(real.chosen))
+    for batch in texts.values():
+        if batch is not None:
+            yield _run(real, batch, set(real.chosen) - seeing)
 
 
-def _hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return hidden_states
+def _work_of_one(real: RealModel) -> Terms:
+    """Of the smallest images."""
+    run = _run(real, real.kinds.batches.make(1, _FEW), set(real.chosen))
+    return next(iter(run.work.values()))
 
 
-@contextmanager
-def _captured(real: RealModel, numbers: Sequence[int]) -> Iterator[dict[int, list[Call]]]:
-    """What the modules of these layers are handed while the context lasts."""
+def _run(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
     calls: dict[int, list[Call]] = {}
-    modules = dict(real.module.named_modules())
 
     def keep(number: int) -> Callable[..., None]:
         return lambda _module, args, kwargs: calls.setdefault(number, []).append(Call(args=args, kwargs=kwargs))
 
-    hooks = [
-        modules[name].register_forward_pre_hook(keep(number), with_kwargs=True)
-        for number in numbers
-        if (name := real.model.layers[number].name) in modules
-    ]
-    try:
-        with torch.no_grad():
-            yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers, modules = real.model.layers, dict(real.module.named_modules())
+    with ExitStack() as stack:
+        for number in real.kinds.numbers:
+            hooked = modules[layers[number].name].register_forward_pre_hook(keep(number), with_kwargs=True)
+            stack.callback(hooked.remove)
+        stack.enter_context(torch.no_grad())
+        real.module(**{name: _moved(x, real.device) for name, x in batch.inputs.items()})
+    seen = {i: those[0] for i, those in calls.items() if layers[i].tower in ("vision", "projector")}
+    work = real.kinds.work({i: count_pairs(call.args, call.kwargs) for i, call in seen.items()}, batch)
+    tokens = _token_work(batch, real.model.token_window)
+    return Run(
+        calls={i: those for i, those in calls.items() if i in numbers},
+        work={i: (*terms[:TOKENS], *tokens) for i, terms in work.items()},
+    )
 
 
-# -- images ---------------------------------------------------------------------------------------------------------
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
-def vision_runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
-    """The vision tower and the projector on images of about each size in patches."""
-    layers = real.model.layers
-    numbers = [i for i in real.chosen if layers[i].tower != "language"]
-    block = next(i for i in numbers if layers[i].tower == "vision" and layers[i].kind == "block")
-    for images in _image_inputs(real, sizes):
-        with _captured(real, numbers) as calls:
-            real.module.model.get_image_features(**images)
-        patches = calls[block][0].rows.shape[:-1].numel()
-        work = {i: _image_work(layers[i], calls[i][0], patches, real.settings) for i in calls}
-        yield Run(calls=calls, work=work)
-
-
-def _image_work(layer: LayerSpec, call: Call, patches: int, settings: CostSettings) -> tuple[float, ...]:
-    """Pairs are those between `cu_seqlens` (images, or windows), or all of each entry of a batch."""
-    values = [0.0] * NUM_WORK_TERMS
-    values[0], values[WORK_TERMS.index("patches")] = 1.0, float(patches)
-    if layer.attention is not None:
-        ends = call.kwargs.get("cu_seqlens")
-        pairs = call.rows.shape[0] * call.rows.shape[1] ** 2 if ends is None else int((ends.diff().long() ** 2).sum())
-        values[find_columns(layer, settings).pairs] = float(pairs)
-    return tuple(values)
-
-
-def _image_inputs(real: RealModel, sizes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-    """Keyword arguments of `get_image_features`; each size twice, as one image and as four, where images may vary."""
-    config, family = real.module.config, real.model.family
-    vision, device, dtype = config.vision_config, real.device, DTYPES[real.settings.dtype]
-    if family in GRID_FAMILIES:
-        merge, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        for grids in sorted({(_grid(size // parts, merge),) * parts for size in sizes for parts in (1, _PARTS)}):
-            yield {
-                "pixel_values": torch.randn(sum(h * w for h, w in grids), width, device=device, dtype=dtype),
-                "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids], device=device),
-            }
-        return
-    (height, width), (patch_height, patch_width) = _pair(vision.image_size), _pair(vision.patch_size)
-    tile_rows = (height // patch_height) * (width // patch_width)
-    tile = (getattr(vision, "num_channels", 3), height, width)
-    if family in TILE_FAMILIES:
-        for count in sorted({max(1, round(size / tile_rows)) for size in sizes}):
-            yield {"pixel_values": torch.randn(count, *tile, device=device, dtype=dtype)}
-        return
-    point = min(config.image_grid_pinpoints, key=lambda point: (point[0] * point[1], point))
-    tiles = (point[0] // height) * (point[1] // width) + 1
-    for count in sorted({max(1, round(size / tile_rows / tiles)) for size in sizes}):
-        yield {
-            "pixel_values": torch.randn(count, tiles, *tile, device=device, dtype=dtype),
-            "image_sizes": torch.tensor([point] * count, device=device),
-        }
-
-
-def _grid(rows: int, merge: int) -> tuple[int, int]:
-    """Height and width of about `rows` patches, near to square, whole groups of merge x merge."""
-    height = merge * max(1, round(rows**0.5 / merge))
-    return height, merge * max(1, round(rows / height / merge))
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-# -- text -----------------------------------------------------------------------------------------------------------
-
-
-def language_runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
-    """The language model on packs of each size in tokens; the head is handed labels too.
-
-    Flash attention: one sample, and four. Else a sample and a second of one token, so that there is a mask: the mask
-    of several samples costs what it costs one, and all its pairs are computed.
-    """
-    layers, flash = real.model.layers, real.settings.attention == "flash"
-    numbers = [i for i in real.chosen if layers[i].tower == "language"]
-    head = next(i for i in numbers if layers[i].kind == "head")
-    packs = {(size // parts,) * parts for size in sizes for parts in (1, _PARTS)}
-    for lengths in sorted(packs if flash else {(size - 1, 1) for size in sizes}):
-        tokens = sum(lengths)
-        with _captured(real, numbers) as calls:
-            result = real.module.model.language_model(
-                input_ids=torch.randint(real.model.vocab_size, (1, tokens), device=real.device),
-                use_cache=False,
-                **_apart(real, lengths),
-            )
-        labels = torch.randint(real.model.vocab_size, (tokens,), device=real.device)
-        calls[head] = [Call(args=(result.last_hidden_state,), kwargs={"labels": labels})]
-        work = _sample_work(lengths, real.model.token_window)
-        yield Run(calls=calls, work=dict.fromkeys(calls, work))
-
-
-def _apart(real: RealModel, lengths: Sequence[int]) -> dict[str, Any]:
-    """Positions that restart with each sample, from which Transformers makes masks; their ends for flash kernels."""
-    positions = torch.cat([torch.arange(n, device=real.device) for n in lengths])[None]
-    if real.model.family in GRID_FAMILIES:
-        positions = positions.expand(4, 1, -1)
-    if real.settings.attention != "flash":
-        return {"position_ids": positions}
-    ends = torch.tensor([0, *lengths], device=real.device).cumsum(0, dtype=torch.int32)
-    named = {"cu_seq_lens": ends, "max_length": max(lengths)}
-    return {"position_ids": positions, **{f"{name}_{side}": x for name, x in named.items() for side in ("q", "k")}}
-
-
-def _sample_work(lengths: Sequence[int], token_window: int | None) -> tuple[float, ...]:
-    tokens = np.array(lengths, dtype=np.int64)
+def _token_work(batch: Batch, token_window: int | None) -> Terms:
+    """As a plan counts them: of each sample by itself, and what a window leaves of it."""
+    tokens = np.array(batch.lengths * batch.num_rows, dtype=np.int64)
     none = np.zeros_like(tokens)
     table = SampleTable(
         num_images=none,
@@ -267,5 +145,4 @@ def _sample_work(lengths: Sequence[int], token_window: int | None) -> tuple[floa
         patches_windowed=none,
         source=none.astype(np.int32),
     )
-    _, *sums = table.work(token_window=token_window).sum(axis=0).tolist()
-    return (1.0, *sums)
+    return tuple(table.work(token_window=token_window).sum(axis=0).tolist()[TOKENS:])

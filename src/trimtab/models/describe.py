@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,38 +14,11 @@ from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
 from trimtab.models.families.architecture import Architecture
 from trimtab.models.families.fields import Fields
-from trimtab.models.families.gemma3 import describe_gemma3
-from trimtab.models.families.glm4v_moe import describe_glm4v_moe
-from trimtab.models.families.internvl import describe_internvl, describe_internvl_chat
-from trimtab.models.families.kimi_vl import describe_kimi_vl
-from trimtab.models.families.llava import describe_llava, describe_llava_next, describe_llava_onevision
-from trimtab.models.families.minicpmv import describe_minicpmv
-from trimtab.models.families.mllama import describe_mllama
-from trimtab.models.families.qwen2_5_vl import describe_qwen2_5_vl
-from trimtab.models.families.qwen2_vl import describe_qwen2_vl
-from trimtab.models.families.qwen3_vl import describe_qwen3_vl, describe_qwen3_vl_moe
+from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.images import UnsettledRule, clip_rule, image_rule_by_processor, image_rule_or_reason, with_limits
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
-
-FAMILIES: dict[str, Callable[[Fields], Architecture]] = {
-    "internvl_chat": describe_internvl_chat,
-    "internvl": describe_internvl,
-    "qwen2_vl": describe_qwen2_vl,
-    "qwen2_5_vl": describe_qwen2_5_vl,
-    "qwen3_vl": describe_qwen3_vl,
-    "qwen3_vl_moe": describe_qwen3_vl_moe,
-    "llava": describe_llava,
-    "llava_next": describe_llava_next,
-    "llava_onevision": describe_llava_onevision,
-    "gemma3": describe_gemma3,
-    "kimi_vl": describe_kimi_vl,
-    "glm4v_moe": describe_glm4v_moe,
-    "minicpmv": describe_minicpmv,
-    "mllama": describe_mllama,
-}
-"""Family of a `model_type`. A new one is a function and an entry here; its image rule stands in `images.build`."""
 
 MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
 
@@ -109,17 +82,18 @@ def _read_described(config: Config, preprocessor: object, *, whence: str) -> Mod
 def _describe_config(config: Config, settings: Config | None, files: Files, *, may_ask: bool) -> ModelSpec:
     """By hand-written arithmetic where a family knows every part, else by asking Transformers."""
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    by_hand = family_of(model_type).describe
     may_ask = may_ask and isinstance(model_type, str) and is_installed()
-    if family is None or not isinstance(model_type, str):
+    if by_hand is None or not isinstance(model_type, str):
         if may_ask:
             return _asked(config, settings, files)
+        names = ", ".join(name for name, family in FAMILIES.items() if family.describe is not None)
         raise UnknownModelError(
-            f"model_type {quote(model_type)} cannot be described: known are {', '.join(FAMILIES)}; correct "
+            f"model_type {quote(model_type)} cannot be described: known are {names}; correct "
             f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
         )
     fields = Fields(config)
-    architecture = family(fields)
+    architecture = by_hand(fields)
     found = fields.problems
     if may_ask and not found.wrong and (found.foreign or found.missing):
         try:

@@ -19,10 +19,8 @@ from trimtab.models.images import (
     DynamicTiling,
     FixedImage,
     GlmSmartResize,
-    MoonVit,
     PaddedTiles,
     PanAndScan,
-    Slices,
     SmartResize,
     UnsettledRule,
 )
@@ -39,8 +37,8 @@ RULES: Mapping[str, type] = MappingProxyType(
     {
         rule.__name__: rule
         for rule in (
-            *(AnyRes, AskedImages, DynamicTiling, FixedImage, GlmSmartResize, MoonVit, PaddedTiles, PanAndScan),
-            *(Slices, SmartResize, UnsettledRule),
+            *(AnyRes, AskedImages, DynamicTiling, FixedImage, GlmSmartResize, PaddedTiles, PanAndScan),
+            *(SmartResize, UnsettledRule),
         )
     }
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from trimtab.costs.flops import layer_matmuls, measured_terms
 from trimtab.errors import PartitionError
+from trimtab.models.families.known import family_of
 from trimtab.placement.workload import Batch, Workload
 from trimtab.specs import AttentionSpec, FloatArray, LayerSpec, MlpSpec, ModelSpec
 
@@ -33,9 +34,14 @@ class Serving:
 
     @staticmethod
     def of(model: ModelSpec, workload: Workload, rows: Batch) -> Serving:
+        family = family_of(model.family)
         windows = {x.attention.window for x in model.layers if x.tower == "language" and x.attention is not None}
         padded = workload.batch > 1 if workload.padded is None else workload.padded
-        everywhere = workload.attention == "eager" or padded or (model.family == "gemma3" and rows.patches > 0)
+        everywhere = (
+            workload.attention == "eager"
+            or padded
+            or (family.pack is not None and family.pack.sees == "images" and rows.patches > 0)
+        )
         masked = {x for x in windows if everywhere or (x is not None and x < rows.prompt_tokens)}
         patch = next((x for x in model.layers if x.tower == "vision" and x.num_matmul_params), None)
         volume = 0.0 if patch is None else patch.rows_per_input * patch.num_matmul_params / patch.output_size
@@ -52,7 +58,7 @@ class Serving:
             item_bytes=workload.item_bytes,
             pixel_values=rows.patches * volume,
             mask_bytes=(workload.item_bytes if workload.attention == "eager" else 1) * _prompt_pairs(rows),
-            copies_pixels=model.family in ("llava_next", "llava_onevision"),
+            copies_pixels=family.joins_tiles,
             masked_windows=frozenset(masked if workload.attention != "flash" else ()),
             crossed_rows=0.0 if projector is None else rows.patches * projector.rows_out_per_input,
             crossed_width=0 if projector is None else projector.output_size,
@@ -222,11 +228,12 @@ def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
     """
     added = np.zeros(len(model.layers))
     vision = model.indices("vision")
-    if model.family != "mllama" or not serving.rows.patches:
+    if not family_of(model.family).stacks_states or not serving.rows.patches:
         return added
-    w, rows, h = serving.item_bytes, serving.rows, model.layers[vision[0]].output_size
+    patch = next(x for x in model.layers if x.tower == "vision" and x.num_matmul_params)
+    w, rows, h = serving.item_bytes, serving.rows, patch.output_size
     state = float(w * rows.patches * h)
-    always = w * rows.patches_sq + state * model.layers[vision[0]].rows_out_per_input
+    always = w * rows.patches_sq + state * patch.rows_out_per_input
     projector = model.layers[vision[-1] + 1]
     result = w * serving.crossed_rows * projector.hidden_size  # among the held bytes, but no block runs beside it
     num_states = 0

@@ -50,9 +50,9 @@ def split_model_map(model: ModelSpec, world_size: int) -> dict[str, int]:
     """`split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
     blocks = [x.name for x in model.layers if x.tower == "language" and x.kind == "block"]
     published = split_model(len(blocks), world_size)
-    if model.family == "internvl_chat":
-        return published
     prefix = "language_model.model.layers."
+    if blocks[0].startswith(prefix):  # the remote code's own names
+        return published
     counted = {int(key.removeprefix(prefix)): gpu for key, gpu in published.items() if key.startswith(prefix)}
     stem = blocks[0].removesuffix("0")
     placed = {f"{stem}{i}": gpu for i, gpu in counted.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import ConfigError
+from trimtab.models.families.known import MARKUPS
 from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import Conversation, Message
@@ -26,28 +27,6 @@ characters a token, which is why bytes are counted. It has no error band: name a
 """
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-_QWEN = ImageMarkup(
-    placeholder="<|image_pad|>", soft="<|image_pad|>", written="<|vision_start|><|image_pad|><|vision_end|>"
-)
-_INTERNVL = ImageMarkup(placeholder="<IMG_CONTEXT>", soft="<IMG_CONTEXT>", before="<img>", after="</img>")
-_LLAVA = ImageMarkup(placeholder="<image>", soft="<image>")
-_GEMMA = ImageMarkup(
-    placeholder="<start_of_image>",
-    soft="<image_soft_token>",
-    before="\n\n<start_of_image>",
-    after="<end_of_image>\n\n",
-    crops=("Here is the original image ", " and here are some crops to help you see better "),
-)
-MARKUPS: dict[str, ImageMarkup] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
-    **dict.fromkeys(("internvl", "internvl_chat"), _INTERNVL),
-    "gemma3": _GEMMA,
-    **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA),
-}
-"""By model family, what the processors of Transformers 5.23 write (`replace_image_token` of each). The remote-code
-InternVL trainer writes the same three tokens for its `<image>`; Qwen's own trainer writes `written`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +109,7 @@ class TokenCounter:
         self._tokenizer: Tokenizer | None = None
         self._render: Render | None = None
         self._add_special, self._bos = False, ""
-        self._markup = _LLAVA
+        self._markup = MARKUPS["llava"]
         self._typed = self._plain = True
         if files is None:
             self.assumptions.append(
@@ -177,7 +156,7 @@ class TokenCounter:
             if self._tokenizer.token_to_id(markup.soft) is not None:
                 return markup
         self.assumptions.append("neither chat template nor tokenizer names an image token: <image> is taken")
-        return _LLAVA
+        return MARKUPS["llava"]
 
     def _probe(self) -> None:
         """Find out by rendering whether the template takes content as parts, as a string, or both."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,10 +32,19 @@ class Batch:
     """What the model is called with, and its rows of text and image tokens."""
 
     inputs: Values
-    num_tokens: int
-    num_pairs: int  # of tokens in one row
+    lengths: tuple[int, ...]  # of the samples in one row, in tokens
+    num_rows: int
     packed: bool  # positions restart: more than one sample lies in a row
     has_images: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * sum(self.lengths)
+
+    @property
+    def num_pairs(self) -> int:
+        """Of tokens in one row."""
+        return self.num_tokens * sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,18 @@ class Batches:
             self._chosen = self._choose(num_text, multiple)
         return self._put(self._chosen, times, num_text, multiple)
 
+    def make_text(self, num_tokens: int) -> Batch | None:
+        """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
+        assert self._chosen is not None, "asked for behind `make`"
+        alone = replace(self._chosen, images=None, rows=None, samples=False)
+        batch = self._put(alone, 1, num_tokens - (alone.axes is not None), 1)
+        try:
+            with torch.no_grad(), quietly(), Weightless():
+                self.model(**batch.inputs)
+        except Exception:  # of any class that the model's own code likes
+            return None
+        return batch
+
     def _choose(self, num_text: int, multiple: int) -> _Arrangement:
         said, sizes = "", (1,) if self.images.asks else (1, 2)
         for arrangement in self._arrangements():
@@ -85,7 +106,7 @@ class Batches:
                 said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise UnknownModelError(
             f"a step of model_type {self.model.config.model_type!r} was to be run, and its forward took none of our "
-            f"batches ({said or 'no loss'}): plan with formulas, or with work of your own in a description"
+            f"batches ({said or 'no loss'}): give the config.json as the model ships it, or plan with formulas"
         )
 
     def _arrangements(self) -> Iterator[_Arrangement]:
@@ -123,8 +144,8 @@ class Batches:
             inputs |= masks_beside(self._taken, self.model.config, ids, images)
         return Batch(
             inputs=inputs,
-            num_tokens=ids.numel(),
-            num_pairs=ids.numel() * ids.shape[1],
+            lengths=tuple(lengths),
+            num_rows=len(ids),
             packed=how.axes is not None,
             has_images=how.images is not None,
         )

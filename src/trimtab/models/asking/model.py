@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.build import build, check_size, complete
 from trimtab.models.asking.cuts import find_cuts
 from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
@@ -124,6 +125,8 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
     encode = find_encoder(model)
     if encode is not None:
         image = _first(watch, encode, image_calls(model, units, encode))
+        if "features" not in getattr(encode, "__name__", ""):  # the tower alone: what lies behind it runs with text
+            image = _first(watch, model, _with_text(model, units)) or image
     block = next((x for x in units if x.list_path is not None and x.list_path == main_lists(units)["vision"]), None)
     seen = None if image is None or block is None else image.ran.get(block.path)
     num_patches = 0 if seen is None else seen.rows_in
@@ -144,6 +147,15 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
         ),
         notes,
     )
+
+
+def _with_text(model: Any, units: list[Unit]) -> Iterator[dict[str, Any]]:
+    try:
+        batch = Batches(model, units, packed=False).make(1, 16)
+    except UnknownModelError:  # it takes none
+        return
+    if batch.has_images:
+        yield batch.inputs
 
 
 def _cached(calls: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -7,8 +7,8 @@ attention falls apart into products and keeps what no kernel keeps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,35 @@ def make_weightless(module: Any, *, without: Collection[str] = ()) -> None:
     The modules `without` stay on the meta device.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _fill(module, lambda parameter: _fake_parameter(parameter, fake), torch.device("cpu"), without)
+    for part in module.modules():
+        choose_kernels(getattr(part, "config", None), experts="grouped_mm")  # as the library does for real weights
+    module.initialize_weights()
+
+
+def choose_kernels(config: Any, *, experts: Literal["grouped_mm", "batched_mm"]) -> None:
+    """Attention and experts by operations that fake tensors know; `run_operation` knows `grouped_mm` too."""
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = experts
+    if "flash" in str(getattr(config, "_attn_implementation", None)):
+        config._attn_implementation = "sdpa"
+
+
+def make_real(module: Any, device: torch.device, *, without: Collection[str] = ()) -> None:
+    """Gives `module` (built on the meta device) weights on `device`, drawn as for training from scratch."""
+
+    def real(parameter: nn.Parameter) -> nn.Parameter:
+        values = torch.zeros_like(parameter, device=device)  # 0 where Transformers draws nothing
+        return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    _fill(module, real, device, without)
+    module.initialize_weights()
+
+
+def _fill(
+    module: Any, make: Callable[[nn.Parameter], nn.Parameter], device: torch.device, without: Collection[str]
+) -> None:
+    """Parameters that `make` gives, one for all modules that share it, and zeros for buffers."""
     made: dict[int, nn.Parameter] = {}
     left = tuple(f"{name}." for name in without)
     for path, part in module.named_modules():
@@ -36,15 +65,11 @@ def make_weightless(module: Any, *, without: Collection[str] = ()) -> None:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = _fake_parameter(parameter, fake)
+                    made[id(parameter)] = make(parameter)
                 part._parameters[name] = made[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                part._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        config: Any = getattr(part, "config", None)
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"  # what training runs; the library chooses it for real weights
-    module.initialize_weights()
+                part._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
 def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:

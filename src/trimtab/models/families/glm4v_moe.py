@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from trimtab.models.families.architecture import Architecture, linear, named_block, named_layer, norm, vector
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.qwen2_vl import check_width, read_patch_embed, text_section
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
 from trimtab.models.families.vit import check_heads, read_grid, vit_block
+from trimtab.models.images.native import GlmSmartResize
+from trimtab.models.images.settings import Settings
+from trimtab.specs import ImageRule
 
 
 def describe_glm4v_moe(config: Fields) -> Architecture:
@@ -62,3 +66,21 @@ def describe_glm4v_moe(config: Fields) -> Architecture:
     tied = read_tied(config, language, either=True)
     layers += text_layers(text, "model.language_model", "lm_head", tied=tied)
     return Architecture(layers=tuple(layers), vocab_size=text.vocab_size, tied=tied_pair(layers, tied=tied))
+
+
+def _smart_resize(s: Settings) -> ImageRule:
+    s.require_resize()
+    patch, merge = s.patch_and_merge()
+    low, high = s.pixel_limits()
+    temporal = s.agreed_int(("file", "temporal_patch_size"), ("vision", "temporal_patch_size"))
+    s.check()
+    return GlmSmartResize(
+        patch_size=patch, merge_size=merge, temporal_patch_size=temporal, min_pixels=low, max_pixels=high
+    )
+
+
+FAMILIES = {
+    "glm4v": Family(image_rule=_smart_resize),
+    "glm46v": Family(image_rule=_smart_resize),
+    "glm4v_moe": Family(describe=describe_glm4v_moe, image_rule=_smart_resize),
+}

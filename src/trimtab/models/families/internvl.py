@@ -19,6 +19,7 @@ from trimtab.models.families.architecture import (
     vector,
     whole_tower,
 )
+from trimtab.models.families.family import Family, PackFormat
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import (
@@ -31,8 +32,10 @@ from trimtab.models.families.vit import (
     read_taps,
     vit_block,
 )
+from trimtab.models.images.settings import Settings
+from trimtab.models.images.tiles import DynamicTiling, FixedImage
 from trimtab.models.quote import quote
-from trimtab.specs import LayerSpec
+from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 REMOTE_TEXT = ("llama", "internlm2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 PORT_TEXT = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -194,3 +197,78 @@ def _projector(config: Fields, name: str, tower: VisionTower, grid: tuple[int, i
         rows=N / (S * S) / (N + 1),
         norm="layer_norm",
     )
+
+
+def _remote_tiles(s: Settings) -> ImageRule:
+    """InternVL's remote code: all settings stand in config.json; its preprocessor_config.json is not read."""
+    tile = s.first_int(("preprocess", "force_image_size"), ("config", "force_image_size"), ("vision", "image_size"))
+    patch = s.first_int(("vision", "patch_size"))
+    ratio = s.first_number(("preprocess", "downsample_ratio"), ("config", "downsample_ratio"))
+    grid = s.grid(tile, patch)
+    tokens = int(grid**2 * ratio**2)
+    s.expect_int(tokens, "(tile / patch x downsample_ratio)^2", ("preprocess", "tokens_per_tile"))
+    dynamic = s.value("preprocess", "rule") == "internvl_dynamic_tiling" or s.first_bool(
+        ("config", "dynamic_image_size")
+    )
+    rows = grid**2 + 1
+    if not dynamic:
+        s.check()
+        return FixedImage(rows=rows, tokens=tokens)
+    low = s.first_tiles(("preprocess", "min_dynamic_patch"), ("config", "min_dynamic_patch"))
+    high = s.first_tiles(("preprocess", "max_dynamic_patch"), ("config", "max_dynamic_patch"))
+    thumbnail = s.first_bool(("preprocess", "use_thumbnail"), ("config", "use_thumbnail"))
+    s.check()
+    return DynamicTiling(
+        min_tiles=low,
+        max_tiles=high,
+        tile_size=tile,
+        thumbnail=thumbnail,
+        rows_per_tile=rows,
+        tokens_per_tile=tokens,
+    )
+
+
+def _port_tiles(s: Settings) -> ImageRule:
+    """Transformers' own InternVL.
+
+    `crop_to_patches` in preprocessor_config.json is not read: InternVLProcessor switches it on for every call,
+    whatever the file says (and published files say false).
+    """
+    s.require_resize()
+    tile = s.agreed_int(("vision", "image_size"), ("file", "size"))
+    patch = s.first_int(("vision", "patch_size"))
+    ratio = s.first_number(("config", "downsample_ratio"))
+    grid = s.grid(tile, patch)
+    tokens = int(grid**2 * ratio**2)
+    s.expect_int(
+        tokens,
+        "(image_size / patch_size x downsample_ratio)^2",
+        ("config", "image_seq_length"),
+        ("file", "image_seq_length"),
+    )
+    low, high = s.first_tiles(("file", "min_patches")), s.first_tiles(("file", "max_patches"))
+    s.check()
+    return DynamicTiling(
+        min_tiles=low,
+        max_tiles=high,
+        tile_size=tile,
+        thumbnail=True,
+        rows_per_tile=grid**2 + 1,
+        tokens_per_tile=tokens,
+    )
+
+
+_MARKUP = ImageMarkup(placeholder="<IMG_CONTEXT>", soft="<IMG_CONTEXT>", before="<img>", after="</img>")
+"""What Transformers' processor writes, and the remote code's trainer for its `<image>`."""
+
+FAMILIES = {
+    "internvl": Family(
+        describe=describe_internvl,
+        image_rule=_port_tiles,
+        markup=_MARKUP,
+        pack=PackFormat(joined=("pixel_values",), counts="tiles", smallest="tile"),
+    ),
+    "internvl_chat": Family(
+        describe=describe_internvl_chat, image_rule=_remote_tiles, markup=_MARKUP, is_remote_code=True
+    ),
+}

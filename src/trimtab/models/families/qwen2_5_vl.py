@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trimtab.models.families.architecture import Architecture, named_block
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
-from trimtab.models.families.qwen2_vl import check_merger, check_width, read_merger, read_patch_embed, text_section
+from trimtab.models.families.qwen2_vl import (
+    MARKUP,
+    check_merger,
+    check_width,
+    read_merger,
+    read_patch_embed,
+    smart_resize,
+    text_section,
+)
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
 from trimtab.models.families.vit import check_heads, vit_block, windowed
 
@@ -47,3 +58,8 @@ def _window_rows(vision: Fields, merge: int) -> int:
         f"{vision.name('spatial_merge_size')} {merge}: correct one of them",
     )
     return max((side * merge) ** 2, 1)
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family(describe=describe_qwen2_5_vl, image_rule=partial(smart_resize, windows=True), markup=MARKUP)
+}

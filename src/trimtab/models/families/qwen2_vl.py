@@ -12,11 +12,14 @@ from trimtab.models.families.architecture import (
     norm,
     rotary_bytes,
 )
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
 from trimtab.models.families.vit import check_heads, read_channels, reads_quick_gelu, vit_block
+from trimtab.models.images.native import SmartResize
+from trimtab.models.images.settings import Settings
 from trimtab.models.quote import quote
-from trimtab.specs import LayerSpec
+from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 
 def describe_qwen2_vl(config: Fields) -> Architecture:
@@ -96,3 +99,23 @@ def check_merger(config: Fields, widths: list[int]) -> None:
             f"projector.merger is {quote(list(written))}, but vision_config and text_config make it {widths}: correct "
             "one",
         )
+
+
+# -- images and their text, shared by the Qwen-VL families ----------------------------------------------------------
+
+
+def smart_resize(s: Settings, *, windows: bool = False) -> ImageRule:
+    s.require_resize()
+    patch, merge = s.patch_and_merge()
+    low, high = s.pixel_limits()
+    window = s.first_int(("vision", "window_size")) if windows else None
+    s.check()
+    return SmartResize(patch_size=patch, merge_size=merge, min_pixels=low, max_pixels=high, window_size=window)
+
+
+MARKUP = ImageMarkup(
+    placeholder="<|image_pad|>", soft="<|image_pad|>", written="<|vision_start|><|image_pad|><|vision_end|>"
+)
+"""What Transformers' processors write, and (`written`) Qwen's own trainer."""
+
+FAMILIES = {"qwen2_vl": Family(describe=describe_qwen2_vl, image_rule=smart_resize, markup=MARKUP)}

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from trimtab.models.families.architecture import Architecture, named_block, named_layer, vector
+from trimtab.models.families.family import Family
 from trimtab.models.families.fields import Fields
-from trimtab.models.families.qwen2_vl import check_width, read_merger, read_patch_embed, text_section
+from trimtab.models.families.qwen2_vl import (
+    MARKUP,
+    check_width,
+    read_merger,
+    read_patch_embed,
+    smart_resize,
+    text_section,
+)
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
 from trimtab.models.families.vit import check_heads, vit_block
 
@@ -65,3 +73,9 @@ def _describe(config: Fields, text_model_type: str) -> Architecture:
         forbidden_cut_reason=reason,
         joined_cuts=frozenset(),  # where a model serves, the features move to the layers that read them
     )
+
+
+FAMILIES = {
+    "qwen3_vl": Family(describe=describe_qwen3_vl, image_rule=smart_resize, markup=MARKUP),
+    "qwen3_vl_moe": Family(describe=describe_qwen3_vl_moe, image_rule=smart_resize, markup=MARKUP),
+}

@@ -75,8 +75,6 @@ TEXT_TYPES: dict[str, TextType] = {
         windows="layer_types",
     ),
     "glm4v_moe_text": TextType(qkv_bias=None, output_bias=False, experts="deepseek"),
-    "mllama_text_model": TextType(qkv_bias=False, output_bias=False, head_dim="derived"),
-    "deepseek_v3": TextType(qkv_bias=False, output_bias=None, experts="deepseek"),
 }
 
 # InternVL's remote code picks the language model by the class named in `architectures`
@@ -124,10 +122,7 @@ def read_text(fields: Fields, model_type: str) -> TextTower:
     H = fields.size("hidden_size")
     num_layers = fields.layers("num_hidden_layers")
     vocab_size = fields.size("vocab_size")
-    if model_type == "deepseek_v3":
-        attention, attention_weights = _latent_attention(fields, H)
-    else:
-        attention, attention_weights = _grouped_attention(fields, H, model_type)
+    attention, attention_weights = _grouped_attention(fields, H, model_type)
     mlp_bias = fields.flag("mlp_bias", absent=False) if kind.mlp_bias else False  # older than the switch: none
     dense_at, dense, sparse = _feed_forward(fields, kind, H, num_layers, mlp_bias=mlp_bias)
     norms = norm(H, kind.norm) * kind.norms_per_block
@@ -232,30 +227,6 @@ def _head_dim(fields: Fields, kind: TextType, hidden_size: int, heads: int) -> i
         f"{derived}: correct one of them",
     )
     return derived
-
-
-def _latent_attention(fields: Fields, hidden_size: int) -> tuple[AttentionSpec, Weights]:
-    """Multi-head latent attention of DeepSeek-V3 (arXiv 2412.19437, eq. 1-11): keys and values through a low rank.
-
-    Queries and keys are qk_nope + qk_rope wide; the rotary part of the key is shared by all heads.
-    """
-    H = hidden_size
-    heads = fields.size("num_attention_heads")
-    nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
-    value, kv_rank = fields.size("v_head_dim"), fields.size("kv_lora_rank")
-    bias = fields.flag("attention_bias", absent=False)
-    q_rank = fields.optional_size("q_lora_rank")
-    if not fields.has_key("q_lora_rank"):  # null says "no low rank", silence says nothing
-        fields.size("q_lora_rank")
-    if q_rank is None:
-        weights = linear(H, heads * (nope + rope), bias=False)
-    else:
-        weights = linear(H, q_rank, bias=bias) + vector(q_rank) + linear(q_rank, heads * (nope + rope), bias=False)
-    weights += linear(H, kv_rank + rope, bias=bias) + vector(kv_rank)
-    weights += linear(kv_rank, heads * (nope + value), bias=False)
-    weights += linear(heads * value, H, bias=bias)
-    spec = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=nope + rope, value_head_dim=value, causal=True)
-    return spec, weights
 
 
 def _feed_forward(
@@ -363,7 +334,7 @@ def text_layers(text: TextTower, model: str, head: str, *, tied: bool, embed: st
     scale = 2 if text.model_type == "gemma3_text" else 0  # a buffer of the embedding
     layers = [named_layer(f"{model}.{embed}", "language", "embed", vector(V * H), hidden_size=H, extra_bytes=scale)]
     layers += [named_block(f"{model}.layers.{i}", "language", b, H) for i, b in enumerate(text.blocks)]
-    if text.model_type not in ("internlm2", "deepseek_v3"):  # whose remote code keeps the tables inside the blocks
+    if text.model_type != "internlm2":  # whose remote code keeps the tables inside the blocks
         size = layers[1].extra_bytes + text.rotary_bytes
         layers[1] = replace(layers[1], beside=(f"{model}.rotary_emb",), extra_bytes=size)
     layers.append(named_layer(f"{model}.norm", "language", "norm", norm(H, text.norm), hidden_size=H, norm=text.norm))

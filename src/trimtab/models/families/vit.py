@@ -121,12 +121,10 @@ def read_clip(
     prefix: str,
     *,
     kind: Literal["clip_vision_model", "siglip_vision_model"],
-    has_pooling_head: bool | None = None,
 ) -> VisionTower:
     """CLIP (class token, norm before the blocks) or SigLIP (no class token, biased patches, attention-pooling head).
 
     Which layers nothing reads depends on the model around the tower: see `mark_unread`.
-    `has_pooling_head` None: SigLIP's `vision_use_head` decides.
     """
     is_clip = kind == "clip_vision_model"
     H, F = fields.size("hidden_size"), fields.size("intermediate_size")
@@ -134,10 +132,7 @@ def read_clip(
     image, patch = fields.pair("image_size"), fields.pair("patch_size")
     channels = read_channels(fields)
     check_heads(fields, "hidden_size", H, "num_attention_heads", heads)
-    if is_clip:
-        has_pooling_head = False
-    elif has_pooling_head is None:
-        has_pooling_head = fields.flag("vision_use_head")
+    has_pooling_head = not is_clip and fields.flag("vision_use_head")
     grid = read_grid(fields, image, patch)
     N = grid[0] * grid[1]
     rows = N + 1 if is_clip else N

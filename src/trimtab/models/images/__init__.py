@@ -8,8 +8,8 @@ from trimtab.models.images.apply import CountColumns, count_many, rule_in_sample
 from trimtab.models.images.asked import AskedImages, ask_images, clip_rule
 from trimtab.models.images.build import UnsettledRule, image_rule, image_rule_or_reason
 from trimtab.models.images.fit import image_rule_by_processor
-from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
-from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan, Slices
+from trimtab.models.images.native import GlmSmartResize, SmartResize
+from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
 
 __all__ = [
     "AnyRes",
@@ -18,10 +18,8 @@ __all__ = [
     "DynamicTiling",
     "FixedImage",
     "GlmSmartResize",
-    "MoonVit",
     "PaddedTiles",
     "PanAndScan",
-    "Slices",
     "SmartResize",
     "UnsettledRule",
     "ask_images",

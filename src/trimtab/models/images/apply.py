@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from trimtab.errors import ConfigError, ImageError, join_problems
 from trimtab.models.images.build import UnsettledRule
-from trimtab.models.images.native import GlmSmartResize, MoonVit, SmartResize
-from trimtab.models.images.tiles import DynamicTiling, Slices
+from trimtab.models.images.native import GlmSmartResize, SmartResize
+from trimtab.models.images.tiles import DynamicTiling
 from trimtab.models.quote import quote
 from trimtab.specs import AskedRule, ImageRule, ImageRuleBySample, IntArray
 
@@ -70,12 +70,9 @@ def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: in
             raise _no_such_limit(rule, "max_pixels", max_pixels, "it belongs to smart_resize rules")
         rule = replace(rule, max_pixels=max_pixels, min_pixels=min(rule.min_pixels, max_pixels))
     if max_tiles is not None:
-        if isinstance(rule, DynamicTiling):
-            rule = replace(rule, max_tiles=max_tiles, min_tiles=min(rule.min_tiles, max_tiles))
-        elif isinstance(rule, Slices):
-            rule = replace(rule, max_slices=max_tiles)
-        else:
-            raise _no_such_limit(rule, "max_tiles", max_tiles, "it belongs to InternVL tiles and MiniCPM-V slices")
+        if not isinstance(rule, DynamicTiling):
+            raise _no_such_limit(rule, "max_tiles", max_tiles, "it belongs to InternVL's tiles")
+        rule = replace(rule, max_tiles=max_tiles, min_tiles=min(rule.min_tiles, max_tiles))
     return rule
 
 
@@ -98,5 +95,4 @@ def _whole_numbers(values: npt.ArrayLike) -> IntArray:
 
 
 def _no_such_limit(rule: ImageRule, what: str, value: int, whose: str) -> ConfigError:
-    also = "; its own limit is in_token_limit" if isinstance(rule, MoonVit) else ""
-    return ConfigError(f"cannot set {what} {value} on image rule {rule.name}: {whose}{also}: leave {what} out")
+    return ConfigError(f"cannot set {what} {value} on image rule {rule.name}: {whose}: leave {what} out")

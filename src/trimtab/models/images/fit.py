@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.images.asked import AskedImages, ask_images
-from trimtab.models.images.build import FAMILIES, UnsettledRule, image_rule_or_reason
+from trimtab.models.images.build import UnsettledRule, declared_rules, image_rule_or_reason
 from trimtab.models.images.settings import Settings
 from trimtab.models.images.tiles import FixedImage
 from trimtab.specs import ImageMarkup, ImageRule
@@ -27,7 +27,7 @@ def image_rule_by_processor(
     `asked.STANDARD`: it needs no Transformers afterwards.
     """
     if not files:
-        if config.get("model_type") not in FAMILIES:
+        if config.get("model_type") not in declared_rules():
             return UnsettledRule(reason=NO_FILES), None
         try:
             return image_rule_or_reason(config, settings), None
@@ -48,7 +48,7 @@ def _formulas(
         _, _, patches, tokens, tiles, *_ = asked.table[0]
         if tiles == 1:
             yield FixedImage(rows=patches, tokens=tokens)
-    for build in dict.fromkeys(FAMILIES.values()):
+    for build in dict.fromkeys(declared_rules().values()):
         try:
             yield build(Settings(config, settings))
         except ConfigError:  # it lacks what that family reads

@@ -13,7 +13,6 @@ from trimtab.models.images.size import MAX_PIXELS, check_size, refuse
 from trimtab.specs import ImageCounts
 
 MAX_ASPECT_RATIO = 200  # smart_resize of Transformers raises beyond it
-MAX_MOONVIT_SIDE = 512  # patches; Kimi-VL's processor raises from here on (its rotary table ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,34 +95,6 @@ class GlmSmartResize:
             beta = math.sqrt(self.min_pixels / (t * H * W))
             h, w = math.ceil(H * beta / f) * f, math.ceil(W * beta / f) * f
         return _one_rectangle(h // f, w // f, self.merge_size, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoonVit:
-    """Kimi-VL's native resolution, from its remote code; no processor of Transformers 5.23 to compare with.
-
-    If floor(w/p) floor(h/p) exceeds the token limit, both sides are scaled by sqrt(limit / that) and cut to whole
-    pixels; then padded up to multiples of f. A side of 512 patches or more is refused.
-    """
-
-    patch_size: int
-    merge_size: int
-    max_patches: int  # `in_token_limit`, before padding: the padded image can exceed it by a little
-    name: str = "moonvit_native"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        check_size(width, height)
-        p, f = self.patch_size, self.patch_size * self.merge_size
-        h, w = height, width
-        if (w // p) * (h // p) > self.max_patches:
-            scale = math.sqrt(self.max_patches / ((w // p) * (h // p)))
-            h, w = int(h * scale), int(w * scale)
-            if h < 1 or w < 1:
-                raise refuse(width, height, f"scaled to {self.max_patches} patches its short side has no pixel left")
-        rows, columns = -(-h // f), -(-w // f)
-        if max(rows, columns) * self.merge_size >= MAX_MOONVIT_SIDE:
-            raise refuse(width, height, f"a side of {MAX_MOONVIT_SIDE} patches or more has no position in MoonViT")
-        return _one_rectangle(rows, columns, self.merge_size, None)
 
 
 def _one_rectangle(rows: int, columns: int, merge_size: int, window: int | None) -> ImageCounts:

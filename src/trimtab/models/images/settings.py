@@ -140,6 +140,28 @@ class Settings:
                 )
         return result
 
+    # -- shared by families ------------------------------------------------------------------------------------------
+
+    def require_resize(self) -> None:
+        if self.value("file", "do_resize") is False:
+            self.problem(
+                "reads `do_resize` = false in preprocessor_config.json",
+                "images would reach the tower in sizes that no rule describes",
+                "set it to true",
+            )
+
+    def patch_and_merge(self) -> tuple[int, int]:
+        patch = self.agreed_int(("file", "patch_size"), ("vision", "patch_size"), maximum=MAX_PATCH)
+        merge = self.agreed_int(("file", "merge_size"), ("vision", "spatial_merge_size"), maximum=MAX_MERGE)
+        self.expect_int(patch * merge, "patch_size x merge_size", ("preprocess", "factor"))
+        return patch, merge
+
+    def pixel_limits(self) -> tuple[int, int]:
+        """min_pixels and max_pixels; at the file's top level they override `size`, as in the processor."""
+        low = self.first_int(("file", "min_pixels"), ("file", "size.shortest_edge"), ("preprocess", "min_pixels"))
+        high = self.first_int(("file", "max_pixels"), ("file", "size.longest_edge"), ("preprocess", "max_pixels"))
+        return low, high
+
     def _first(self, places: tuple[Place, ...], parse: Callable[[object], T | None], kind: str) -> T | None:
         for source, path in places:
             value = self.value(source, path)

@@ -207,86 +207,8 @@ class PanAndScan:
         return 0 if min(math.ceil(long / n), short) < self.min_crop_size else n
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slices:
-    """MiniCPM-V 2.6: an overview and up to max_slices slices, each resized near resolution^2 pixels.
-
-    From its remote code; no processor of Transformers 5.23 follows it (that of MiniCPM-V 4.6 breaks ties otherwise
-    and rounds to 4 patches). The number of slices is that of n - 1, n, n + 1 (n = ceil(W H / resolution^2), at most
-    max_slices) that has a grid nearest to the image in log aspect ratio.
-    """
-
-    max_slices: int
-    resolution: int
-    patch_size: int
-    tokens_per_slice: int
-    name: str = "minicpmv_slices"
-    _grids: tuple[tuple[tuple[float, int, int], ...], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_slices <= MAX_TILES:
-            raise ConfigError(
-                f"cannot cut an image into {self.max_slices} slices: give max_slice_nums from 1 to {MAX_TILES}"
-            )
-        of: list[list[tuple[float, int, int]]] = [[] for _ in range(self.max_slices + 2)]  # grids of k slices
-        for i in range(1, self.max_slices + 1):
-            for j in range(1, self.max_slices // i + 1):
-                if i * j > 1:
-                    of[i * j].append((math.log(i / j), i, j))
-        near = [tuple(of[n - 1] + of[n] + of[n + 1]) for n in range(2, self.max_slices + 1)]
-        object.__setattr__(self, "_grids", ((), (), *near))
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        check_size(width, height)
-        ideal = math.ceil(width * height / (self.resolution * self.resolution))
-        multiple = min(ideal, self.max_slices)
-        if multiple <= 1:
-            overview = self._resized(width, height, upscale=True)
-            return _tiles(tokens=self.tokens_per_slice, overview=overview, slice_rows=0, num_slices=0)
-        log_ratio = math.log(width / height)
-        _, columns, rows = min(self._grids[multiple], key=lambda grid: abs(log_ratio - grid[0]))  # first on a tie
-        slice_rows = self._resized(
-            _nearest(width, columns) / columns,
-            _nearest(height, rows) / rows,
-            upscale=True,
-        )
-        overview = self._resized(width, height, upscale=False)
-        num_slices = rows * columns
-        return _tiles(
-            tokens=self.tokens_per_slice * (1 + num_slices),
-            overview=overview,
-            slice_rows=slice_rows,
-            num_slices=num_slices,
-        )
-
-    def _resized(self, width: float, height: float, *, upscale: bool) -> int:
-        """Patches of an image brought to about resolution^2 pixels (a smaller one stays unless `upscale`)."""
-        if upscale or width * height > self.resolution * self.resolution:
-            ratio = width / height
-            height = int(self.resolution / math.sqrt(ratio))
-            width = int(height * ratio)
-        p = self.patch_size
-        return (_nearest(width, p) // p) * (_nearest(height, p) // p)
-
-
-def _nearest(length: float, divisor: int) -> int:
-    """The multiple of `divisor` nearest to `length`, at least one."""
-    return max(round(length / divisor) * divisor, divisor)
-
-
 def _equal_tiles(num_tiles: int, rows: int, tokens: int) -> ImageCounts:
     squares = num_tiles * rows * rows
     return ImageCounts(
         patches=num_tiles * rows, tokens=tokens, tiles=num_tiles, patches_sq=squares, patches_windowed=squares
-    )
-
-
-def _tiles(*, tokens: int, overview: int, slice_rows: int, num_slices: int) -> ImageCounts:
-    squares = overview * overview + num_slices * slice_rows * slice_rows
-    return ImageCounts(
-        patches=overview + num_slices * slice_rows,
-        tokens=tokens,
-        tiles=1 + num_slices,
-        patches_sq=squares,
-        patches_windowed=squares,
     )

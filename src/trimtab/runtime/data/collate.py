@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
-from trimtab.runtime.data.formats import PackFormat, pack_format
+from trimtab.models.families.family import PackFormat
+from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.masks import (
     additive,
@@ -48,7 +49,7 @@ class PackedCollator:
     loss_weighting: LossWeighting = "token"
     vision_in_every_pack: bool = True
     explicit_masks: bool = False
-    family: PackFormat | None = None  # None: declared in `PACK_FORMATS`, or asked of Transformers
+    family: PackFormat | None = None  # None: declared in `models.families`, or asked of Transformers
 
     def __post_init__(self) -> None:
         if self.family is None:
@@ -189,7 +190,7 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     kind = collator.config.model_type
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
         problems.append(
-            f"packs without images were to get a filler image, but the smallest one of {kind!r} is not declared: give "
+            f"packs without images were to get a filler image, but the smallest one of {kind!r} is not known: give "
             "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
         )
     if collator.explicit_masks or _needs_masks(family):

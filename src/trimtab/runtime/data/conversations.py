@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from trimtab.errors import ConfigError, PlanError, SampleError
-from trimtab.models.describe import describe
-from trimtab.models.images import UnsettledRule
+from trimtab.models.asking.build import complete
+from trimtab.models.describe import describe, read_config
+from trimtab.models.families.known import family_of
+from trimtab.models.images import UnsettledRule, rule_in_sample
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
-from trimtab.runtime.data.formats import PACK_FORMATS, PackFormat
+from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
@@ -28,7 +30,7 @@ from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.tokens import MARKUPS, TokenizerFiles, read_tokenizer
+from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
 _UNREADABLE = ("json", "type", "path", "image")
@@ -61,7 +63,7 @@ def open_conversations(
         read_tokenizer(
             options.tokenizer or folder,
             chat_template=options.chat_template,
-            markup=MARKUPS.get(spec.family) or spec.image_markup,
+            markup=family_of(spec.family).markup or spec.image_markup,
             special_tokens=options.special_tokens,
         ),
         folder,
@@ -113,7 +115,7 @@ class PlannedConversations:
         self._preprocessor = preprocessor
         self._options = options
         self._limits = limits or _Limits()
-        self._format = _format_of(model)
+        self._keys = _pack_keys(model, preprocessor)
         self._opened: _Opened | None = None
 
     def __len__(self) -> int:
@@ -168,20 +170,19 @@ class PlannedConversations:
             raise BadRecordError("image", f"an image cannot be decoded ({error}): replace or drop it") from None
 
     def _pixels(self, opened: _Opened, pictures: list[Image.Image]) -> dict[str, Tensor]:
-        # one sample of several images, which LLaVA-OneVision's processor cuts otherwise than as many of one
-        nested = self.model.family == "llava_onevision" and len(pictures) > 1
+        rule = self.model.image_rule  # some processors cut images of one sample otherwise than lone ones
+        nested = rule_in_sample(rule, len(pictures)) != rule
         processed = opened.processor(images=[pictures] if nested else pictures, return_tensors="pt")
-        return {key: processed[key] for key in self._format.joined if key in processed}
+        return {key: processed[key] for key in self._keys if key in processed}
 
 
-def _format_of(model: ModelSpec) -> PackFormat:
-    known = PACK_FORMATS.get(model.family)
-    if known is None:
+def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
+    if family_of(model.family).is_remote_code:
         raise ConfigError(
-            f"samples of the family {model.family} were to be made, but it has no packed collator: "
-            f"choose a model of {', '.join(PACK_FORMATS)}, or process the data yourself"
+            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
+            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
         )
-    return known
+    return pack_format(complete(read_config(folder))).joined
 
 
 def _image_processor(folder: Path, limits: _Limits) -> Any:

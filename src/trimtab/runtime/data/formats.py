@@ -1,79 +1,22 @@
-"""What a pack of each family must look like: asked of Transformers, and declared where it cannot be asked.
+"""What a pack of each family must look like: asked of Transformers, unless `models.families` declares it.
 
-A family that follows the conventions of Transformers 5 needs no line here. Its masks come from positions that restart,
-M-RoPE is known by `get_rope_index`, the keys of its images by the signatures of the functions that encode them, and
-layers that carry a state along the row by their kinds.
+A family that follows the conventions of Transformers 5 needs no declaration. Its masks come from positions that
+restart, M-RoPE is known by `get_rope_index`, the keys of its images by the signatures of the functions that encode
+them, and layers that carry a state along the row by their kinds.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trimtab.errors import UnknownModelError
-from trimtab.runtime.data.smallest_images import SmallestImage, fewest_tiles, one_block, one_tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackFormat:
-    """Give this as `PackedCollator(config, family=...)` where what Transformers says of your model is not enough.
-
-    Example: a family of tiles, of fixed size, whose image tokens see their whole image.
-
-    >>> PackFormat(joined=("pixel_values",), sees="images").counts
-    'model'
-    """
-
-    joined: tuple[str, ...]  # keys concatenated along dimension 0, in sample order; further dimensions padded with 0
-    mrope: bool = False  # positions have several axes, and the rows (text, temporal, height, width) in a pack
-    text_row: bool = True  # False: the model takes no row of text positions beside the axes; masks are given explicitly
-    sees: Literal["images", "prefix"] | None = None  # tokens that see their whole block, under masks given explicitly
-    stateful: bool = False  # layers carry a state along the row: seq_idx and lengths say where samples start
-    types_key: str | None = None  # argument of the forward that says which tokens are images
-    counts: Literal["grid", "tiles", "sizes", "model"] = (
-        "model"  # what tells an image's LLM tokens; the model checks too
-    )
-    smallest: Callable[[Any], SmallestImage] | None = None  # for packs without images; None: no filler image
-
-
-_QWEN = PackFormat(
-    joined=("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
-    mrope=True,
-    counts="grid",
-    smallest=one_block,
-)
-_TILES = PackFormat(joined=("pixel_values",), counts="tiles", smallest=one_tile)
-_NEXT = PackFormat(joined=("pixel_values", "image_sizes"), counts="sizes", smallest=fewest_tiles)
-
-_GEMMA3 = PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest=one_tile)
-
-PACK_FORMATS: dict[str, PackFormat] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "internvl": _TILES,
-    "llava": _TILES,
-    "llava_next": _NEXT,
-    "llava_onevision": PackFormat(joined=(*_NEXT.joined, "batch_num_images"), counts="sizes", smallest=fewest_tiles),
-    "gemma3": _GEMMA3,
-    "shieldgemma2": _GEMMA3,
-    "hunyuan_vl": PackFormat(joined=("pixel_values", "image_grid_thw"), mrope=True, text_row=False),
-    "paligemma": PackFormat(joined=("pixel_values",), sees="prefix"),
-}
-"""By `config.model_type`: what asking does not tell. All other families are asked."""
-
-SMALLEST: dict[str, Callable[[Any], SmallestImage]] = dict.fromkeys(
-    (
-        *("cohere_compass", "cosmos3_omni", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
-        *("glmga", "hyperclovax_vision_v2", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-    ),
-    one_block,
-)
-"""For families that are asked: what fills packs without images. `verify_packing` tries it."""
+from trimtab.models.families.family import PackFormat
+from trimtab.models.families.known import family_of
+from trimtab.runtime.data.smallest_images import has_blocks
 
 TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
@@ -92,8 +35,7 @@ _NO_IMAGE_KEYS = {
 
 def pack_format(config: Any) -> PackFormat:
     """The declared format of a Transformers configuration's family, or what its model class says."""
-    declared = PACK_FORMATS.get(config.model_type)
-    return declared if declared is not None else ask_format(config)
+    return family_of(config.model_type).pack or ask_format(config)
 
 
 def ask_format(config: Any) -> PackFormat:
@@ -106,13 +48,23 @@ def ask_format(config: Any) -> PackFormat:
     mrope = hasattr(core, "get_rope_index")
     taken = inspect.signature(outer.forward).parameters
     types_key = next((key for key in TOKEN_TYPE_KEYS if key in taken and not mrope), None)
+    own_side = any(key.endswith("merge_sizes") for key in keys)  # of the blocks of each image
+    in_blocks = "image_grid_thw" in keys and not own_side and has_blocks(config) and _names_tokens(core, config)
     return PackFormat(
         joined=tuple(keys) + tuple(key for key in _GRIDS if mrope and key not in keys and key in taken),
         mrope=mrope,
         stateful=has_state(config),
         types_key=types_key,
-        smallest=SMALLEST.get(config.model_type),
+        counts="grid" if in_blocks else "model",
+        smallest="block" if in_blocks else None,
     )
+
+
+def _names_tokens(core: Any, config: Any) -> bool:
+    """Whether the configuration has the tokens by which the model places an image: thinkers alone lack some."""
+    placing = getattr(core, "get_rope_index", None)
+    read = re.findall(r"config\.(\w+_token_id)", inspect.getsource(placing)) if placing is not None else ()
+    return all(getattr(config, name, None) is not None for name in read)
 
 
 def _tensors_of(encode: Callable[..., Any]) -> list[str]:
@@ -135,7 +87,7 @@ def model_classes(config: Any) -> tuple[Any, Any]:
             return next((MODEL_MAPPING[kind] for kind in type(config).__mro__ if kind in MODEL_MAPPING), outer), outer
     raise UnknownModelError(
         f"packs for model_type {config.model_type!r} were asked for, but Transformers maps its configuration to no "
-        f"model: register the class (AutoModelForImageTextToText.register), or use one of {', '.join(PACK_FORMATS)}"
+        f"model: register the class (AutoModelForImageTextToText.register), or give family=PackFormat(...)"
     )
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, PackFormat
+from trimtab.models.families.family import PackFormat
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
 from trimtab.runtime.data.processed import ProcessedSample
+from trimtab.runtime.data.smallest_images import smallest_image
 from trimtab.runtime.data.state_layers import carries_state
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -107,7 +109,7 @@ def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:
         return picked
 
     parts: list[list[Any]] = [[text(11)], [text(6)], [text(1)], [text(9)]]
-    num_tokens, keys = family.smallest(model.config) if family.smallest is not None else (0, {})
+    num_tokens, keys = smallest_image(family.smallest, model.config) if family.smallest is not None else (0, {})
     if 0 < num_tokens <= 16:
         image = [image_token(model.config)] * num_tokens
         parts += [[text(4), image], [image, text(5)]]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trimtab.errors import SampleError, join_problems
 from trimtab.models.asking.inputs import image_token
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, PackFormat, pack_format
+from trimtab.models.families.family import PackFormat
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.smallest_images import tile_tokens
 

@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.models.images.build import image_rule
+from trimtab.models.asking.inputs import vision_config
+from trimtab.models.families.family import Smallest
+from trimtab.models.images import image_rule
 from trimtab.specs import ImageCounts
 
 SmallestImage = tuple[int, dict[str, Tensor]]
 """LLM tokens, and tensors by key."""
 
 
-def one_block(config: Any) -> SmallestImage:
+def has_blocks(config: Any) -> bool:
+    """Whether the vision configuration says what a block of patches that leaves one token looks like."""
+    fields = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
+    vision = vision_config(config)
+    whole_frames = getattr(vision, "temporal_merge_size", 1) == 1
+    return whole_frames and all(isinstance(getattr(vision, x, None), int) for x in fields)
+
+
+def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any) -> SmallestImage:
+    """Of a kind known here, or as a function of your own makes it."""
+    if callable(kind):
+        return kind(config)
+    makers: dict[Smallest, Callable[[Any], SmallestImage]] = {
+        "block": _one_block,
+        "tile": _one_tile,
+        "fewest tiles": _fewest_tiles,
+    }
+    return makers[kind](config)
+
+
+def _one_block(config: Any) -> SmallestImage:
     """Patches of all images in one tensor, beside a grid: the block that leaves one token."""
-    vision = config.vision_config
+    vision = vision_config(config)
     merge = vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return 1, {"pixel_values": torch.zeros(merge**2, width), "image_grid_thw": torch.tensor([[1, merge, merge]])}
 
 
-def one_tile(config: Any) -> SmallestImage:
+def _one_tile(config: Any) -> SmallestImage:
     """Tiles of one size, each with the same number of tokens."""
     return tile_tokens(config), {"pixel_values": torch.zeros(1, *_tile_shape(config))}
 
 
-def fewest_tiles(config: Any) -> SmallestImage:
+def _fewest_tiles(config: Any) -> SmallestImage:
     """(images, tiles, C, H, W): the tile grid of the configuration that leaves the fewest tokens."""
     choices = {(h, w): _count(config, w, h) for h, w in config.image_grid_pinpoints}
     size = min(choices, key=lambda choice: (choices[choice].tokens, choice))
@@ -40,7 +63,7 @@ def tile_tokens(config: Any) -> int:
     """LLM tokens of one tile where every tile has the same number: internvl, llava, gemma3."""
     if hasattr(config, "mm_tokens_per_image"):
         return int(config.mm_tokens_per_image)
-    if config.model_type == "internvl":
+    if hasattr(config, "downsample_ratio"):
         vision = config.vision_config
         (height, width), (patch_h, patch_w) = _pair(vision.image_size), _pair(vision.patch_size)
         return int((height // patch_h) * (width // patch_w) * config.downsample_ratio**2)

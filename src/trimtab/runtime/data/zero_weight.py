@@ -8,8 +8,10 @@ import torch
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token
-from trimtab.runtime.data.formats import PackFormat, pack_format
+from trimtab.models.families.family import PackFormat
+from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
+from trimtab.runtime.data.smallest_images import smallest_image
 
 TEXT_TOKEN = 0
 """Any id of the vocabulary does: nothing reads what it predicts."""
@@ -27,8 +29,8 @@ def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = 
         if smallest is None:
             raise UnsupportedPlanError(
                 f"a pack without images was to get a filler image, but the smallest image of {config.model_type!r} is "
-                "not declared: give vision_in_every_pack=False, or family= with `smallest`"
+                "not known: give vision_in_every_pack=False, or family= with `smallest`"
             )
-        num_image_tokens, image = smallest(config)
+        num_image_tokens, image = smallest_image(smallest, config)
     ids = torch.tensor([image_token(config)] * num_image_tokens + [TEXT_TOKEN])
     return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "loss_weight": 0.0, **image}

@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, split_units
+from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
 from trimtab.runtime.vision.outputs import columns_of, fill_features
@@ -88,7 +89,7 @@ class Tracer:
         between = {id(x): x.to(HOST) for x in tensors_between(model, forwards) if x.device != HOST}
         configs = {id(c): copy.deepcopy(c) for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in configs.values():
-            _choose_kernels(config)
+            choose_kernels(config, experts="batched_mm")
         self._model = hollow_copy(model, forwards, own={**between, **leaves, **configs}, device=HOST)
         for seam in seams_of(self._model):
             seam.put(functools.partial(self._encode, seam))
@@ -222,7 +223,7 @@ class Tracer:
         memo |= {id(buffer): buffer.detach().to(HOST, copy=True) for buffer in layer.buffers()}
         made = copy.deepcopy(layer, memo)
         for module in made.modules():
-            _choose_kernels(getattr(module, "config", None))
+            choose_kernels(getattr(module, "config", None), experts="batched_mm")
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 hooks.clear()
         return made
@@ -298,14 +299,6 @@ def _kind_of(layer: nn.Module) -> tuple[object, ...]:
     """Layers of one kind return tensors of the same sizes."""
     parts = tuple((name, type(x).__name__) for name, x in layer.named_modules())
     return type(layer), parts, tuple(tuple(x.shape) for x in layer.parameters())
-
-
-def _choose_kernels(config: Any) -> None:
-    """Attention and experts by operations that fake tensors know."""
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
-    if "flash" in str(getattr(config, "_attn_implementation", None)):
-        config._attn_implementation = "sdpa"
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""How a call of the vision tower divides into atoms: asked of the function that is called, declared where it is odd.
+"""How a call of the vision tower divides into atoms: asked of the function that is called.
 
 A *seam* is the function that is replaced on the instance: `get_image_features` or `get_video_features` of the model, or
 the tower's own `forward`. Its arguments tell, by the conventions of Transformers: a table `image_grid_thw` counts the
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import TrimtabError
+from trimtab.models.asking.inputs import vision_config
 from trimtab.runtime.vision.inputs import Part, VisionInputs
 from trimtab.specs import IntArray
 
@@ -106,7 +107,7 @@ class GridFamily:
     def block_side(self, config: Any) -> int | None:
         if self.merge is None:
             return None
-        side = getattr(_vision_config(config), self.merge)
+        side = getattr(vision_config(config), self.merge)
         return int(side if isinstance(side, int) else side[0])
 
 
@@ -164,24 +165,16 @@ def _count_next_tiles(image_sizes: Tensor, config: Any) -> IntArray:
     return np.array(counts, np.int64)
 
 
-FAMILIES: dict[str, Family] = {
-    "ernie4_5_vl_moe": GridFamily(frames=False),  # its resampler joins two frames
-}
-"""By `config.model_type` of the module that has the seam: what asking does not tell. Add your own model's line here."""
-
 _BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|num_frames")
 """Arguments with a row for each image or clip, by their names; others describe the whole batch."""
 
 
 def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family:
-    """Declared, or asked of `encode`: the seam's function; None: what the configuration's model class has."""
-    model_type = str(getattr(config, "model_type", None))
-    for name in (model_type, model_type.removesuffix("_text"), model_type.removesuffix("_vision")):
-        if name in FAMILIES:
-            return FAMILIES[name]
+    """Asked of `encode`, the seam's function; None: of what the configuration's model class has."""
     try:
         return ask_family(config, encode or _encoder_of(config))
     except TrimtabError as error:
+        model_type = getattr(config, "model_type", None)
         raise TrimtabError(
             f"nothing says how a call of the '{model_type}' vision tower divides into images ({error}): pass "
             "`family=GridFamily(...)` or `BatchFamily(...)`"
@@ -199,8 +192,11 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
                 "tower": ("merge_sizes",),
             }
             return GridFamily(merge=None, beside=beside)
-        fields = ("spatial_merge_size", "merge_kernel_size")
-        return GridFamily(merge=next((x for x in fields if hasattr(_vision_config(config), x)), None))
+        vision, fields = vision_config(config), ("spatial_merge_size", "merge_kernel_size")
+        return GridFamily(
+            frames=getattr(vision, "temporal_merge_size", 1) == 1,  # else several frames become one
+            merge=next((x for x in fields if hasattr(vision, x)), None),
+        )
     if not any("pixel_values" in name for name in names):
         raise TrimtabError("it takes neither pixel_values nor a table of grids")
     beside_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
@@ -228,7 +224,7 @@ def tower_flops(config: Any) -> TowerCost:
     2 (4 d^2 + k d f) per patch and layer, 4 d per pair of patches that attend to one another; k = 2 or, gated, 3.
     Not counted: patch embedding, merger, projector.
     """
-    vision = _vision_config(config)
+    vision = vision_config(config)
     d = _first(vision, "hidden_size", "embed_dim", "d_model", default=1024)
     if hasattr(vision, "embed_dim") and hasattr(vision, "mlp_ratio"):  # there hidden_size is the language model's
         d = int(vision.embed_dim)
@@ -252,13 +248,9 @@ def _first(config: Any, *names: str, default: int) -> int:
     return default
 
 
-def _vision_config(config: Any) -> Any:
-    return getattr(config, "vision_config", config)
-
-
 def _windowed(atoms: IntArray, config: Any) -> IntArray | None:
     """Sum over attention windows of squared rows, for towers that have windows of `window_size` pixels."""
-    vision = _vision_config(config)
+    vision = vision_config(config)
     if not getattr(vision, "window_size", None) or not hasattr(vision, "fullatt_block_indexes"):
         return None
     side = int(vision.window_size // vision.patch_size)
@@ -270,7 +262,7 @@ def _windowed(atoms: IntArray, config: Any) -> IntArray | None:
 
 
 def _patches_of_one(rows: Tensor, config: Any) -> int:
-    size = getattr(_vision_config(config), "patch_size", 14)
+    size = getattr(vision_config(config), "patch_size", 14)
     side = int(size if isinstance(size, int) else size[0])
     if rows.ndim < 4:  # patches already
         return int(rows.shape[1])

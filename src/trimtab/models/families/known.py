@@ -1,0 +1,43 @@
+"""The families of which something is declared, by `model_type`: describe, size, pack, train, place and export ask here.
+
+Your own: `FAMILIES["my_model"] = Family(pack=PackFormat(...))`, before the first use; docs/models.md shows how.
+"""
+
+from __future__ import annotations
+
+from trimtab.models.families import (
+    gemma3,
+    glm4v_moe,
+    hunyuan_vl,
+    internvl,
+    llava,
+    mllama,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
+from trimtab.models.families.family import Family
+
+FAMILIES: dict[str, Family] = {
+    **internvl.FAMILIES,
+    **qwen2_vl.FAMILIES,
+    **qwen2_5_vl.FAMILIES,
+    **qwen3_vl.FAMILIES,
+    **llava.FAMILIES,
+    **gemma3.FAMILIES,
+    **glm4v_moe.FAMILIES,
+    **mllama.FAMILIES,
+    **hunyuan_vl.FAMILIES,
+    **paligemma.FAMILIES,
+}
+
+MARKUPS = {name: family.markup for name, family in FAMILIES.items() if family.markup is not None}
+"""How the processors of Transformers 5.23 write an image (`replace_image_token` of each)."""
+
+_ASKED = Family()
+
+
+def family_of(model_type: object) -> Family:
+    """What is declared of it; nothing, where all is asked."""
+    return FAMILIES.get(model_type, _ASKED) if isinstance(model_type, str) else _ASKED
