@@ -112,13 +112,20 @@ GIVEN: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": _GEMMA4},
     "diffusion_gemma": {"text_config": {
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16,
-        "per_layer_config": {1: {"head_dim": 32}},
+        "per_layer_config": {1: {"head_dim": 32}}, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
     }},
     "dots3_note": {"text_config": {
+        "hidden_size": WIDTH,
         "num_hidden_layers": 3, "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"], "num_attention_heads": 4, "num_key_value_heads": 4,
-        "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 16,
         "per_layer_config": {2: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32}},
+    }, "vision_config": {
+        "hidden_size": WIDTH, "adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2,
+        "num_local_experts": 4, "per_layer_config": {},
+    }, "audio_config": {
+        "hidden_size": WIDTH, "adapter_input_size": WIDTH, "adapter_out_dim": WIDTH, "num_attention_heads": 4,
     }},
     "fast_vlm": {"vision_config": {
         "model_type": "mobilenet_v1", "hidden_size": WIDTH, "depth_multiplier": WIDTH / 1024, "image_size": 64,
@@ -141,14 +148,19 @@ GIVEN: dict[str, dict[str, Any]] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {"vq_config.num_embeddings": 8},
     "emu3": {
-        "vq_config.codebook_size": 8, "vq_config.base_channels": 32, "vq_config.channel_multiplier": [1, 1, 2, 2],
+        "vq_config.codebook_size": 8,
+        "vq_config.num_res_blocks": 1,
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1, 2, 2],
     },
     "janus": {"vq_config.num_res_blocks": 1},
     "molmo2": {"adapter_config.vision_feature_layer": [-1, -2], "image_patch_id": 300},
     "glm5_next": {
         **{f"text_config.{x}": 0 for x in ("head_dim", "qk_rope_head_dim")},
-        "text_config.qk_head_dim": 8, "text_config.index_kpool": 2,
-        "text_config.linear_num_heads": 4, "text_config.linear_head_dim": 8,
+        "text_config.qk_head_dim": 8,
+        "text_config.index_kpool": 2,
+        "text_config.linear_num_heads": 4,
+        "text_config.linear_head_dim": 8,
     },
     "git": {"max_position_embeddings": 1024},
     "vision-encoder-decoder": {"decoder.max_position_embeddings": 1024},
@@ -265,7 +277,7 @@ def _shrink_part(config: Any, *, sees: bool, ids: dict[int, int]) -> None:
             setattr(config, name, value)
     if rotated:  # latent attention: the rotated part alone is called a head
         config.head_dim = SMALL["qk_rope_head_dim"]
-    with contextlib.suppress(AttributeError):  # those that differ by layer are given small
+    with contextlib.suppress(Exception):  # those that differ by layer are given small
         if getattr(config, "kv_lora_rank", None):  # latent attention has as many keys as queries
             config.num_key_value_heads = 4
     for name in list(vars(config)):

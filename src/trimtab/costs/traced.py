@@ -132,9 +132,7 @@ def price_layers(
 
     `idle`: kinds that steps with images never ran (decoders of images): they have no work. An audio tower's has.
     """
-    counted = {
-        kind.group: MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes) for kind in kinds
-    }
+    counted = {kind.group: MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes) for kind in kinds}
     none = (0.0,) * NUM_WORK_TERMS
     layers = []
     for layer, group in zip(model.layers, groups, strict=True):
