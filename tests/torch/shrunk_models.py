@@ -130,22 +130,33 @@ GIVEN: dict[str, dict[str, Any]] = {
     "fast_vlm": {"vision_config": {
         "model_type": "mobilenet_v1", "hidden_size": WIDTH, "depth_multiplier": WIDTH / 1024, "image_size": 64,
     }},
+    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.125}}},  # of timm
+    "perception_lm": {"vision_config": {
+        "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "do_pooling": False,
+        "model_args": {"embed_dim": WIDTH, "depth": 2, "num_heads": 4, "img_size": [56, 56]},
+    }},
     "cohere_compass": {"text_config": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
         for kind in ("full_attention", "sliding_attention")
     }}},
-    "chameleon": {"vocabulary_map": {"<image>": 130, **{f"IMGIMG{chr(65 + x)}Z": 140 + x for x in range(8)}}},
-    **{x: {"image_token_index": 130} for x in ("blip-2", "instructblip")},
-    "instructblipvideo": {"video_token_index": 130},
-    **{x: {"image_token_id": 130} for x in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")},
+    "chameleon": {"vocabulary_map": {"<image>": 200, **{f"IMGIMG{chr(65 + x)}Z": 210 + x for x in range(8)}}},
+    **{x: {"image_token_index": 200} for x in ("blip-2", "instructblip")},
+    "instructblipvideo": {"video_token_index": 200},
+    **{x: {"image_token_id": 200} for x in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")},
     **{x: {"decoder_start_token_id": 0, "pad_token_id": 0} for x in ("udop", "vision-encoder-decoder")},
     "emu3": {"vocabulary_map": {
-        "<image>": 130, "<|extra_200|>": 131, **{f"<|visual token {x:06}|>": 140 + x for x in range(8)},
+        "<image>": 200, "<|extra_200|>": 201, **{f"<|visual token {x:06}|>": 210 + x for x in range(8)},
     }},
 }  # fmt: skip
 """What a family's configuration is made with: fields without which its class, or what it derives, is not whole."""
 
 CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        "vision_config.hidden_size": 2048,
+        "vision_config.vocab_offset": 256,
+        "audio_config.vocab_offset": 512,
+        "text_config.num_kv_shared_layers": 0,
+    },
     "chameleon": {"vq_config.num_embeddings": 8},
     "emu3": {
         "vq_config.codebook_size": 8,
@@ -283,7 +294,7 @@ def _shrink_part(config: Any, *, sees: bool, ids: dict[int, int]) -> None:
     for name in list(vars(config)):
         value = vars(config)[name]
         if name.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 255:
-            setattr(config, name, ids.setdefault(value, 180 + len(ids)))
+            setattr(config, name, ids.setdefault(value, 128 + len(ids)))
         if isinstance(value, transformers.PretrainedConfig):
             seen = sees or any(word in name for word in ("vis", "image", "video", "encoder"))
             _shrink_part(value, sees=seen, ids=ids)

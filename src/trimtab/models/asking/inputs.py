@@ -170,8 +170,7 @@ def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, t
     taken = {*inspect.signature(encode).parameters, *inspect.signature(inner).parameters}
     shape = _Shape.of(model, units, side, times)
     extra = {name: value for name, value in words_beside(model, times).items() if name in taken}
-    rows = ({"pixel_values": shape.patches(width)[None]} for width in shape.values)
-    for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken), rows):
+    for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken), _bare(shape)):
         yield {**call, **extra}
 
 
@@ -304,6 +303,14 @@ def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
             if key in taken:
                 none = torch.zeros(s.times, dtype=torch.long)
                 yield {name: torch.ones(s.times, *tile, dtype=torch.bfloat16), key: none}
+
+
+def _bare(s: _Shape) -> Iterator[Values]:
+    """Patches of one image with nothing beside them: their numbers in a row, or frames of pixels, channels last."""
+    for width in s.values:
+        yield {"pixel_values": s.patches(width)[None]}
+    one = (s.frames, s.patch, s.patch, s.channels)
+    yield {"pixel_values": torch.ones(s.high * s.wide, *one, dtype=torch.bfloat16)}
 
 
 def words_beside(model: Any, num: int) -> Values:
