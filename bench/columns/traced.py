@@ -1,4 +1,10 @@
-"""Column "traced": layers counted without weights, to the byte. Run: python bench/columns/traced.py [FAMILY ...]
+"""Column "traced": layers counted without weights, to the byte.
+
+    TORCHVISION=FOLDER PYTHONPATH=src:EXTRA python bench/columns/traced.py [FAMILY ...]
+
+Gemma 3n and Perception LM take their vision towers from timm, which imports torchvision, and Inkling takes an initial
+value from scipy. EXTRA holds both (`pip install --no-deps --target EXTRA timm==1.0.31 scipy==1.17.1`), FOLDER an
+unpacked wheel of torchvision (0.28.0 with torch 2.13; see `sized.py`). Without them these three say what is missing.
 
 Of a small model of each family: the saved bytes of random subsets of recomputed layers, traced without weights, equal
 what autograd keeps on the real module; every tower but the audio one runs; and a traced profile is made of it.
@@ -8,9 +14,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import random
 import sys
+import types
 from pathlib import Path
+
+if "TORCHVISION" in os.environ:
+    sys.path.append(os.environ["TORCHVISION"])
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")  # of operators
 
 import torch
 

@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
             *("block_dim", "vision_hidden_size", "embedding_dim", "output_dim", "proj_dim", "multimodal_hidden_size"),
             *("encoder_hidden_size", "qk_hidden_size", "hidden_dim", "n_embd", "projection_hidden_size", "output_size"),
             *("vision_embed_dim", "audio_embed_dim", "text_embed_dim", "connector_hidden_size", "output_proj_dims"),
+            "word_embed_proj_dim",
         ),
         WIDTH,
     ),
@@ -85,6 +86,7 @@ SMALL: dict[str, Any] = {
     "window_size": 112,
     "num_mel_bins": 16,
     "mm_tokens_per_image": 4,
+    "latent_query_num": 4,
 }
 _GEMMA4 = {
     "num_hidden_layers": 2,
@@ -108,21 +110,78 @@ _CLIP = {"model_type": "clip_vision_model", "hidden_size": WIDTH, "num_hidden_la
 GIVEN: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_unified": {"text_config": _GEMMA4},
-    "fast_vlm": {"vision_config": {**_CLIP, "image_size": 56, "patch_size": 14}},
+    "diffusion_gemma": {"text_config": {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16,
+        "per_layer_config": {1: {"head_dim": 32}}, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+    }},
+    "dots3_note": {"text_config": {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 3, "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_attention_heads": 4, "num_key_value_heads": 4,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 16,
+        "per_layer_config": {2: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32}},
+    }, "vision_config": {
+        "hidden_size": WIDTH, "adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2,
+        "num_local_experts": 4, "per_layer_config": {},
+    }, "audio_config": {
+        "hidden_size": WIDTH, "adapter_input_size": WIDTH, "adapter_out_dim": WIDTH, "num_attention_heads": 4,
+    }},
+    "fast_vlm": {"vision_config": {
+        "model_type": "mobilenet_v1", "hidden_size": WIDTH, "depth_multiplier": WIDTH / 1024, "image_size": 64,
+    }},
+    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.125}}},  # of timm
+    "perception_lm": {"vision_config": {
+        "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "do_pooling": False,
+        "model_args": {"embed_dim": WIDTH, "depth": 2, "num_heads": 4, "img_size": [56, 56]},
+    }},
     "cohere_compass": {"text_config": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
         for kind in ("full_attention", "sliding_attention")
     }}},
-    "chameleon": {"vocabulary_map": {"<image>": 130}},
-    **{x: {"image_token_index": 130} for x in ("blip-2", "instructblip", "instructblipvideo")},
-    **{x: {"image_token_id": 130} for x in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    "chameleon": {"vocabulary_map": {"<image>": 200, **{f"IMGIMG{chr(65 + x)}Z": 210 + x for x in range(8)}}},
+    **{x: {"image_token_index": 200} for x in ("blip-2", "instructblip")},
+    "instructblipvideo": {"video_token_index": 200},
+    **{x: {"image_token_id": 200} for x in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")},
     **{x: {"decoder_start_token_id": 0, "pad_token_id": 0} for x in ("udop", "vision-encoder-decoder")},
-    "emu3": {"vocabulary_map": {"<image>": 130, "<|extra_200|>": 131}},
+    "emu3": {"vocabulary_map": {
+        "<image>": 200, "<|extra_200|>": 201, **{f"<|visual token {x:06}|>": 210 + x for x in range(8)},
+    }},
 }  # fmt: skip
 """What a family's configuration is made with: fields without which its class, or what it derives, is not whole."""
 
 CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        "vision_config.hidden_size": 2048,
+        "vision_config.vocab_offset": 256,
+        "audio_config.vocab_offset": 512,
+        "text_config.num_kv_shared_layers": 0,
+    },
+    "chameleon": {"vq_config.num_embeddings": 8},
+    "emu3": {
+        "vq_config.codebook_size": 8,
+        "vq_config.num_res_blocks": 1,
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1, 2, 2],
+    },
+    "janus": {"vq_config.num_res_blocks": 1},
+    "molmo2": {"adapter_config.vision_feature_layer": [-1, -2], "image_patch_id": 300},
+    "glm5_next": {
+        **{f"text_config.{x}": 0 for x in ("head_dim", "qk_rope_head_dim")},
+        "text_config.qk_head_dim": 8,
+        "text_config.index_kpool": 2,
+        "text_config.linear_num_heads": 4,
+        "text_config.linear_head_dim": 8,
+    },
+    "git": {"max_position_embeddings": 1024},
+    "vision-encoder-decoder": {"decoder.max_position_embeddings": 1024},
+    "mllama": {"vision_config.vision_output_dim": 3 * WIDTH},
+    **{x: {"out_hidden_size": 4 * WIDTH} for x in ("muse_glimmer", "muse_spark")},
+    "nemotron_h_omni": {"vision_config.patch_dim": 588},
+    "pp_formulanet": {"vision_config.decoder_hidden_size": WIDTH},
+    "unlimited_ocr": {"vision_config.sam_config.downsample_channels": [WIDTH, WIDTH]},
     "deepseek_ocr2": {
+        "vision_config.sam_config.downsample_channels": [WIDTH, WIDTH],
         "text_config.mlp_layer_types": ["dense", "sparse"],
         "text_config.num_hidden_layers": 2,
         "text_config.num_experts_per_tok": 2,
@@ -143,6 +202,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": [[112, 56], [56, 112]]},
     "llava_onevision": {"image_grid_pinpoints": [[112, 56], [56, 112]]},
     "minimax_m3_vl": {
+        "merged_hidden_size": 4 * WIDTH,
         "text_config.layer_types": ["full_attention", "minimax_m3_sparse"],
         "text_config.index_n_heads": 2,
         "text_config.index_block_size": 4,
@@ -192,7 +252,7 @@ def draw_weights(model: nn.Module) -> nn.Module:
 
 def shrink(model_type: str, changes: Mapping[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(GIVEN.get(model_type, {})))
-    _shrink_part(config, sees=False)
+    _shrink_part(config, sees=False, ids={})
     if hasattr(model_classes(config)[0], "get_rope_index") and model_type not in GIVEN:
         _shrink_mrope(config.get_text_config())
     for path, value in {**CHANGES.get(model_type, {}), **changes}.items():
@@ -207,7 +267,8 @@ def shrink(model_type: str, changes: Mapping[str, Any]) -> Any:
     return config
 
 
-def _shrink_part(config: Any, *, sees: bool) -> None:
+def _shrink_part(config: Any, *, sees: bool, ids: dict[int, int]) -> None:
+    """`ids`: small ones for those of special tokens, one for all parts that name the same."""
     rotated = vars(config).get("head_dim") and vars(config)["head_dim"] == vars(config).get("qk_rope_head_dim")
     num = next((getattr(config, name) for name in COUNTS if isinstance(getattr(config, name, None), int)), None)
     if num is not None and not vars(config).get("per_layer_config"):
@@ -227,19 +288,16 @@ def _shrink_part(config: Any, *, sees: bool) -> None:
             setattr(config, name, value)
     if rotated:  # latent attention: the rotated part alone is called a head
         config.head_dim = SMALL["qk_rope_head_dim"]
-    if getattr(config, "kv_lora_rank", None):  # latent attention has as many keys as queries
-        with contextlib.suppress(AttributeError):
+    with contextlib.suppress(Exception):  # those that differ by layer are given small
+        if getattr(config, "kv_lora_rank", None):  # latent attention has as many keys as queries
             config.num_key_value_heads = 4
     for name in list(vars(config)):
         value = vars(config)[name]
-        if name.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 120:
-            setattr(config, name, 128 + _place(config, name))
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 255:
+            setattr(config, name, ids.setdefault(value, 128 + len(ids)))
         if isinstance(value, transformers.PretrainedConfig):
-            _shrink_part(value, sees=sees or any(word in name for word in ("vis", "image", "video", "encoder")))
-
-
-def _place(config: Any, name: str) -> int:
-    return sorted(n for n in vars(config) if n.endswith(("token_id", "token_index"))).index(name)
+            seen = sees or any(word in name for word in ("vis", "image", "video", "encoder"))
+            _shrink_part(value, sees=seen, ids=ids)
 
 
 def _cut_layers(config: Any, num: int) -> None:

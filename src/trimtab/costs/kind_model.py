@@ -120,7 +120,9 @@ def count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, 
     hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     rows = hidden.shape[:-1].numel()
     ends = kwargs.get("cu_seqlens")
-    return rows, rows * hidden.shape[-2] if ends is None else int((ends.diff().long() ** 2).sum())
+    if ends is None:
+        return rows, rows * (hidden.shape[-2] if hidden.dim() > 1 else 1)
+    return rows, int((ends.diff().long() ** 2).sum())
 
 
 def _find_idle(model: ModelSpec, chosen: Sequence[int]) -> dict[str, str]:

@@ -5,7 +5,7 @@ Needs torch and Transformers, loaded when this module is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from trimtab.costs.traced_kernels import fuse_kernels
 from trimtab.costs.traced_step import trace_step
 from trimtab.models.asking.inputs import quietly
 from trimtab.options import Attention, Tower
-from trimtab.specs import DeviceSpec, MeasuredWork, ModelSpec, ParallelDims
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims
 
 _LARGE = (2048, 4096)
 """Rows of each tower, about, in the steps that give transients: so many that rows outweigh weights' gradients."""
@@ -80,8 +80,9 @@ def profile_traced(
         how += ", several samples to a row, so with masks"
     kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
     warnings += _list_misfits(model, kinds)
+    idle = set(groups.values()) - {x.group for x in kinds} if traced.has_images else set()
     analytic = profile_model(
-        _price_layers(model, kinds, numbers),
+        price_layers(model, kinds, numbers, idle=idle),
         device,
         dtype=dtype,
         attention=attention,
@@ -104,15 +105,23 @@ def _list_misfits(model: ModelSpec, kinds: Sequence[KindCounts]) -> list[str]:
     ]
 
 
-def _price_layers(model: ModelSpec, kinds: Sequence[KindCounts], groups: Sequence[int]) -> ModelSpec:
-    """`model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer."""
-    counted = {kind.group: kind for kind in kinds}
+def price_layers(
+    model: ModelSpec, kinds: Sequence[KindCounts], groups: Sequence[int], *, idle: Collection[int]
+) -> ModelSpec:
+    """`model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer.
+
+    `idle`: kinds that steps with images never ran (decoders of images): they have no work. An audio tower's has.
+    """
+    counted = {kind.group: MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes) for kind in kinds}
+    none = (0.0,) * NUM_WORK_TERMS
     layers = []
     for layer, group in zip(model.layers, groups, strict=True):
-        kind = counted.get(group)
-        if is_unpriced(layer) and kind is not None:
-            work = MeasuredWork(forward_flops=kind.forward_flops, kept_bytes=kind.kept_bytes)
-            layer = replace(layer, measured=work)
+        work = counted.get(group)
+        if work is None and group in idle and layer.tower != "audio":
+            work = MeasuredWork(forward_flops=none, kept_bytes=none)
+        if is_unpriced(layer) and work is not None:
+            crosses = layer.attention is not None and layer.attention.cross  # its pairs have no term
+            layer = replace(layer, measured=work, attention=None if crosses else layer.attention)
         layers.append(layer)
     return replace(model, layers=tuple(layers))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import UnknownModelError
 from trimtab.models.asking.inputs import (
@@ -25,6 +29,8 @@ from trimtab.models.asking.weightless import Weightless
 
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token."""
+PLACES = "image_embeds_position_mask"
+"""Says where rows of images go, of models that have no token for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +58,7 @@ class _Arrangement:
     """How a batch is put together; the first that the model takes is kept."""
 
     images: int | None  # which of the calls with images; None: text alone
-    rows: int | None  # which count of rows has as many tokens in the text; None: images leave no tokens
+    rows: int | None  # which count of rows has as many places in the text; None: images leave no places
     axes: int | None  # rows of positions; None: the model makes them
     types: bool
     samples: bool  # a sample for each image; else one with all of them
@@ -73,6 +79,7 @@ class Batches:
         self.word = int(plain_ids(model.config, num_embeddings(model))[5])
         self._taken = set(inspect.signature(model.forward).parameters)
         self._chosen: _Arrangement | None = None
+        self._rows: dict[tuple[_Arrangement, int], int] = {}
 
     def make(self, times: int, num_text: int, *, multiple: int = 1) -> Batch:
         """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row."""
@@ -117,31 +124,55 @@ class Batches:
             axes = [4, 3, 1, None] if asks else [1, None]
         types = [True, False] if self._taken & set(TOKEN_TYPES) else [False]
         for which in itertools.chain(self.images.choices(), [None]):
-            counts = () if which is None else self.images.count_rows(which, 1)
-            rows = (*range(len(counts)), None) if self.token is not None and which is not None else (None,)
+            rows: tuple[int | None, ...] = (None,)
+            if which is not None and (self.token is not None or PLACES in self._taken):
+                rows = (*range(1 + len(self.images.count_rows(which, 1))), None)
             apart = [False] if which is None or self.images.asks else [False, True]
             for r, a, s, t in itertools.product(rows, axes, apart, types):
                 yield _Arrangement(images=which, rows=r, axes=a, types=t, samples=s)
 
     def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int) -> Batch:
-        images = {} if how.images is None else self.images.draw(how.images, times)
-        num_image = 0 if how.images is None or how.rows is None else self.images.count_rows(how.images, times)[how.rows]
+        num_image = 0
+        if how.images is not None and how.rows is not None:
+            if (how, times) not in self._rows:
+                self._rows[how, times] = self._count_rows(how, times, num_text)
+            num_image = self._rows[how, times]
         num_text += -(num_image + num_text + (how.axes is not None)) % multiple
+        return self._fill(how, times, num_text, num_image)
+
+    def _count_rows(self, how: _Arrangement, times: int, num_text: int) -> int:
+        """Rows that these images take in each row of text: what the forward is about to put there, or a guess."""
+        if not how.rows:
+            found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
+            if found is not None:
+                return found // (times if how.samples else 1)
+        return self.images.count_rows(how.images or 0, times)[(how.rows or 1) - 1]
+
+    def _fill(self, how: _Arrangement, times: int, num_text: int, num_image: int) -> Batch:
+        images = {} if how.images is None else self.images.draw(how.images, times)
         before = num_text // 2
-        row = [self.word] * before + [self.token] * num_image + [self.word] * (num_text - before)
+        text, place = self.word, self.word if self.token is None else self.token
+        row = [text] * before + [place] * num_image + [text] * (num_text - before)
         lengths = [len(row)]
         if how.axes is not None:
-            row, lengths = [*row, self.word], [*lengths, 1]
-        ids = torch.tensor([row] * (times if how.samples else 1))
-        inputs: Values = {"input_ids": ids, "labels": ids.clone(), "use_cache": False, **images}
-        inputs |= {name: x for name, x in words_beside(self.model).items() if name in self._taken}
+            row, lengths = [*row, text], [*lengths, 1]
+        num_samples = times if how.samples else 1
+        ids = torch.tensor([row] * num_samples)
+        labels = ids if self.token is None else ids.masked_fill(ids == self.token, -100)
+        inputs: Values = {"input_ids": ids, "labels": labels.clone(), "use_cache": False}
+        inputs |= {name: x for name, x in words_beside(self.model, len(ids)).items() if name in self._taken} | images
+        if "bbox" in self._taken:
+            inputs["bbox"] = torch.zeros(*ids.shape, 4)
         if how.axes is not None:
             positions = torch.cat([torch.arange(n) for n in lengths])[None]
             inputs["position_ids"] = positions if how.axes == 1 else positions.expand(how.axes, 1, -1)
         if how.types:
             inputs |= dict.fromkeys(self._taken & set(TOKEN_TYPES), ids.eq(self.token or -1).long())
         if how.images is not None:
-            inputs |= masks_beside(self._taken, self.model.config, ids, images)
+            inputs |= masks_beside(self._taken, ids, images)
+        if how.images is not None and PLACES in self._taken:
+            at = torch.arange(ids.shape[1])
+            inputs[PLACES] = at.ge(before).logical_and(at.lt(before + num_image)).expand(ids.shape)
         return Batch(
             inputs=inputs,
             lengths=tuple(lengths),
@@ -151,7 +182,66 @@ class Batches:
         )
 
 
-def masks_beside(taken: set[str], config: Any, ids: torch.Tensor, images: Values) -> Values:
+class _Scattered(Exception):  # noqa: N818 - what is looked for
+    """Ends a forward at the place where rows of images are put among those of words."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+
+class _Watch(TorchFunctionMode):
+    """Raises `_Scattered` where values are put into the words' embeddings by a mask."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.masked_scatter, Tensor.masked_scatter_, Tensor.__setitem__):
+            target, mask, *source = args
+            is_words = target.is_floating_point() and target.dim() == 3 and target.shape[:2] == self.shape
+            rows = source[0] if is_words and source and isinstance(mask, Tensor) else None
+            if isinstance(rows, Tensor) and rows.dim() > 1:
+                raise _Scattered(rows.numel() // target.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def find_scattered(model: Any, inputs: Values) -> int | None:
+    """Rows of images that the forward puts among the words, whatever number the words leave place for.
+
+    Seen where `get_placeholder_mask` is handed them, or where they are written. None: it does neither.
+    """
+    ids = inputs["input_ids"]
+
+    def watched(own: Callable[..., Any]) -> Callable[..., Any]:
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(own).bind(*args, **kwargs).arguments
+            words = given.pop("inputs_embeds", None)
+            given.pop("input_ids", None)
+            features = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()]
+            if features and words is not None:
+                raise _Scattered(sum(x.numel() for x in features) // words.shape[-1])
+            return own(*args, **kwargs)
+
+        return mask
+
+    with contextlib.ExitStack() as stack:
+        for part in model.modules():
+            own = getattr(part, "get_placeholder_mask", None)
+            if own is not None:
+                part.get_placeholder_mask = watched(own)
+                stack.callback(delattr, part, "get_placeholder_mask")
+        try:
+            with torch.no_grad(), quietly(), Weightless(), _Watch(ids.shape):
+                model(**inputs)
+        except _Scattered as found:
+            return found.num_rows
+        except Exception:  # of any class that the model's own code likes
+            return None
+    return None
+
+
+def masks_beside(taken: set[str], ids: Tensor, images: Values) -> Values:
     """What says which words see which image, by the names that processors have for it."""
     found: Values = {}
     if "aspect_ratio_mask" in images and "cross_attention_mask" in taken:
@@ -159,6 +249,4 @@ def masks_beside(taken: set[str], config: Any, ids: torch.Tensor, images: Values
         found["cross_attention_mask"] = torch.ones(*ids.shape, num_images, num_tiles, dtype=torch.long)
     if "image_attention_mask" in taken and images["pixel_values"].dim() > 4:
         found["image_attention_mask"] = torch.ones(*ids.shape, images["pixel_values"].shape[1], dtype=torch.long)
-    if "image_embeds_position_mask" in taken:
-        found["image_embeds_position_mask"] = torch.arange(ids.shape[1]).expand(ids.shape).lt(config.latent_query_num)
     return found

@@ -116,8 +116,8 @@ def find_encoder(model: Any) -> Callable[..., Any] | None:
 
 
 def image_token(config: Any) -> int | None:
-    """The id that stands for a piece of an image; None: the configuration names none."""
-    for name in ("image_token_id", "image_token_index"):
+    """The id that stands for a piece of an image, or of a clip; None: the configuration names none."""
+    for name in ("image_token_id", "image_token_index", "image_patch_id", "video_token_id", "video_token_index"):
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
@@ -169,8 +169,8 @@ def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, t
     )  # whose arguments are spelled
     taken = {*inspect.signature(encode).parameters, *inspect.signature(inner).parameters}
     shape = _Shape.of(model, units, side, times)
-    extra = {name: value for name, value in words_beside(model).items() if name in taken}
-    for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken)):
+    extra = {name: value for name, value in words_beside(model, times).items() if name in taken}
+    for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken), _bare(shape)):
         yield {**call, **extra}
 
 
@@ -186,6 +186,7 @@ class _Shape:
     frames: int
     values: tuple[int, ...]  # numbers of one patch, as the first matrices take them
     sizes: tuple[int, ...]  # sides of an image in pixels, the likeliest first
+    tile_patches: int  # of an image of fixed size
     times: int
 
     @staticmethod
@@ -196,18 +197,19 @@ class _Shape:
         channels = first_int(vision, "in_channels", "num_channels", "in_chans") or 3
         frames = first_int(vision, "temporal_patch_size") or 1
         least = side * merge // 2 * 2
-        high = max(least, least * round(times**0.5))
+        high = least * max(1, round(times**0.5))
         own = [first_int(vision, "image_size"), first_int(model.config, "image_size")]
         own = own if any(own) else [side * patch, 768]
         return _Shape(
             high=high,
-            wide=max(least, merge * round(least * least * times / high / merge)),
+            wide=least * max(1, round(times * least / high)),
             patch=patch,
             merge=merge,
             channels=channels,
             frames=frames,
             values=_patch_values(units) or (channels * frames * patch * patch,),
             sizes=tuple(dict.fromkeys(x for x in own if x)),
+            tile_patches=first_int(vision, "num_position_embeddings") or side * side,
             times=times,
         )
 
@@ -232,6 +234,8 @@ def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
         for width in widths:
             yield {"pixel_values": s.patches(width), name: grid, **merges}
         yield {"pixel_values": s.patches(one).view(-1, s.channels, s.patch, s.patch), name: grid}
+        merged = s.merge * s.patch  # of several patches each, channels last
+        yield {"pixel_values": s.patches(one * s.merge**2).view(-1, merged, merged, s.channels), name: grid}
 
 
 def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
@@ -249,6 +253,13 @@ def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
     for name in ("image_position_ids", "pixel_position_ids"):
         if name in taken:
             yield {"pixel_values": patches, name: s.places()}
+    if "image_token_pooling" in taken:  # tiles of so many patches, four of which make a token
+        tokens = s.tile_patches // 4
+        yield {
+            "pixel_values": torch.ones(s.times, 4 * tokens, one, dtype=torch.bfloat16),
+            "image_token_pooling": torch.arange(4 * tokens * s.times).view(-1, 4),
+            "image_grids": torch.tensor([[tokens, 1, 0, 0]] * s.times),
+        }
     if "flattened_patches" in taken or "image_patches" in taken:
         name = "flattened_patches" if "flattened_patches" in taken else "image_patches"
         for width in s.values:
@@ -285,16 +296,27 @@ def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
             yield {name: torch.ones(*leading, *tile, dtype=torch.bfloat16), **extra}
             if extra:
                 yield {name: torch.ones(*leading, *tile, dtype=torch.bfloat16)}
+            if "pixel_attention_mask" in taken:
+                real = torch.ones(leading, dtype=torch.bool)
+                yield {name: torch.ones(*leading, *tile, dtype=torch.bfloat16), "pixel_attention_mask": real}
         for key in ("num_local_patches", "num_local_crops"):
             if key in taken:
                 none = torch.zeros(s.times, dtype=torch.long)
                 yield {name: torch.ones(s.times, *tile, dtype=torch.bfloat16), key: none}
 
 
-def words_beside(model: Any) -> Values:
-    """Text that some encoders of images read too."""
+def _bare(s: _Shape) -> Iterator[Values]:
+    """Patches of one image with nothing beside them: their numbers in a row, or frames of pixels, channels last."""
+    for width in s.values:
+        yield {"pixel_values": s.patches(width)[None]}
+    one = (s.frames, s.patch, s.patch, s.channels)
+    yield {"pixel_values": torch.ones(s.high * s.wide, *one, dtype=torch.bfloat16)}
+
+
+def words_beside(model: Any, num: int) -> Values:
+    """Text that some encoders of `num` images read too."""
     word = int(plain_ids(model.config, 4096)[5])
-    return {"qformer_input_ids": torch.full((1, 4), word)}
+    return {"qformer_input_ids": torch.full((num, 4), word)}
 
 
 def _patch_values(units: list[Unit]) -> tuple[int, ...]:

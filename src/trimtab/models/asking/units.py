@@ -70,8 +70,9 @@ def _walk(module: Any, path: str, list_path: str | None, head: Any) -> Iterator[
     if not _has_parameters(module):
         return
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    is_shelf = type(module) is nn.Module  # holds parts, and cannot be run itself
     inner = any(_is_block_list(x) or x is head for x in module.modules() if x is not module)
-    if path and not _is_block_list(module) and ((list_path is not None and not is_list) or not inner):
+    if path and not is_shelf and not _is_block_list(module) and ((list_path is not None and not is_list) or not inner):
         yield path, module, list_path
         return
     prefix = f"{path}." if path else ""
@@ -156,6 +157,6 @@ class _Roots:
 def _by_name(path: str) -> Tower:
     if _AUDIO.search(path):
         return "audio"
-    if _PROJECTOR.search(path):
+    if _PROJECTOR.search(path) and "vqmodel." not in path:  # which steps down inside
         return "projector"
     return "vision" if _VISION.search(path) else "language"
