@@ -74,11 +74,21 @@ class Batches:
         self._taken = set(inspect.signature(model.forward).parameters)
         self._chosen: _Arrangement | None = None
 
-    def make(self, times: int, num_text: int, *, multiple: int = 1) -> Batch:
-        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row."""
+    def make(self, times: int, num_text: int, *, multiple: int = 1, copies: int = 1) -> Batch:
+        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row.
+
+        `copies`: so many images of that size, where `has_grid`.
+        """
         if self._chosen is None:
             self._chosen = self._choose(num_text, multiple)
-        return self._put(self._chosen, times, num_text, multiple)
+        return self._put(self._chosen, times, num_text, multiple, copies=copies)
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether images of any size come as patches beside a table of sizes."""
+        return (
+            self._chosen is not None and self._chosen.images is not None and self.images.has_grid(self._chosen.images)
+        )
 
     def make_text(self, num_tokens: int) -> Batch | None:
         """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
@@ -123,9 +133,11 @@ class Batches:
             for r, a, s, t in itertools.product(rows, axes, apart, types):
                 yield _Arrangement(images=which, rows=r, axes=a, types=t, samples=s)
 
-    def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int) -> Batch:
-        images = {} if how.images is None else self.images.draw(how.images, times)
-        num_image = 0 if how.images is None or how.rows is None else self.images.count_rows(how.images, times)[how.rows]
+    def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int, *, copies: int = 1) -> Batch:
+        images = {} if how.images is None else self.images.draw(how.images, times, copies=copies)
+        num_image = 0
+        if how.images is not None and how.rows is not None:
+            num_image = copies * self.images.count_rows(how.images, times)[how.rows]
         num_text += -(num_image + num_text + (how.axes is not None)) % multiple
         before = num_text // 2
         row = [self.word] * before + [self.token] * num_image + [self.word] * (num_text - before)
