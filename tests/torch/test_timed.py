@@ -114,21 +114,17 @@ def test_work_is_the_image_rule_s() -> None:
     real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(numbers)), settings(), CPU)
     windowed, full = (numbers[f"model.visual.blocks.{n}"] for n in (0, 1))
     steps = [run for run in runs(real, (64, 400)) if full in run.calls]
-    assert len(steps) == 2
+    assert len(steps) == 4, "each size as one image and as four"
     for run in steps:
-        (size,) = real_grid(run, numbers["model.visual.patch_embed"])
-        counts = tiny.spec.image_rule.count(14 * size[1], 14 * size[0])
-        assert run.work[full][PATCHES] == run.work[windowed][PATCHES] == counts.patches
-        assert run.work[full][SQUARES] == counts.patches_sq
-        assert run.work[windowed][WINDOWED] == counts.patches_windowed
-    assert steps[-1].work[windowed][WINDOWED] < steps[-1].work[full][SQUARES]
-
-
-def real_grid(run, number: int) -> list[tuple[int, int]]:
-    """Sides of the one grid that has as many patches, near to square as `image_calls` makes them."""
-    rows = len(run.calls[number][0].rows)
-    high = 8 * max(1, round((rows / 64) ** 0.5))
-    return [(high, rows // high)]
+        grids = run.calls[numbers["model.visual.patch_embed"]][0].rows.shape[0]
+        images = len(run.calls[full][0].kwargs["cu_seqlens"]) - 1
+        high = 8 * max(1, round((grids / images / 64) ** 0.5))  # near to square, as `image_calls` makes them
+        counts = tiny.spec.image_rule.count(14 * (grids // images // high), 14 * high)
+        assert run.work[full][PATCHES] == run.work[windowed][PATCHES] == images * counts.patches
+        assert run.work[full][SQUARES] == images * counts.patches_sq
+        assert run.work[windowed][WINDOWED] == images * counts.patches_windowed
+    assert {len(run.calls[full][0].kwargs["cu_seqlens"]) - 1 for run in steps} == {1, 4}
+    assert any(run.work[windowed][WINDOWED] < run.work[full][SQUARES] for run in steps)
 
 
 def test_a_pack_is_a_sample_and_one_token_so_that_there_is_a_mask() -> None:

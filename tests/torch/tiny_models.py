@@ -287,11 +287,12 @@ def make_config(case: str, *, vision: dict | None = None, text: dict | None = No
 
 def describe_here(config, *, preprocessor: dict | None = None, name: str | None = None) -> ModelSpec:
     """As `describe`, but Transformers is asked in this process: a child takes seconds to start."""
-    written = as_saved(config)
-    if family_of(config.model_type).describe is not None:
+    written, family = as_saved(config), family_of(config.model_type)
+    if family.describe is not None:
         return describe(written, preprocessor=preprocessor, name=name)
     spec = describe_fields(written)
-    return replace(spec, name=name or spec.name, image_rule=image_rule(written, preprocessor))
+    rule = spec.image_rule if family.image_rule is None else image_rule(written, preprocessor)
+    return replace(spec, name=name or spec.name, image_rule=rule)
 
 
 def make_tiny_model(case: str) -> TinyModel:

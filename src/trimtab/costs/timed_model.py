@@ -23,6 +23,7 @@ from trimtab.models.asking.batches import Batch
 from trimtab.specs import ModelSpec, SampleTable
 
 _FEW = 16  # words beside images whose towers are timed
+_COPIES = 4  # a second run of each size is divided among this many images, where images may be of any size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,10 +93,15 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
     seeing = {i for i in real.chosen if layers[i].tower != "language"}
     if real.kinds.has_images and seeing:
         unit = max(1.0, _work_of_one(real)[PATCHES])
-        wanted = {(max(1, round(size / unit)), _FEW if texts[size] is not None else size) for size in texts}
-        for times, words in sorted(wanted):
-            alone = words == _FEW
-            yield _run(real, batches.make(times, words), seeing if alone else set(real.chosen))
+        for times, words, copies in sorted(
+            {
+                (max(1, round(size / unit / copies)), _FEW if texts[size] is not None else size, copies)
+                for size in texts
+                for copies in ((1, _COPIES) if batches.has_grid else (1,))
+            }
+        ):
+            images = batches.make(times, words, copies=copies)
+            yield _run(real, images, seeing if words == _FEW else set(real.chosen))
     for batch in texts.values():
         if batch is not None:
             yield _run(real, batch, set(real.chosen) - seeing)

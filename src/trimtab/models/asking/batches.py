@@ -81,11 +81,21 @@ class Batches:
         self._chosen: _Arrangement | None = None
         self._rows: dict[tuple[_Arrangement, int], int] = {}
 
-    def make(self, times: int, num_text: int, *, multiple: int = 1) -> Batch:
-        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row."""
+    def make(self, times: int, num_text: int, *, multiple: int = 1, copies: int = 1) -> Batch:
+        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row.
+
+        `copies`: so many images of that size, where `has_grid`.
+        """
         if self._chosen is None:
             self._chosen = self._choose(num_text, multiple)
-        return self._put(self._chosen, times, num_text, multiple)
+        return self._put(self._chosen, times, num_text, multiple, copies=copies)
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether images of any size come as patches beside a table of sizes."""
+        return (
+            self._chosen is not None and self._chosen.images is not None and self.images.has_grid(self._chosen.images)
+        )
 
     def make_text(self, num_tokens: int) -> Batch | None:
         """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
@@ -131,14 +141,14 @@ class Batches:
             for r, a, s, t in itertools.product(rows, axes, apart, types):
                 yield _Arrangement(images=which, rows=r, axes=a, types=t, samples=s)
 
-    def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int) -> Batch:
+    def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int, *, copies: int = 1) -> Batch:
         num_image = 0
         if how.images is not None and how.rows is not None:
             if (how, times) not in self._rows:
                 self._rows[how, times] = self._count_rows(how, times, num_text)
-            num_image = self._rows[how, times]
+            num_image = copies * self._rows[how, times]
         num_text += -(num_image + num_text + (how.axes is not None)) % multiple
-        return self._fill(how, times, num_text, num_image)
+        return self._fill(how, times, num_text, num_image, copies=copies)
 
     def _count_rows(self, how: _Arrangement, times: int, num_text: int) -> int:
         """Rows that these images take in each row of text: what the forward is about to put there, or a guess."""
@@ -148,8 +158,8 @@ class Batches:
                 return found // (times if how.samples else 1)
         return self.images.count_rows(how.images or 0, times)[(how.rows or 1) - 1]
 
-    def _fill(self, how: _Arrangement, times: int, num_text: int, num_image: int) -> Batch:
-        images = {} if how.images is None else self.images.draw(how.images, times)
+    def _fill(self, how: _Arrangement, times: int, num_text: int, num_image: int, *, copies: int = 1) -> Batch:
+        images = {} if how.images is None else self.images.draw(how.images, times, copies=copies)
         before = num_text // 2
         text, place = self.word, self.word if self.token is None else self.token
         row = [text] * before + [place] * num_image + [text] * (num_text - before)

@@ -49,9 +49,14 @@ class ImageSource:
             if not self.asks or self._encoded(images) is not None:
                 yield number
 
-    def draw(self, choice: int, times: int) -> Values:
-        """`times` the smallest images: a larger grid of patches, or more images."""
-        return next(x for i, x in enumerate(self._calls(times)) if i == choice)
+    def draw(self, choice: int, times: int, *, copies: int = 1) -> Values:
+        """`times` the smallest images: a larger grid of patches (`copies` of it: so many images), or more images."""
+        found = next(x for i, x in enumerate(self._calls(times)) if i == choice)
+        return found if copies == 1 else {name: torch.cat([x] * copies) for name, x in found.items()}
+
+    def has_grid(self, choice: int) -> bool:
+        """Whether patches of all images lie in one tensor, beside a table of their sizes."""
+        return any("grid" in name for name in self.draw(choice, 1))
 
     def count_rows(self, choice: int, times: int) -> tuple[int, ...]:
         """Rows that these images may leave, the likeliest first: features of several layers come in one answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,15 +19,13 @@ from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
 from trimtab.models.asking.forward import Pass, Watch
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
 from trimtab.models.asking.layers import Passes, describe_units, main_lists
-from trimtab.models.asking.units import Unit, find_head, split_units
+from trimtab.models.asking.units import Unit, find_head, forward_order, split_units
 from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
 from trimtab.models.images.build import UnsettledRule
-from trimtab.specs import LayerSpec, ModelSpec, Tower
+from trimtab.specs import LayerSpec, ModelSpec
 
 NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half
-_RANK: dict[Tower, int] = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
-_BEHIND = re.compile(r"newline|separator")
 UNSETTLED = (
     "images of this model cannot be counted yet: its layers were asked of Transformers, and no image rule of trimtab "
     "is known for it; give sizes of text alone, or a model whose `model_type` docs/models.md lists"
@@ -181,27 +178,13 @@ def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass |
 
 
 def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
-    """Positions in forward order: audio, vision with its projectors, language; in a tower as they were entered.
-
-    A unit that was not entered (its weights are read by another) follows its neighbour in module order.
-    """
-    times: dict[str, int] = {}
+    """Positions in forward order, and whether any unit was entered."""
+    times: dict[str, float] = {}
     for one in (passes.image, passes.long):
         if one is not None:
             for path in one.ran:
                 times.setdefault(path, len(times))
-    keys, last = [], dict.fromkeys(_RANK.values(), -1.0)
-    for i, unit in enumerate(units):
-        rank = _RANK[unit.tower]
-        time = float(times.get(unit.path, last[rank]))
-        if unit.tower == "language" and hasattr(unit.module, "num_embeddings"):
-            time = -1.0  # text is embedded beside the images
-        elif unit.module is None and unit.tower == "projector" and _BEHIND.search(unit.path):
-            time = float("inf")  # put between features that are there
-        else:
-            last[rank] = time
-        keys.append((rank, time, i))
-    return sorted(range(len(units)), key=lambda i: keys[i]), bool(times)
+    return forward_order(units, times), bool(times)
 
 
 def _tied(units: list[Unit]) -> tuple[tuple[str, str], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ _PROJECTOR = re.compile(
     r"|query_tokens|vision_embed|visual_embed|bridge|downsample|image_token_embed|latent|perceiver"
 )
 _VISION = re.compile(r"vis|image|patch|vq|pixel")
+_RANK: dict[Tower, int] = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
+_BEHIND = re.compile(r"newline|separator")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,6 +57,26 @@ def split_units(model: Any) -> list[Unit]:
         )
     assert sum(x.num_params for x in found) == sum(p.numel() for p in model.parameters()), "a parameter is in no unit"
     return found
+
+
+def forward_order(units: Sequence[Unit], times: Mapping[str, float]) -> list[int]:
+    """Positions in forward order: audio, vision with its projectors, language; in a tower as they were entered.
+
+    `times`: when each was entered first, by path. A unit that was not (its weights are read by another) follows its
+    neighbour in module order.
+    """
+    keys, last = [], dict.fromkeys(_RANK.values(), -1.0)
+    for i, unit in enumerate(units):
+        rank = _RANK[unit.tower]
+        time = float(times.get(unit.path, last[rank]))
+        if unit.tower == "language" and hasattr(unit.module, "num_embeddings"):
+            time = -1.0  # text is embedded beside the images
+        elif unit.module is None and unit.tower == "projector" and _BEHIND.search(unit.path):
+            time = float("inf")  # put between features that are there
+        else:
+            last[rank] = time
+        keys.append((rank, time, i))
+    return sorted(range(len(units)), key=lambda i: keys[i])
 
 
 def find_head(model: Any) -> Any:

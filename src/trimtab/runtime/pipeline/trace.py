@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.models.asking.units import Unit, split_units
+from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
@@ -33,7 +33,6 @@ from trimtab.runtime.vision.outputs import columns_of, fill_features
 from trimtab.runtime.vision.seams import Seam, find_seams
 
 HOST = torch.device("cpu")
-_RANK = {"audio": 0, "vision": 1, "projector": 1, "language": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,26 +260,14 @@ def _pieces(output: Any) -> list[int] | None:
     return [x.numel() // x.shape[-1] for x in first] if isinstance(first, (list, tuple)) else None
 
 
-def forward_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:
+def layer_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:
     """Paths of all layers as plans list them: towers first, embeddings of text in front of its blocks."""
     times: dict[str, float] = {}
     for number, call in enumerate(trace.calls):
         times.setdefault(call.layer, number)
         for name in call.reads:
             times.setdefault(name, number - 0.5)  # a bare parameter, in front of what reads it first
-    return tuple(unit.path for _, unit in sorted(_keys(units, times), key=lambda pair: pair[0]))
-
-
-def _keys(units: Sequence[Unit], times: dict[str, float]) -> Iterator[tuple[tuple[int, float, int], Unit]]:
-    last = dict.fromkeys(_RANK.values(), -1.0)
-    for i, unit in enumerate(units):
-        rank = _RANK[unit.tower]
-        time = times.get(unit.path, last[rank])
-        if unit.tower == "language" and isinstance(unit.module, nn.Embedding):
-            time = -1.0  # text is embedded beside the images
-        else:
-            last[rank] = time
-        yield (rank, time, i), unit
+    return tuple(units[i].path for i in forward_order(units, times))
 
 
 def try_trace(tracer: Tracer, batch: Batch) -> Trace:

@@ -15,7 +15,7 @@ from trimtab.runtime.data.loss import label_weights, packed_loss
 from trimtab.runtime.pipeline.cuts import Cuts
 from trimtab.runtime.pipeline.flow import Batch, Sealed, arguments_of
 from trimtab.runtime.pipeline.module import StageModule
-from trimtab.runtime.pipeline.trace import Tracer, forward_order, try_trace
+from trimtab.runtime.pipeline.trace import Tracer, layer_order, try_trace
 
 Links: TypeAlias = list[tuple[Tensor, Tensor]]
 """Tensors that one stage sent, and the same as the next one received them."""
@@ -42,7 +42,7 @@ def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     Use it to make a `PipelineLayout` by hand.
     """
     tracer = Tracer(model)
-    return forward_order(tracer.units, try_trace(tracer, batch))
+    return layer_order(tracer.units, try_trace(tracer, batch))
 
 
 def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: Sequence[Batch]) -> PipelineCheck:
