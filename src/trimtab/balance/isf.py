@@ -16,8 +16,6 @@ from trimtab.specs import IntArray
 PAPER_FILTERS = (9 / 9, 3968 / 4096)
 """Q'_v / Q_v and Q'_t / Q_t of the paper's setting: Q_v 9, Q_t 4096, filters 9 and 3968."""
 
-PAPER_ITERATIONS = 10
-
 
 def default_filters(limits: tuple[int, ...]) -> tuple[int, ...]:
     """The paper's share of each limit, rounded up: (18, 6016) gives (18, 5828)."""

@@ -84,11 +84,6 @@ class StreamPacker:
         """Samples not yet in a row."""
         return len(self._ids)
 
-    @property
-    def num_ready(self) -> int:
-        """Rows that `pop` can give."""
-        return len(self._ready)
-
     def push(self, sizes: Sequence[int], sample_id: Any) -> None:
         """Take in a sample; any id will do, JSON ones if the state is to be saved as such.
 
