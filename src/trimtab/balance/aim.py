@@ -26,6 +26,7 @@ class AimNumbers:
     tight_fill: float = 0.9955  # share of the packs' room that is used: as full as most data allow
     loose_fill: float = 0.985  # the same, with room to even out the cost
     worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
+    worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
     even_ranks: int = 32  # rows of more packs even out the cost alone: their largest takes all the room there is
     trial_packs: int = 2048  # of the trial that times are modelled on
@@ -124,7 +125,8 @@ def choose_aim(columns: FloatArray, bounds: FloatArray, dp: int, num_rounds: int
 
     best = Aim(n.loose_fill if fill is None else fill, "cost")
     shortest, tight = time_of(best), Aim(n.tight_fill, "tight")
-    if fill is None and shortest >= (1.0 - n.worth) * time_of(tight):
+    worth = n.worth if dp <= n.even_ranks else n.worth_of_many
+    if fill is None and shortest >= (1.0 - worth) * time_of(tight):
         return tight
     chosen = best
     for style in LOOSE_STYLES[1:] if dp <= n.even_ranks else ():
