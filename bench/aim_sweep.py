@@ -32,8 +32,6 @@ def row_time(packed: PackResult, cost: np.ndarray) -> float:
 
 def changed(value: Any) -> list[Any]:
     """Values to try beside `value`: a weight that is gone, and twice as large; of a fill and a count half and twice."""
-    if isinstance(value, tuple):
-        return [value[:1], value[1:]]
     if isinstance(value, int):
         return [value // 2, 2 * value]
     if 0.9 < value < 1:
@@ -58,7 +56,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these numbers alone")
     arguments = parser.parse_args()
     native = generate_native(arguments.samples)
-    tables: list[tuple[str, SampleTable, tuple[int, int], CostWeights]] = [
+    tables: list[tuple[Any, ...]] = [
         ("mixture", draw_lengths("mixture", arguments.samples), (9, 4096), TILE_COST),
         ("native", native, (41_920, 16_384), NATIVE_COST),
         ("all pairs", native, (41_920, 16_384), NATIVE_FULL_COST),

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "attention", "full", "offload"]
+"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
+alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 DType = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
 Attention = Literal["flash", "sdpa", "eager"]

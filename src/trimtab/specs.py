@@ -7,7 +7,7 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -116,22 +116,8 @@ class LayerSpec:
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for two layers that cost the same, whatever their names."""
-        return (
-            self.tower,
-            self.kind,
-            self.hidden_size,
-            self.output_size,
-            self.num_params,
-            self.num_matmul_params,
-            self.rows_per_input,
-            self.attention,
-            self.mlp,
-            self.norm,
-            self.num_norms,
-            self.layer_scale,
-            self.unread,
-            self.measured,
-        )
+        unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "beside", "bare")
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in unlike)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,10 +406,6 @@ class Schedule:
 
 
 # -- costs ----------------------------------------------------------------------------------------------------------
-
-
-"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
-alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

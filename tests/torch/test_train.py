@@ -36,6 +36,7 @@ from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, Un
 from trimtab.models.describe import describe
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
+from trimtab.plan.measured.check import verify_plan
 from trimtab.plan.measured.run_log import compare_times, read_run_log, read_run_of
 from trimtab.plan.plan import RecomputeDecision
 from trimtab.report.html import html_report
@@ -46,7 +47,6 @@ from trimtab.runtime.training.checkpoint import list_checkpoints, read_progress
 from trimtab.runtime.training.loop import fit_layout, refuse_unshared, refuse_useless, train
 from trimtab.runtime.training.ranks import process_group
 from trimtab.runtime.training.settings import TrainSettings, rate_factor
-from trimtab.runtime.training.verify import verify_plan
 
 pytestmark = pytest.mark.torch
 
@@ -508,7 +508,7 @@ CHANGES = {
         lambda f: (f / "indices.npy").write_bytes((f / "indices.npy").read_bytes()[:-8] + bytes(8)),
         "is not the one the plan was made with",
     ),
-    "twice": (lambda f: change_table(f, "indices.npy", repeat_sample), "do not hold every sample as often as it is"),
+    "twice": (lambda f: change_table(f, "indices.npy", repeat_sample), "samples are packed more than once"),
     "negative": (lambda f: change_table(f, "schedule.npy", write_negative_pack), "point outside the sample table"),
     "far": (lambda f: change_table(f, "indices.npy", write_far_row), "point outside the sample table"),
     "pp": (

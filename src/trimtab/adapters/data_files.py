@@ -19,12 +19,11 @@ import numpy.typing as npt
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
-from trimtab.plan.decide.packs import load_packs, pack_contents
-from trimtab.plan.file.yaml import array_bytes, load_plan, read_table
-from trimtab.plan.plan import Plan, TableFile
+from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
+from trimtab.plan.file.yaml import array_bytes, load_plan
+from trimtab.plan.plan import Plan
 from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.records import detect_format
-from trimtab.samples.table import table_from_bytes
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 Field = Literal["length", "num_tokens", "num_patches", "pack"]
@@ -59,8 +58,7 @@ class Exported:
 def read_planned(path: Path) -> PlannedPacks:
     """The packs of the plan at `path` (the file or its folder); `PlanError` unless each of them is run exactly once."""
     plan, folder = load_plan(path), path if path.is_dir() else path.parent
-    table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
-    samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+    samples = read_samples(plan, folder)
     packs = load_packs(folder, plan.decisions.packing, times=np.ones(len(samples), np.int64))
     if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
         raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")

@@ -94,8 +94,8 @@ def pai_export(
     blocks = model.indices("language", "block")
     counts = [sum(stage.start <= i < stage.stop for i in blocks) for stage in stages]
     even = len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0)
+    cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
     if export is not None and not even:
-        cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
         problems.append(
             f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
             f"the first stage and even ones behind it: export with --fit FOLDER{cost}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 from trimtab.adapters.deepspeed import deepspeed_export, deepspeed_runs
 from trimtab.adapters.huggingface import huggingface_export, plain_settings
@@ -19,22 +19,13 @@ from trimtab.adapters.torchtitan import titan_export, titan_ladder, titan_unsupp
 from trimtab.adapters.xtuner_fsdp import xtuner_export, xtuner_ladder
 from trimtab.plan.decide.expressible import Expressible, fastest_fitting
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
+from trimtab.specs import LayerSpec, ModelSpec, Stage
 
 # -- the frameworks -------------------------------------------------------------------------------------------------
 
 
-class _Planned(TypedDict):
-    """What every export of stages takes of a plan."""
-
-    model: ModelSpec
-    stages: tuple[Stage, ...]
-    dims: ParallelDims
-    schedule: str
-    num_microbatches: int
-
-
-def _planned(found: ReloadedPlan) -> _Planned:
+def _planned(found: ReloadedPlan, *more: str) -> dict[str, Any]:
+    """What every export of stages takes of a plan, and `more` of its options."""
     case = found.case
     return {
         "model": case.model,
@@ -42,22 +33,13 @@ def _planned(found: ReloadedPlan) -> _Planned:
         "dims": case.setting.dims,
         "schedule": case.options.schedule,
         "num_microbatches": case.setting.num_microbatches,
+        **{name: getattr(case.options, name) for name in more},
     }
-
-
-class _PlannedInChunks(_Planned):
-    num_chunks: int
-    zero_stage: int
-
-
-def _planned_in_chunks(found: ReloadedPlan) -> _PlannedInChunks:
-    options = found.case.options
-    return {**_planned(found), "num_chunks": options.num_chunks, "zero_stage": options.zero_stage}
 
 
 def megatron_export(found: ReloadedPlan, price: float | None = None) -> MegatronExport:
     """The plan's flags, which Megatron-Core's launchers share."""
-    return megatron_flags(**_planned_in_chunks(found), price=price)
+    return megatron_flags(**_planned(found, "num_chunks", "zero_stage"), price=price)
 
 
 def _to_megatron(found: ReloadedPlan, price: float | None) -> Exported:
@@ -100,7 +82,7 @@ def _to_swift(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_pai(found: ReloadedPlan, price: float | None) -> Exported:
-    export = pai_export(**_planned_in_chunks(found), price=price)
+    export = pai_export(**_planned(found, "num_chunks", "zero_stage"), price=price)
     return Exported(
         text=export.shell(),
         fields={"environment": dict(export.environment), "arguments": export.arguments},
@@ -110,7 +92,7 @@ def _to_pai(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_torchtitan(found: ReloadedPlan, price: float | None) -> Exported:
-    export = titan_export(**_planned(found), zero_stage=found.case.options.zero_stage, price=price)
+    export = titan_export(**_planned(found, "zero_stage"), price=price)
     return Exported(
         text=export.python(),
         fields={
@@ -125,7 +107,7 @@ def _to_torchtitan(found: ReloadedPlan, price: float | None) -> Exported:
 
 
 def _to_deepspeed(found: ReloadedPlan, _price: float | None) -> Exported:
-    export = deepspeed_export(**_planned_in_chunks(found))
+    export = deepspeed_export(**_planned(found, "num_chunks", "zero_stage"))
     return Exported(
         text=export.python,
         fields={"parts": export.parts, "config": export.config, "python": export.python},
@@ -135,7 +117,7 @@ def _to_deepspeed(found: ReloadedPlan, _price: float | None) -> Exported:
 
 
 def _to_torch_pipelining(found: ReloadedPlan, _price: float | None) -> Exported:
-    export = pipelining_export(**_planned(found), num_chunks=found.case.options.num_chunks)
+    export = pipelining_export(**_planned(found, "num_chunks"))
     return Exported(text=export.json(), fields=export.as_dict(), runs=found.stages, warnings=export.warnings)
 
 

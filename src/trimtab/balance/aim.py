@@ -24,14 +24,12 @@ class AimNumbers:
     """
 
     tight_fill: float = 0.9955  # share of the packs' room that is used: as full as most data allow
-    loose_fills: tuple[float, ...] = (0.99, 0.985)  # the same, with room to even out the cost
+    loose_fill: float = 0.985  # the same, with room to even out the cost
     worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
     worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
-    worth_of_more: float = 0.003  # the loosest fill is taken where it shortens that time by this much more
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
     even_ranks: int = 32  # rows of more packs even out the cost alone: their largest takes all the room there is
-    trial_packs: int = 2048
-    trial_rows: int = 32
+    trial_packs: int = 2048  # of the trial that times are modelled on
     tight_fullest: float = 0.1  # weight of the fullest column of tight packs, which its limit holds; the others 1
     cost_weight: float = 8.0  # of the cost in loose packs
     cost_fullest: float = 0.1  # style "cost": weights of the fullest column and of the others, slope of the cost
@@ -119,27 +117,20 @@ def choose_aim(
     from trimtab.balance.window import sum_columns
 
     n = NUMBERS
-    if fill is not None and fill > 0.5 * (n.tight_fill + n.loose_fills[0]):
+    if fill is not None and fill > 0.5 * (n.tight_fill + n.loose_fill):
         return Aim(fill, "tight")
     fullest = float(sum_columns(counted).max())
-    num_packs = min(2 * n.trial_packs, max(n.trial_packs, n.trial_rows * dp))
-    num_trial = int(np.ceil(len(columns) * min(1.0, num_packs / max(fullest, 1.0))))
-    trial = columns[:num_trial]
+    num_trial = int(np.ceil(len(columns) * min(1.0, n.trial_packs / max(fullest, 1.0))))
+    trial, needed = columns[:num_trial], counted[:num_trial]
 
     def time_of(aim: Aim) -> float:
-        return _model_time(trial, counted[:num_trial], bounds, aim, dp, num_packs, num_rounds)
+        return _model_time(trial, needed, bounds, aim, dp, n.trial_packs, num_rounds)
 
-    first, *looser = n.loose_fills if fill is None else (fill,)
-    best = Aim(first, "cost")
-    shortest = time_of(best)
-    for loose in looser:
-        time = time_of(Aim(loose, "cost"))
-        if time < (1.0 - n.worth_of_more) * shortest:
-            best, shortest = Aim(loose, "cost"), time
-    if fill is None:
-        tight, worth = Aim(n.tight_fill, "tight"), n.worth if dp <= n.even_ranks else n.worth_of_many
-        if shortest >= (1.0 - worth) * time_of(tight):
-            return tight
+    best = Aim(n.loose_fill if fill is None else fill, "cost")
+    shortest, tight = time_of(best), Aim(n.tight_fill, "tight")
+    worth = n.worth if dp <= n.even_ranks else n.worth_of_many
+    if fill is None and shortest >= (1.0 - worth) * time_of(tight):
+        return tight
     chosen = best
     for style in LOOSE_STYLES[1:] if dp <= n.even_ranks else ():
         aim = Aim(best.fill, style)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,10 @@ class Job:
     indices: Column
     starts: IntArray
 
+    @property
+    def how(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("limits", "dp", "seed", "epoch", "num_rounds")}
+
     def with_aim(self) -> Job:
         """The same with the aim chosen on the first shard, so that all are alike."""
         if isinstance(self.aim, Aim) or len(self.starts) < 3:
@@ -51,12 +56,8 @@ class Job:
             aim=aim_for(
                 shard.sizes[small],
                 shard.cost[small],
-                limits=self.limits,
-                dp=self.dp,
-                seed=self.seed,
-                epoch=self.epoch,
                 fill=self.aim,
-                num_rounds=self.num_rounds,
+                **self.how,
             ),
         )
 
@@ -150,14 +151,10 @@ def pack_shard(job: Job, number: int) -> IntArray:
     groups = pack_balanced(
         sizes,
         shard.cost if len(large) == 0 else shard.cost[small],
-        limits=job.limits,
-        dp=job.dp,
-        seed=job.seed,
-        epoch=job.epoch,
         shard=number,
         aim=job.aim,
-        num_rounds=job.num_rounds,
         num_others=len(large),
+        **job.how,
     )
     groups = complete_rows(groups, small, large, sizes, job.limits, dp=job.dp, keys=(job.seed, job.epoch), shard=number)
     if job.order != "random":

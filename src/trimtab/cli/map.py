@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -133,44 +134,25 @@ def _write(
 
 
 def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:
+    told = ("model", "objective", "arrangement", "runs_on", "run_on_cpu", "notes")
     return {
-        "model": placement.model,
-        "objective": placement.objective,
-        "arrangement": placement.arrangement,
-        "device_map": dict(placement.device_map),
-        "runs_on": placement.runs_on,
-        "run_on_cpu": placement.run_on_cpu,
-        "fullest": placement.fullest,
-        "moved_bytes": placement.moved_bytes,
-        "notes": placement.notes,
-        "devices": _devices(placement),
+        **{name: getattr(placement, name) for name in told},
+        **_map_json(placement),
         "compared": [
-            {
-                "rule": other.rule,
-                "fits": other.fits,
-                "problems": other.problems,
-                "device_map": None if other.placement is None else dict(other.placement.device_map),
-                "devices": None if other.placement is None else _devices(other.placement),
-                "fullest": None if other.placement is None else other.placement.fullest,
-                "moved_bytes": None if other.placement is None else other.placement.moved_bytes,
-            }
+            {"rule": other.rule, "fits": other.fits, "problems": other.problems, **_map_json(other.placement)}
             for other in compared
         ],
     }
 
 
-def _devices(placement: Placement) -> list[dict[str, Any]]:
-    return [
-        {
-            "device": use.device,
-            "capacity_bytes": use.capacity_bytes,
-            "weight_bytes": use.weight_bytes,
-            "kv_bytes": use.kv_bytes,
-            "activation_bytes": use.activation_bytes,
-            "streamed_bytes": use.streamed_bytes,
-            "reserve_bytes": use.reserve_bytes,
-            "total_bytes": use.total_bytes,
-            "fraction": use.fraction,
-        }
-        for use in placement.uses
-    ]
+def _map_json(placement: Placement | None) -> dict[str, Any]:
+    if placement is None:
+        return dict.fromkeys(("device_map", "devices", "fullest", "moved_bytes"))
+    return {
+        "device_map": dict(placement.device_map),
+        "devices": [
+            {**asdict(use), "total_bytes": use.total_bytes, "fraction": use.fraction} for use in placement.uses
+        ],
+        "fullest": placement.fullest,
+        "moved_bytes": placement.moved_bytes,
+    }

@@ -85,9 +85,7 @@ def cost_layer(
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
     Gradient exchange and optimizer come once a step: `step_seconds`. Not counted: host time.
     """
-    assert layer.attention is None or not layer.attention.cross, (
-        "cross-attention has no price; profile_model refuses it"
-    )
+    assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.measure(layer, device, settings)

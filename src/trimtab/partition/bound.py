@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trimtab.partition.backward import weight_matrix
 from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order
-from trimtab.partition.stages import SplitProblem, chunk_room, layer_table_of, pipeline_of
+from trimtab.partition.stages import SplitProblem, chunk_room, pipeline_of
 from trimtab.specs import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -80,10 +80,12 @@ def bound_cuts(problem: SplitProblem, work: FloatArray) -> tuple[int, ...] | Non
 
 def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
     """Terms 1 to 4 of `makespan_bound`."""
+    from trimtab.partition.layer_table import layer_table
+
     S, M = problem.num_stages * problem.num_chunks, problem.num_microbatches
     # e_m is linear in the work: its sum over micro-batches is M times the extra at their mean
     problem = replace(problem, work_mean=work.mean(axis=(0, 1)))
-    table = layer_table_of(problem, time_weight=M)
+    table = layer_table(problem, time_weight=M)
     mean_step = work.mean(axis=0).T
     weight_s = weight_matrix(problem.profile) @ mean_step
     split = block_order(

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.partition.schedules import block_order, devices_of_stages
 from trimtab.partition.simulate import block_costs, stage_times
-from trimtab.partition.stages import SplitProblem, chunk_room, layer_table_of, pipeline_of, stage_of
+from trimtab.partition.stages import SplitProblem, chunk_room, pipeline_of, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
 
 
@@ -37,6 +37,8 @@ class Evaluator:
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
         work = checked_work(problem, work)
+        from trimtab.partition.layer_table import layer_table
+
         S = problem.num_stages * problem.num_chunks
         shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
         self.problem = problem
@@ -47,7 +49,7 @@ class Evaluator:
             None if link_bytes_per_s is None else np.broadcast_to(np.asarray(link_bytes_per_s, float), (S - 1,))
         )
         self.latency_s = latency_s
-        self.table = layer_table_of(problem)
+        self.table = layer_table(problem)
         self.pipeline = pipeline_of(problem, self.table, chunk_room(problem))
         self.order = block_order(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
         self.device = devices_of_stages(problem.schedule, **shape)

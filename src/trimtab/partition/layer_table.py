@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +20,10 @@ from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
 from trimtab.partition.tiers import TierTable
-from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, RecomputeTier
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, RecomputeTier
+
+if TYPE_CHECKING:
+    from trimtab.partition.stages import SplitProblem
 
 TICK_BITS = 44
 MAX_BYTES = 2**60  # an exbibyte stands for "no limit"
@@ -103,21 +107,13 @@ class LayerTable:
         )
 
 
-def layer_table(
-    profile: Profile,
-    *,
-    work_mean: FloatArray,
-    work_max: FloatArray,
-    forbidden_cuts: frozenset[int] = frozenset(),
-    recompute: RecomputeMode = "auto",
-    time_weight: int = 1,
-) -> LayerTable:
+def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     """Seconds at `work_mean`, bytes (rounded up) at `work_max`; `time_weight` is the largest factor put on times."""
-    layers = profile.layers
-    mean, most = _work_vector(work_mean, "work_mean"), _work_vector(work_max, "work_max")
+    profile, layers, forbidden_cuts = problem.profile, problem.profile.layers, problem.forbidden_cuts
+    mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward = profile.matrix("forward_s") @ mean
     backward = profile.matrix("backward_s") @ mean
-    offered = [_offered(layer, recompute) for layer in layers]
+    offered = [_offered(layer, problem.recompute) for layer in layers]
     extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 

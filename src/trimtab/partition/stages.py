@@ -130,20 +130,6 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     return np.asarray(room * held / np.bincount(device, weights=held)[device])
 
 
-def layer_table_of(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
-    """The problem's profile as integers."""
-    from trimtab.partition.layer_table import layer_table
-
-    return layer_table(
-        problem.profile,
-        work_mean=problem.work_mean,
-        work_max=problem.work_max,
-        forbidden_cuts=problem.forbidden_cuts,
-        recompute=problem.recompute,
-        time_weight=time_weight,
-    )
-
-
 def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray, **forms: IntArray) -> Pipeline:
     """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
 
@@ -190,8 +176,9 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
 def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
     """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
     from trimtab.partition.cuts import best_tied_cuts, least_bottleneck, least_reachable_bottleneck
+    from trimtab.partition.layer_table import layer_table
 
-    table = layer_table_of(problem)
+    table = layer_table(problem)
     pipeline = pipeline_of(problem, table, cap)
 
     def best_cuts(bottleneck: int) -> list[int]:
@@ -219,8 +206,9 @@ def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
 def _infeasible(problem: SplitProblem) -> PartitionError:
     """How many bytes the fullest device lacks in the split that needs least on it."""
     from trimtab.partition.cuts import least_memory
+    from trimtab.partition.layer_table import layer_table
 
-    table = layer_table_of(problem)
+    table = layer_table(problem)
     pipeline = pipeline_of(problem, table, chunk_room(problem))
     least = least_memory(pipeline, table.tiers) * problem.num_chunks + problem.overhead_bytes
     missing = least - problem.memory_bytes

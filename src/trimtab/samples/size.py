@@ -94,8 +94,8 @@ def size_samples(
     ready = _hold_lengths(files)
     if ready:
         if isinstance(image_rule, AskedRule):
-            known = [read_length_part(file, count_image=image_counter(_SizesAlone())) for file in files]
-            image_rule.prepare(_sizes_in(known))
+            alone = image_counter(_SizesAlone())
+            image_rule.prepare(_sizes_in([read_length_part(file, count_image=alone) for file in files]))
         count_image = image_counter(image_rule)
         parts = [[read_length_part(file, count_image=count_image)] for file in files]
     else:
@@ -119,10 +119,9 @@ def size_samples(
     ]
     bad = [sample for file_parts in parts for part in file_parts for sample in part.bad]
     num_read = sum(part.num_read for file_parts in parts for part in file_parts)
-    if on_bad == "error":
+    if on_bad == "error" or len(bad) == num_read:
         refuse_bad(bad, num_read)
     if len(bad) == num_read:
-        refuse_bad(bad, num_read)
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     return SizingResult(
         table=join_parts(files, parts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import numpy as np
 from trimtab.balance.dispatch import redispatch
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError
-from trimtab.plan.file.yaml import array_bytes, load_array
-from trimtab.plan.plan import PackingDecision
-from trimtab.specs import IntArray, Packing, Schedule
+from trimtab.plan.decide.mixture import Epoch
+from trimtab.plan.file.yaml import array_bytes, load_array, read_table
+from trimtab.plan.plan import PackingDecision, Plan, TableFile
+from trimtab.samples.table import table_from_bytes
+from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 
 def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
@@ -33,6 +36,32 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     num_rows = int((schedule.table >= 0).any(axis=1).sum())
     per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
     return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
+
+
+def read_samples(plan: Plan, folder: Path) -> SampleTable:
+    """The sizes that the plan was made from; refused if they are others."""
+    table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
+    return table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+
+
+def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str]:
+    """Unless every sample is in a pack as often as it is drawn, or left out as oversize, and every pack in one slot."""
+    packing, table, mixture = packed.packing, packed.schedule.table, plan.inputs.data.mixture
+    often = "more often than the weights draw them" if mixture else "more than once"
+    if epoch.sources != mixture:
+        yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
+    missing_times = epoch.times - np.bincount(packing.indices, minlength=len(epoch.times))
+    if (missing_times < 0).any():
+        yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
+    missing = int(missing_times[missing_times > 0].sum())
+    if missing != plan.decisions.packing.num_oversize:
+        yield (
+            f"{missing} samples are in no pack, and the plan says that {plan.decisions.packing.num_oversize} were left "
+            "out: run `trimtab plan` again"
+        )
+    runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
+    if (runs != 1).any():
+        yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
 
 
 def load_packs(folder: Path, decision: PackingDecision, *, times: IntArray) -> PackResult:

@@ -17,17 +17,16 @@ from trimtab.plan.decide.assemble import case_tables, device_fingerprint, plan_d
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.mixture import draw_epoch
-from trimtab.plan.decide.packs import load_packs
+from trimtab.plan.decide.packs import load_packs, read_samples
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.file.yaml import load_plan, read_table
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import Plan, TableFile
+from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
 from trimtab.plan.sharing.decision import share_vision
-from trimtab.samples.table import table_from_bytes
 from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
 
 
@@ -57,8 +56,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
             f"device {inputs.cluster.device} has other figures than when the plan was made: "
             "pass the ClusterSpec it was made with as cluster=, or run `trimtab plan` again"
         )
-    table = TableFile(file=inputs.data.table, blake2b=inputs.data.table_blake2b)
-    samples = table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+    samples = read_samples(plan, folder)
     options = replace(options_of(plan), profile=saved)
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     packs = load_packs(folder, decisions.packing, times=epoch.times)

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.case import tower_cuts
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.decide.mixture import draw_epoch
-from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
+from trimtab.plan.file.reload import ReloadedPlan, options_of, reload_plan, stages_of
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
+from trimtab.plan.sharing.choice import decision_problems
 from trimtab.specs import ClusterSpec, ModelSpec
 from trimtab.units import format_bytes
 
@@ -33,6 +36,36 @@ def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: Clu
     except TrimtabError as error:
         return [*problems, str(error)]
     return [*problems, *reloaded_problems(found)]
+
+
+def verify_plan(path: Path, model: ModelSpec) -> None:
+    """Raises `PlanError` with all that changed since planning: data files, tables, packs, stages, recompute.
+
+    Reads the tables once, whole. Memory, limits and the cost table are left out: a run on another device than the
+    plan's is none the worse for them; and so are files that are not there, which are named where records are opened.
+    """
+    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    problems = list(_changed_files(plan, folder, missing=False))
+    for check in (_packs_problems, _stages_problems):
+        try:
+            problems += check(plan, folder, model)
+        except TrimtabError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise PlanError(join_problems(problems))
+
+
+def _packs_problems(plan: Plan, folder: Path, _model: ModelSpec) -> Iterator[str]:
+    samples, options = read_samples(plan, folder), options_of(plan)
+    epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    yield from cover_problems(plan, epoch, load_packs(folder, plan.decisions.packing, times=epoch.times))
+
+
+def _stages_problems(plan: Plan, _folder: Path, model: ModelSpec) -> Iterator[str]:
+    decisions = plan.decisions
+    if decisions.vision_data_parallel is not None:
+        yield from decision_problems(decisions.vision_data_parallel, decisions.parallel, decisions.schedule, model)
+    stages_of(plan, model)
 
 
 def refuse_broken(path: Path) -> None:
@@ -59,13 +92,13 @@ def reloaded_problems(found: ReloadedPlan) -> list[str]:
     return problems
 
 
-def _changed_files(plan: Plan, folder: Path) -> Iterator[str]:
+def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterator[str]:
     for file in plan.inputs.data.files:
         places = [Path(file.path), folder / file.path]
         there = next((p for p in places if p.is_file()), None)
-        if there is None:
+        if there is None and missing:
             yield f"data file {file.path} is not where it was: check from the folder the plan was made in"
-        elif there.stat().st_size != file.num_bytes or fingerprint_file(there) != file.blake2b:
+        if there and (there.stat().st_size != file.num_bytes or fingerprint_file(there) != file.blake2b):
             yield f"data file {there} has changed since the plan was made: run `trimtab plan` again"
 
 
@@ -106,25 +139,10 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
 
 def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
     """Every sample in one pack, or in as many as it is drawn, or left out as oversize; every pack in one slot."""
-    packing, table = found.case.packing, found.case.schedule.table
-    decision, num_samples = found.plan.decisions, len(found.case.samples)
-    options, mixture = found.case.options, found.plan.inputs.data.mixture
-    epoch = draw_epoch(found.case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-    often = "more often than the weights draw them" if mixture else "more than once"
-    if epoch.sources != mixture:
-        yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
-    missing_times = epoch.times - np.bincount(packing.indices, minlength=num_samples)
-    if (missing_times < 0).any():
-        yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
-    missing = int(missing_times[missing_times > 0].sum())
-    if missing != decision.packing.num_oversize:
-        yield (
-            f"{missing} samples are in no pack, and the plan says that {decision.packing.num_oversize} were left out: "
-            "run `trimtab plan` again"
-        )
-    runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
-    if (runs != 1).any():
-        yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
+    case, decision, table = found.case, found.plan.decisions, found.case.schedule.table
+    options = case.options
+    epoch = draw_epoch(case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    yield from cover_problems(found.plan, epoch, PackResult(packing=case.packing, schedule=case.schedule))
     expected = (decision.packing.num_steps, decision.parallel.dp, decision.schedule.num_microbatches)
     if table.shape != expected:
         yield f"the schedule has {table.shape} slots, the plan's steps x dp x micro-batches are {expected}"

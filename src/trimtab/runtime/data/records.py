@@ -12,11 +12,11 @@ import numpy as np
 
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
-from trimtab.plan.file.yaml import array_bytes, load_plan, read_table
-from trimtab.plan.plan import TableFile
+from trimtab.plan.decide.packs import read_samples
+from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
 from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
-from trimtab.samples.table import is_saved_table, table_from_bytes
+from trimtab.samples.table import is_saved_table
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -39,10 +39,8 @@ def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> Plann
     """
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
-    data = load_plan(path if path.is_file() else folder).inputs.data
-    samples = table_from_bytes(
-        read_table(folder, TableFile(file=data.table, blake2b=data.table_blake2b)), origin=str(folder / data.table)
-    )
+    made = load_plan(path if path.is_file() else folder)
+    data, samples = made.inputs.data, read_samples(made, folder)
     if files is None:
         named = [Path(file.path) for file in data.files]
         files = [file if file.is_file() else folder / file for file in named]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
 from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.measured.check import verify_plan
 from trimtab.plan.measured.probed import (
     heaviest_packs,
 )
@@ -29,7 +30,6 @@ from trimtab.runtime.recompute.apply import Granularity
 from trimtab.runtime.training.loop import autocast, load_model, make_optimizer
 from trimtab.runtime.training.ranks import device_mesh, on_first_rank
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.runtime.training.verify import verify_plan
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
 

@@ -24,6 +24,7 @@ from trimtab.models.describe import describe
 from trimtab.options import AttentionImplementation
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.measured.check import verify_plan
 from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.runtime.data.collate import PackedCollator
@@ -43,7 +44,6 @@ from trimtab.runtime.training.checkpoint import (
 from trimtab.runtime.training.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.runtime.training.verify import verify_plan
 from trimtab.samples.problems import shorten
 
 
