@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.profile import group_layers, is_unpriced, profile_model
 from trimtab.costs.settings import Attention, CostSettings
@@ -252,7 +253,7 @@ def _note_pairs(rows: dict[int, tuple[int, int]], number: int) -> Callable[..., 
 
 def _count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Rows that enter a block of the vision tower, and the pairs between them that its attention computes."""
-    hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    hidden = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     rows = hidden.shape[:-1].numel()
     ends = kwargs.get("cu_seqlens")
     if ends is None:
