@@ -24,7 +24,7 @@ if "TORCHVISION" in os.environ:
     sys.path.append(os.environ["TORCHVISION"])
     sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")  # of operators
 
-import torch  # noqa: E402
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "tests" / "torch")]

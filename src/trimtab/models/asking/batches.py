@@ -49,7 +49,6 @@ class _Arrangement:
     """How a batch is put together; the first that the model takes is kept."""
 
     images: int | None  # which of the calls with images; None: text alone
-    rows: int | None  # which count of rows has as many places in the text; None: images leave no places
     axes: int | None  # rows of positions; None: the model makes them
     types: bool
     samples: bool  # a sample for each image; else one with all of them
@@ -103,29 +102,23 @@ class Batches:
             axes = [4, 3, 1, None] if asks else [1, None]
         types = [True, False] if self._taken & set(TOKEN_TYPES) else [False]
         for which in itertools.chain(self.images.choices(), [None]):
-            rows: tuple[int | None, ...] = (None,)
-            if which is not None and (self.token is not None or PLACES in self._taken):
-                rows = (*range(1 + len(self.images.count_rows(which, 1))), None)
             apart = [False] if which is None or self.images.asks else [False, True]
-            for r, a, s, t in itertools.product(rows, axes, apart, types):
-                yield _Arrangement(images=which, rows=r, axes=a, types=t, samples=s)
+            for a, s, t in itertools.product(axes, apart, types):
+                yield _Arrangement(images=which, axes=a, types=t, samples=s)
 
     def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int) -> Batch:
-        num_image = 0
-        if how.images is not None and how.rows is not None:
-            if (how, times) not in self._rows:
-                self._rows[how, times] = self._count_rows(how, times, num_text)
-            num_image = self._rows[how, times]
+        if (how, times) not in self._rows:
+            self._rows[how, times] = self._count_rows(how, times, num_text)
+        num_image = self._rows[how, times]
         num_text += -(num_image + num_text + (how.axes is not None)) % multiple
         return self._fill(how, times, num_text, num_image)
 
     def _count_rows(self, how: _Arrangement, times: int, num_text: int) -> int:
-        """Rows that these images take in each row of text: what the forward is about to put there, or a guess."""
-        if not how.rows:
-            found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
-            if found is not None:
-                return found // (times if how.samples else 1)
-        return self.images.count_rows(how.images or 0, times)[(how.rows or 1) - 1]
+        """Rows that these images take in each row of text; 0 where other layers than its own see them."""
+        if how.images is None or (self.token is None and PLACES not in self._taken):
+            return 0
+        found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
+        return (found or 0) // (times if how.samples else 1)
 
     def _fill(self, how: _Arrangement, times: int, num_text: int, num_image: int) -> Batch:
         images = {} if how.images is None else self.images.draw(how.images, times)
