@@ -32,6 +32,9 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 PLACES = "image_embeds_position_mask"
 """Says where rows of images go, of models that have no token for them."""
 
+MASKS = ("get_placeholder_mask", "get_image_placeholder_mask")
+"""Functions of models that find the places of images, and refuse another number of rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
@@ -181,7 +184,7 @@ class _Watch(TorchFunctionMode):
 def find_scattered(model: Any, inputs: Values) -> int | None:
     """Rows of images that the forward puts among the words, whatever number the words leave place for.
 
-    Seen where `get_placeholder_mask` is handed them, or where they are written. None: it does neither.
+    Seen where one of `MASKS` is handed them, or where they are written. None: it does neither.
     """
     ids = inputs["input_ids"]
 
@@ -198,11 +201,11 @@ def find_scattered(model: Any, inputs: Values) -> int | None:
         return mask
 
     with contextlib.ExitStack() as stack:
-        for part in model.modules():
-            own = getattr(part, "get_placeholder_mask", None)
+        for part, name in itertools.product(model.modules(), MASKS):
+            own = getattr(part, name, None)
             if own is not None:
-                part.get_placeholder_mask = watched(own)
-                stack.callback(delattr, part, "get_placeholder_mask")
+                setattr(part, name, watched(own))
+                stack.callback(delattr, part, name)
         try:
             with torch.no_grad(), quietly(), Weightless(), _Watch(ids.shape):
                 model(**inputs)
