@@ -389,7 +389,8 @@ def run_step(model: Any, inputs: dict[str, Any], recomputed: Collection[str]) ->
 def kept_bytes(model: Any, inputs: dict[str, Any], recomputed: Collection[str]) -> int:
     """Bytes of the storages alive for backward: what autograd saved, and what checkpoints' closures hold.
 
-    Counted from the tensors themselves, by address, after the forward; parameters and buffers left out.
+    Counted from the tensors themselves, by address, after the forward; parameters and buffers left out. A checkpoint
+    saves the tensors that it is handed by position, and holds the keywords and tuples (of rotary tables) as they are.
     """
     boxes: weakref.WeakSet[_Box] = weakref.WeakSet()
     handed: dict[str, list[list[weakref.ref[torch.Tensor]]]] = {}
@@ -402,7 +403,11 @@ def kept_bytes(model: Any, inputs: dict[str, Any], recomputed: Collection[str]) 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, args, kwargs, name=name: handed.setdefault(name, []).append(
-                [weakref.ref(x) for x in tree_leaves(kwargs) if isinstance(x, torch.Tensor)]
+                [
+                    weakref.ref(x)
+                    for x in tree_leaves([kwargs, [y for y in args if not isinstance(y, torch.Tensor)]])
+                    if isinstance(x, torch.Tensor)
+                ]
             ),
             with_kwargs=True,
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.traced_fit import PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, Terms
@@ -117,7 +118,7 @@ def count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, 
 
     Pairs are those between `cu_seqlens` (images, or windows), or all of each entry of a batch.
     """
-    hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    hidden = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     rows = hidden.shape[:-1].numel()
     ends = kwargs.get("cu_seqlens")
     if ends is None:

@@ -32,6 +32,9 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 PLACES = "image_embeds_position_mask"
 """Says where rows of images go, of models that have no token for them."""
 
+MASKS = ("get_placeholder_mask", "get_image_placeholder_mask")
+"""Functions of models that find the places of images, and refuse another number of rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
@@ -58,7 +61,6 @@ class _Arrangement:
     """How a batch is put together; the first that the model takes is kept."""
 
     images: int | None  # which of the calls with images; None: text alone
-    rows: int | None  # which count of rows has as many places in the text; None: images leave no places
     axes: int | None  # rows of positions; None: the model makes them
     types: bool
     samples: bool  # a sample for each image; else one with all of them
@@ -100,7 +102,7 @@ class Batches:
     def make_text(self, num_tokens: int) -> Batch | None:
         """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
         assert self._chosen is not None, "asked for behind `make`"
-        alone = replace(self._chosen, images=None, rows=None, samples=False)
+        alone = replace(self._chosen, images=None, samples=False)
         batch = self._put(alone, 1, num_tokens - (alone.axes is not None), 1)
         try:
             with torch.no_grad(), quietly(), Weightless():
@@ -134,29 +136,23 @@ class Batches:
             axes = [4, 3, 1, None] if asks else [1, None]
         types = [True, False] if self._taken & set(TOKEN_TYPES) else [False]
         for which in itertools.chain(self.images.choices(), [None]):
-            rows: tuple[int | None, ...] = (None,)
-            if which is not None and (self.token is not None or PLACES in self._taken):
-                rows = (*range(1 + len(self.images.count_rows(which, 1))), None)
             apart = [False] if which is None or self.images.asks else [False, True]
-            for r, a, s, t in itertools.product(rows, axes, apart, types):
-                yield _Arrangement(images=which, rows=r, axes=a, types=t, samples=s)
+            for a, s, t in itertools.product(axes, apart, types):
+                yield _Arrangement(images=which, axes=a, types=t, samples=s)
 
     def _put(self, how: _Arrangement, times: int, num_text: int, multiple: int, *, copies: int = 1) -> Batch:
-        num_image = 0
-        if how.images is not None and how.rows is not None:
-            if (how, times) not in self._rows:
-                self._rows[how, times] = self._count_rows(how, times, num_text)
-            num_image = copies * self._rows[how, times]
+        if (how, times) not in self._rows:
+            self._rows[how, times] = self._count_rows(how, times, num_text)
+        num_image = copies * self._rows[how, times]
         num_text += -(num_image + num_text + (how.axes is not None)) % multiple
         return self._fill(how, times, num_text, num_image, copies=copies)
 
     def _count_rows(self, how: _Arrangement, times: int, num_text: int) -> int:
-        """Rows that these images take in each row of text: what the forward is about to put there, or a guess."""
-        if not how.rows:
-            found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
-            if found is not None:
-                return found // (times if how.samples else 1)
-        return self.images.count_rows(how.images or 0, times)[(how.rows or 1) - 1]
+        """Rows that these images take in each row of text; 0 where other layers than its own see them."""
+        if how.images is None or (self.token is None and PLACES not in self._taken):
+            return 0
+        found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
+        return (found or 0) // (times if how.samples else 1)
 
     def _fill(self, how: _Arrangement, times: int, num_text: int, num_image: int, *, copies: int = 1) -> Batch:
         images = {} if how.images is None else self.images.draw(how.images, times, copies=copies)
@@ -219,7 +215,7 @@ class _Watch(TorchFunctionMode):
 def find_scattered(model: Any, inputs: Values) -> int | None:
     """Rows of images that the forward puts among the words, whatever number the words leave place for.
 
-    Seen where `get_placeholder_mask` is handed them, or where they are written. None: it does neither.
+    Seen where one of `MASKS` is handed them, or where they are written. None: it does neither.
     """
     ids = inputs["input_ids"]
 
@@ -236,11 +232,11 @@ def find_scattered(model: Any, inputs: Values) -> int | None:
         return mask
 
     with contextlib.ExitStack() as stack:
-        for part in model.modules():
-            own = getattr(part, "get_placeholder_mask", None)
+        for part, name in itertools.product(model.modules(), MASKS):
+            own = getattr(part, name, None)
             if own is not None:
-                part.get_placeholder_mask = watched(own)
-                stack.callback(delattr, part, "get_placeholder_mask")
+                setattr(part, name, watched(own))
+                stack.callback(delattr, part, name)
         try:
             with torch.no_grad(), quietly(), Weightless(), _Watch(ids.shape):
                 model(**inputs)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from trimtab.models.asking.blocks import is_matmul
 from trimtab.models.asking.units import Unit
@@ -27,10 +26,10 @@ Values = dict[str, Any]
 
 
 class ImageSource:
-    """Images of growing size or number for one model, and the rows of its language model that they become.
+    """Images of growing size or number for one model.
 
     The first of `image_calls` that `get_image_features` takes is asked for again at every size. A model without that
-    function reads images in its own forward, where any of the calls may be right: `num_choices` of them.
+    function reads images in its own forward, where any of the calls may be right.
     """
 
     def __init__(self, model: Any, units: list[Unit], *, side: int = 4) -> None:
@@ -39,14 +38,13 @@ class ImageSource:
         self.asks = encode is not None and "features" in getattr(encode, "__name__", "")
         self.encode: Callable[..., Any] = encode if encode is not None and self.asks else model.forward
         self.dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
-        self._rows: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def choices(self) -> Iterator[int]:
         """Numbers of the calls with an image that may be right."""
         if not self.asks and not reads_images(self.model):
             return
         for number, images in enumerate(self._calls(1)):
-            if not self.asks or self._encoded(images) is not None:
+            if not self.asks or self._encodes(images):
                 yield number
 
     def draw(self, choice: int, times: int, *, copies: int = 1) -> Values:
@@ -58,31 +56,16 @@ class ImageSource:
         """Whether patches of all images lie in one tensor, beside a table of their sizes."""
         return any("grid" in name for name in self.draw(choice, 1))
 
-    def count_rows(self, choice: int, times: int) -> tuple[int, ...]:
-        """Rows that these images may leave, the likeliest first: features of several layers come in one answer."""
-        if (choice, times) not in self._rows:
-            found = self._encoded(self.draw(choice, times)) if self.asks else None
-            self._rows[choice, times] = (0, 1) if found is None else self._count(found)
-        return self._rows[choice, times]
-
-    def _count(self, found: Any) -> tuple[int, ...]:
-        pooled = getattr(found, "pooler_output", None)
-        made = [x for x in tree_leaves(found if pooled is None else pooled) if isinstance(x, Tensor)]
-        width = self.model.get_input_embeddings().weight.shape[1]
-        total = sum(x.numel() for x in made)
-        likely = [total // width] if total % width == 0 else []
-        return tuple(dict.fromkeys((*likely, sum(x.shape[:-1].numel() for x in made), made[0].shape[:-1].numel())))
-
     def _calls(self, times: int) -> Iterator[Values]:
         for call in image_calls(self.model, self.units, self.encode, side=self.side, times=times):
             yield {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in call.items()}
 
-    def _encoded(self, images: Values) -> Any:
+    def _encodes(self, images: Values) -> bool:
         try:
             with torch.no_grad(), quietly(), Weightless():
-                return self.encode(**images)
+                return self.encode(**images) is not None
         except Exception:  # of any class that the model's own code likes
-            return None
+            return False
 
 
 def reads_images(model: Any) -> bool:
