@@ -100,8 +100,8 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
                 for copies in ((1, _COPIES) if batches.has_grid else (1,))
             }
         ):
-            batch = batches.make(times, words, copies=copies)
-            yield _run(real, batch, seeing if words == _FEW else set(real.chosen))
+            seen = seeing if words == _FEW else set(real.chosen)
+            yield _run(real, batches.make(times, words, copies=copies), seen)
     for batch in texts.values():
         if batch is not None:
             yield _run(real, batch, set(real.chosen) - seeing)
