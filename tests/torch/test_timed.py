@@ -17,6 +17,7 @@ from shrunk_models import make_shrunk  # noqa: E402
 from tiny_models import as_saved, make_tiny_model  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.kind_model import refusing  # noqa: E402
 from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
 from trimtab.costs.settings import CostSettings  # noqa: E402
 from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers  # noqa: E402
@@ -229,6 +230,18 @@ def refused(config, model, **more) -> None:
 def test_a_family_of_remote_code_is_refused() -> None:
     with pytest.raises(UnknownModelError, match=r"'internvl_chat' cannot be described: Transformers .* has no such"):
         refused(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
+
+
+def test_what_a_models_own_code_raises_is_one_sentence() -> None:
+    model = describe("Qwen2.5-VL-7B")
+    with (
+        pytest.raises(UnknownModelError, match=r"of qwen2_5_vl fails on one \(RuntimeError: a shape\): give") as caught,
+        refusing(model),
+    ):
+        raise RuntimeError("a\nshape")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(torch.OutOfMemoryError), refusing(model):
+        raise torch.OutOfMemoryError("full")
 
 
 def test_flash_on_the_cpu_is_refused() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from plain_cases import KEPT
+from trimtab.models.families.known import FAMILIES
 
 SOURCE = Path(__file__).parents[2] / "src" / "trimtab"
 FLOORS = {
@@ -128,3 +129,20 @@ def test_every_name_in_the_table_of_long_tests_is_a_test() -> None:
     for name in KEPT:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (tests / file).read_text(encoding="utf-8"), f"plain_cases.py: no test {name}"
+
+
+def test_a_declared_family_is_named_in_its_own_file_and_by_exports_alone() -> None:
+    """What is known of a family stands in one place; an export says which families its framework has."""
+    named = set(FAMILIES)
+    wrong = []
+    for path in files():
+        rooms = path.relative_to(SOURCE).parts
+        if rooms[:2] == ("models", "families") or rooms[0] == "adapters":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        wrong += [
+            f"{path}:{node.lineno} {node.value}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in named
+        ]
+    assert not wrong

@@ -6,7 +6,8 @@ training: positions, masks, windows. Needs torch and Transformers (tested with 5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.traced_fit import PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, Terms
 from trimtab.costs.traced_kernels import FLASH, fuse_kernels, register_flash
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
 from trimtab.models.asking.batches import Batch, Batches
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.inputs import quietly
@@ -111,6 +112,21 @@ class KindModel:
     def _is_full(self, number: int) -> bool:
         attention = self.model.layers[number].attention
         return attention is not None and attention.window is None
+
+
+@contextmanager
+def refusing(model: ModelSpec) -> Iterator[None]:
+    """Whatever the model's own code raises on a step becomes one sentence."""
+    try:
+        yield
+    except (TrimtabError, AssertionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any class that it likes
+        said = " ".join(str(error).split())[:160].rstrip(".")
+        raise UnknownModelError(
+            f"steps of {model.name} were to be run layer by layer, and Transformers' code of {model.family} fails on "
+            f"one ({type(error).__name__}: {said}): give the config.json as the model ships it, or plan with formulas"
+        ) from error
 
 
 def count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.analytic import Gradients, find_gradients
 from trimtab.costs.devices import find_device
-from trimtab.costs.kind_model import DTYPES
+from trimtab.costs.kind_model import DTYPES, refusing
 from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
 from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import Attention, CostSettings
@@ -130,7 +130,8 @@ def time_layers(
                     progress(done, len(chosen))
                 those = [run for run in ran if number in run.calls]
                 if those:
-                    timings = _time_layer(real, number, gradients[number], those, options)
+                    with refusing(model):
+                        timings = _time_layer(real, number, gradients[number], those, options)
                     result.append(LayerTimings(layer=number, timings=timings))
         except torch.OutOfMemoryError as error:
             raise TrimtabError(

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from trimtab.costs.kind_model import KindModel, count_pairs
+from trimtab.costs.kind_model import KindModel, count_pairs, refusing
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import PATCHES, TOKENS, Terms
 from trimtab.errors import TrimtabError
@@ -100,8 +100,8 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
                 for copies in ((1, _COPIES) if batches.has_grid else (1,))
             }
         ):
-            images = batches.make(times, words, copies=copies)
-            yield _run(real, images, seeing if words == _FEW else set(real.chosen))
+            seen = seeing if words == _FEW else set(real.chosen)
+            yield _run(real, batches.make(times, words, copies=copies), seen)
     for batch in texts.values():
         if batch is not None:
             yield _run(real, batch, set(real.chosen) - seeing)
@@ -124,6 +124,7 @@ def _run(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
         for number in real.kinds.numbers:
             hooked = modules[layers[number].name].register_forward_pre_hook(keep(number), with_kwargs=True)
             stack.callback(hooked.remove)
+        stack.enter_context(refusing(real.model))
         stack.enter_context(torch.no_grad())
         real.module(**{name: _moved(x, real.device) for name, x in batch.inputs.items()})
     seen = {i: those[0] for i, those in calls.items() if layers[i].tower in ("vision", "projector")}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from trimtab.costs.kind_model import ROW, KindModel, count_pairs
+from trimtab.costs.kind_model import ROW, KindModel, count_pairs, refusing
 from trimtab.costs.profile import group_layers, is_unpriced, profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import PATCHES, KindCounts, Probe, TracedProfile, fit_counts, traced_profile
@@ -134,6 +134,7 @@ def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = Fal
     pairs: dict[int, tuple[int, int]] = {}
     with ExitStack() as stack:
         stack.enter_context(quietly())
+        stack.enter_context(refusing(kinds.model))
         for number, name in zip(kinds.numbers, kinds.names, strict=True):
             if layers[number].tower in ("vision", "projector"):
                 part = kinds.module.get_submodule(name)

@@ -1,6 +1,6 @@
 """One step of a model, forward and backward, traced: who saved what, how much lived, how many FLOPs.
 
-The model may be real or weightless (`traced_weights`): bytes and FLOPs are the same.
+The model may be real or weightless (`kind_model`): bytes and FLOPs are the same.
 Needs torch, loaded when this module is.
 """
 

@@ -26,6 +26,7 @@ TOKENS_PER_TURN = 4
 characters a token, which is why bytes are counted. It has no error band: name a tokenizer before trusting a limit.
 """
 
+_PLAIN = ImageMarkup(placeholder="<image>", soft="<image>")  # where neither model nor tokenizer names a token
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -109,7 +110,7 @@ class TokenCounter:
         self._tokenizer: Tokenizer | None = None
         self._render: Render | None = None
         self._add_special, self._bos = False, ""
-        self._markup = MARKUPS["llava"]
+        self._markup = _PLAIN
         self._typed = self._plain = True
         if files is None:
             self.assumptions.append(
@@ -156,7 +157,7 @@ class TokenCounter:
             if self._tokenizer.token_to_id(markup.soft) is not None:
                 return markup
         self.assumptions.append("neither chat template nor tokenizer names an image token: <image> is taken")
-        return MARKUPS["llava"]
+        return _PLAIN
 
     def _probe(self) -> None:
         """Find out by rendering whether the template takes content as parts, as a string, or both."""

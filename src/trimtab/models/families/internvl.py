@@ -44,7 +44,7 @@ PORT_TEXT = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 def describe_internvl_chat(config: Fields) -> Architecture:
     """The remote code. Its language model is a whole causal model: `llm_config` alone decides on tied weights."""
     vision, language = config.section("vision_config"), config.section("llm_config", "text_config")
-    tower = _read_remote_vit(vision)
+    tower = _read_vit(vision, remote=True)
     grid = _tile_grid(config, vision, tower)
     text = read_text(language, text_type(language, REMOTE_TEXT))
     taps = read_taps(config, tower, absent=-1, name="select_layer", silent=True)
@@ -76,7 +76,7 @@ def describe_internvl_chat(config: Fields) -> Architecture:
 def describe_internvl(config: Fields) -> Architecture:
     """Transformers' port."""
     vision, language = config.section("vision_config"), config.section("text_config")
-    tower = _read_transformers_vit(vision)
+    tower = _read_vit(vision, remote=False)
     text = read_text(language, text_type(language, PORT_TEXT))
     taps = read_taps(config, tower, absent=-1)
     _check_one_tap(config, taps, "vision_feature_layer")
@@ -91,10 +91,13 @@ def describe_internvl(config: Fields) -> Architecture:
     )
 
 
-def _read_remote_vit(vision: Fields) -> VisionTower:
+def _read_vit(vision: Fields, *, remote: bool) -> VisionTower:
+    """InternViT by the remote code's names of fields and modules, or by Transformers'."""
     H, F = vision.size("hidden_size"), vision.size("intermediate_size")
     heads, depth = vision.size("num_attention_heads"), vision.layers("num_hidden_layers")
     check_heads(vision, "hidden_size", H, "num_attention_heads", heads)
+    if not remote and vision.given("model_type"):
+        vision.word("model_type", choices=("internvl_vision",))
     # q, k and v come from one matrix, but not `fused_qkv`: without rotary embedding flash attention keeps that one
     # tensor (or with q and k norms a stack of the three) and no second q and k
     block = vit_block(
@@ -102,52 +105,24 @@ def _read_remote_vit(vision: Fields) -> VisionTower:
         heads,
         F,
         norm_kind=_norm_kind(vision),
-        qkv_bias=vision.flag("qkv_bias"),
-        qk_norm=vision.flag("qk_normalization"),
-        layer_scale=True,
-    )
-    image, patch = vision.pair("image_size"), vision.pair("patch_size")
-    grid = read_grid(vision, image, patch)
-    N = grid[0] * grid[1]
-    embed = linear(read_channels(vision) * patch[0] * patch[1], H, bias=True) + vector((N + 2) * H)
-    layers = [
-        named_layer("vision_model.embeddings", "vision", "embed", embed, hidden_size=H, rows=N / (N + 1), rows_out=1.0)
-    ]
-    layers += [named_block(f"vision_model.encoder.layers.{i}", "vision", block, H) for i in range(depth)]
-    return VisionTower(
-        layers=tuple(layers), hidden_size=H, grid=grid, has_class_token=True, num_blocks=depth, first_block=1
-    )
-
-
-def _read_transformers_vit(vision: Fields) -> VisionTower:
-    H, F = vision.size("hidden_size"), vision.size("intermediate_size")
-    heads, depth = vision.size("num_attention_heads"), vision.layers("num_hidden_layers")
-    check_heads(vision, "hidden_size", H, "num_attention_heads", heads)
-    if vision.given("model_type"):
-        vision.word("model_type", choices=("internvl_vision",))
-    block = vit_block(
-        H,
-        heads,
-        F,
-        norm_kind=_norm_kind(vision),
-        qkv_bias=vision.flag("attention_bias"),
-        qk_norm=vision.flag("use_qk_norm"),
+        qkv_bias=vision.flag("qkv_bias" if remote else "attention_bias"),
+        qk_norm=vision.flag("qk_normalization" if remote else "use_qk_norm"),
         layer_scale=True,
     )
     image, patch = vision.pair("image_size"), vision.pair("patch_size")
     grid = read_grid(vision, image, patch)
     N = grid[0] * grid[1]
     embed = linear(read_channels(vision) * patch[0] * patch[1], H, bias=True) + vector(H)
-    if vision.flag("use_absolute_position_embeddings"):
+    if remote or vision.flag("use_absolute_position_embeddings"):
         embed += vector((N + 1) * H)
-    if vision.flag("use_mask_token"):
+    if not remote and vision.flag("use_mask_token"):
         embed += vector(H)
-    prefix = "model.vision_tower"
-    layers: list[LayerSpec] = [
+    prefix, blocks = ("vision_model", "encoder.layers") if remote else ("model.vision_tower", "encoder.layer")
+    layers = [
         named_layer(f"{prefix}.embeddings", "vision", "embed", embed, hidden_size=H, rows=N / (N + 1), rows_out=1.0)
     ]
-    layers += [named_block(f"{prefix}.encoder.layer.{i}", "vision", block, H) for i in range(depth)]
-    if not vision.flag("use_mean_pooling"):
+    layers += [named_block(f"{prefix}.{blocks}.{i}", "vision", block, H) for i in range(depth)]
+    if not remote and not vision.flag("use_mean_pooling"):
         name = f"{prefix}.layernorm"
         layers.append(named_layer(name, "vision", "norm", norm(H, "layer_norm"), hidden_size=H, norm="layer_norm"))
     return VisionTower(

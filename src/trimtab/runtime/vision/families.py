@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import TrimtabError
-from trimtab.models.asking.inputs import vision_config
+from trimtab.models.asking.inputs import first_int, vision_config
 from trimtab.runtime.vision.inputs import Part, VisionInputs
 from trimtab.specs import IntArray
 
@@ -225,11 +225,11 @@ def tower_flops(config: Any) -> TowerCost:
     Not counted: patch embedding, merger, projector.
     """
     vision = vision_config(config)
-    d = _first(vision, "hidden_size", "embed_dim", "d_model", default=1024)
+    d = first_int(vision, "hidden_size", "embed_dim", "d_model") or 1024
     if hasattr(vision, "embed_dim") and hasattr(vision, "mlp_ratio"):  # there hidden_size is the language model's
         d = int(vision.embed_dim)
-    f = _first(vision, "intermediate_size", default=int(d * getattr(vision, "mlp_ratio", 4)))
-    layers = _first(vision, "depth", "num_hidden_layers", default=24)
+    f = first_int(vision, "intermediate_size") or int(d * getattr(vision, "mlp_ratio", 4))
+    layers = first_int(vision, "depth", "num_hidden_layers") or 24
     matrices = 3 if str(getattr(vision, "hidden_act", "")) in ("silu", "swish") else 2
     whole = getattr(vision, "fullatt_block_indexes", None)
     num_whole = layers if whole is None else len(whole)
@@ -238,14 +238,6 @@ def tower_flops(config: Any) -> TowerCost:
         patch_sq=4.0 * d * num_whole,
         patch_windowed=4.0 * d * (layers - num_whole),
     )
-
-
-def _first(config: Any, *names: str, default: int) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return default
 
 
 def _windowed(atoms: IntArray, config: Any) -> IntArray | None:

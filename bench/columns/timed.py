@@ -1,0 +1,42 @@
+"""Column "timed": one layer of each kind of a family's small model is timed, vision tower and language model alike.
+
+python bench/columns/timed.py [FAMILY ...]      # all: 5 CPU minutes
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from cell import Cell, sweep
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "torch"))
+from shrunk_models import make_shrunk
+from tiny_models import as_saved
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import profile_model
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.timed import TimingOptions, time_layers
+from trimtab.models.asking.model import describe_model
+from trimtab.specs import ParallelDims
+
+
+def check(family: str) -> Cell:
+    """Every block's kind ran; layers that no formula prices are refused before."""
+    model = make_shrunk(family)
+    fields = as_saved(model.config)
+    spec = describe_model(model.to("meta"))
+    formulas = profile_model(spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
+    settings = CostSettings(dims=ParallelDims(), attention="sdpa", dtype="fp32")
+    options = TimingOptions(sizes=(32, 96), repeats=1)
+    measured = time_layers(fields, spec, formulas, settings, torch.device("cpu"), options)
+    ran = {formulas.layers[x.layer].group for x in measured}
+    blocks = [i for i, x in enumerate(spec.layers) if x.kind == "block" and x.tower != "audio"]  # samples hold no sound
+    left = {spec.layers[i].tower for i in blocks if formulas.layers[i].group not in ran}
+    return Cell(yes=not left, note=f"not run: {', '.join(sorted(left))}" if left else "")
+
+
+if __name__ == "__main__":
+    sweep(check, "timed")
