@@ -23,6 +23,11 @@ RecomputeMode = Literal["auto", "none", "full"]
 Order = Literal["random", "tolerance", "sorted"]
 Oversize = Literal["error", "alone", "skip"]
 PackMethod = Literal["balanced", "isf", "random", "length_group", "device_group"]
+PlanMethod = Literal["balanced", "isf"]
+VisionGroup = Literal["tp", "cp", "sp", "dp"]
+VisionExchange = Literal["gather", "routed", "dispatch"]
+VisionObjective = Literal["time", "memory"]
+VisionReduction = Literal["sum", "mean"]
 Rule = Literal["balanced", "contiguous"]  # any image to any rank, or runs of images in order
 LossWeighting = Literal["token", "sample"]
 Exif = Literal["ignore", "apply"]
@@ -55,7 +60,7 @@ class Option:
 PLAN = Option("plan.yaml, or the folder that `trimtab plan` wrote.", argument=True)
 
 
-def options_of(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
+def option_fields(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
     """Name, type and `Option` of every field of a dataclass; None: no option, or a dataclass of options itself.
 
     The dataclass's file must not import `annotations` from `__future__`: a quoted type is not read.
@@ -72,7 +77,7 @@ def options_of(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
 def option_problems(options: Any) -> list[str]:
     """Values that their options do not take, a sentence each; None is always taken."""
     problems = []
-    for name, hint, option in options_of(type(options)):
+    for name, hint, option in option_fields(type(options)):
         value = getattr(options, name)
         if is_dataclass(hint):
             problems += option_problems(value)

@@ -34,10 +34,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import trimtab
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.describe import describe
+from trimtab.options import ReadingOptions
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.conversations import ReadingOptions, open_conversations
+from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.samples.tokens import MARKUPS
 

@@ -34,6 +34,7 @@ from train_runs import (
 import trimtab.runtime.training.loop
 from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
+from trimtab.options import ReadingOptions
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
 from trimtab.plan.measured.check import verify_plan
@@ -41,7 +42,6 @@ from trimtab.plan.measured.run_log import compare_times, read_run_log, read_run_
 from trimtab.plan.plan import RecomputeDecision
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
-from trimtab.runtime.data.conversations import ReadingOptions
 from trimtab.runtime.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.checkpoint import list_checkpoints, read_progress
 from trimtab.runtime.training.loop import fit_layout, refuse_unshared, refuse_useless, train

@@ -1,14 +1,16 @@
 """One field is one option: the command line, the default, the help and the checks come from it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import pytest
 import typer
+from plans import small_plan
 from typer.testing import CliRunner
 
 from trimtab.cli.options import verb
 from trimtab.options import Option, option_problems, same_fields
+from trimtab.plan.file.reload import options_of
 from trimtab.plan.options import PlanOptions
 from trimtab.units import parse_bytes
 
@@ -89,3 +91,29 @@ def test_same_fields_are_handed_on_under_one_name() -> None:
     assert same_fields(PlanOptions(dp=4), Knobs) == {}
     assert same_fields(Knobs(where="a"), Inner) == {}
     assert same_fields(Inner(depth="high"), Inner) == {"depth": "high"}
+
+
+def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
+    plan = small_plan()
+    training = {
+        "dtype": "fp16",
+        "optimizer": "sgd",
+        "zero_stage": 2,
+        "attention": "eager",
+        "fused_kernels": True,
+        "frozen_towers": ("vision",),
+        "recompute": "full",
+    }
+    packing = {"order": "sorted", "oversize": "alone", "method": "isf", "seed": 5, "max_patches": 7, "max_tokens": 9}
+    cluster = {"memory_bytes": 2**34, "reserve_bytes": 2**30}
+    inputs = replace(
+        plan.inputs,
+        training=replace(plan.inputs.training, **training),
+        cluster=replace(plan.inputs.cluster, **cluster),
+    )
+    decisions = replace(plan.decisions, packing=replace(plan.decisions.packing, **packing))
+    found = options_of(replace(plan, inputs=inputs, decisions=decisions))
+    for name, value in {**training, **packing, **cluster}.items():
+        assert getattr(found, name) == value, name
+    assert (found.dp, found.pp, found.schedule) == (2, 2, plan.decisions.schedule.name)
+    assert found.profile is None

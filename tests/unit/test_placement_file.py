@@ -26,15 +26,8 @@ WORK = Workload(batch=2, seq_len=512, images=((1024, 1024), (1024, 1024), (640, 
 def written(folder: Path, machine=MACHINE):
     placement = place(MODEL, machine, WORK)
     other = assess_map(MODEL, machine, WORK, split_model_map(MODEL, len(machine.gpus)), rule="split_model")
-    record = write_placement(
-        folder,
-        model=MODEL,
-        machine=machine,
-        workload=WORK,
-        placement=placement,
-        compared=[other],
-        command="trimtab map",
-    )
+    record = placement_file(MODEL, machine, WORK, placement, [other], "trimtab map")
+    write_placement(folder, record, placement)
     return placement, record
 
 

@@ -93,13 +93,8 @@ def pai_export(
         problems.append(str(error))
     blocks = model.indices("language", "block")
     counts = [sum(stage.start <= i < stage.stop for i in blocks) for stage in stages]
-    even = len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0)
-    cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
-    if export is not None and not even:
-        problems.append(
-            f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
-            f"the first stage and even ones behind it: export with --fit FOLDER{cost}"
-        )
+    if export is not None:
+        problems += _uneven(counts, price)
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
     assert export is not None
@@ -121,11 +116,9 @@ def pai_export(
         14: "true" if zero_stage == 1 else "false",
         16: "full" if recompute else "none",
     }
-    environment = {"MP_PP0_LAYERS": str(counts[0])} if len(set(counts)) > 1 else {}
-    if recompute:
-        environment["MP_AC_LAYERS"] = "1"
+    uneven = (("MP_PP0_LAYERS", str(counts[0])),) if len(set(counts)) > 1 else ()
     return PaiExport(
-        environment=tuple(environment.items()),
+        environment=(*uneven, *((("MP_AC_LAYERS", "1"),) if recompute else ())),
         arguments=tuple(arguments[position] for position in range(1, 25)),
         runs=runs,
         warnings=tuple(warnings),
@@ -145,6 +138,17 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
             "the language model alone: plan with 1F1B"
         )
     return problems
+
+
+def _uneven(counts: Sequence[int], price: float | None) -> list[str]:
+    """Whether the stages' numbers of blocks are a first one and even ones behind it."""
+    if len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0):
+        return []
+    cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
+    return [
+        f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
+        f"the first stage and even ones behind it: export with --fit FOLDER{cost}"
+    ]
 
 
 def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[str]:

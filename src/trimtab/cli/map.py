@@ -19,6 +19,7 @@ from trimtab.placement.workload import Workload
 if TYPE_CHECKING:
     from trimtab.placement.machine import Machine
     from trimtab.placement.place import Placement
+    from trimtab.placement.placed import DeviceUse
     from trimtab.placement.split_model import Assessed
     from trimtab.specs import ModelSpec
 
@@ -66,8 +67,13 @@ def map_model(
         placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
+        from trimtab.files import write_atomically
+        from trimtab.plan.file.placement import placement_file, write_placement
+        from trimtab.report.placement_html import placement_html
+
         command = given_command(context, without=("out", "as_json"))
-        _write(out, model, machine, workload, placement, compared, command=command)
+        write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
+        write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
     if as_json:
         print_json(_as_json(placement, compared))
         return
@@ -107,32 +113,6 @@ def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Work
     return found
 
 
-def _write(
-    out: Path,
-    model: ModelSpec,
-    machine: Machine,
-    workload: Workload,
-    placement: Placement,
-    compared: list[Assessed],
-    *,
-    command: str,
-) -> None:
-    from trimtab.files import write_atomically
-    from trimtab.plan.file.placement import write_placement
-    from trimtab.report.placement_html import placement_html
-
-    write_placement(
-        out,
-        model=model,
-        machine=machine,
-        workload=workload,
-        placement=placement,
-        compared=compared,
-        command=command,
-    )
-    write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
-
-
 def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:
     told = ("model", "objective", "arrangement", "runs_on", "run_on_cpu", "notes")
     return {
@@ -145,13 +125,17 @@ def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any
     }
 
 
+def _numbers(use: DeviceUse) -> dict[str, Any]:
+    return {name: value for name, value in asdict(use).items() if name != "modules"}
+
+
 def _map_json(placement: Placement | None) -> dict[str, Any]:
     if placement is None:
         return dict.fromkeys(("device_map", "devices", "fullest", "moved_bytes"))
     return {
         "device_map": dict(placement.device_map),
         "devices": [
-            {**asdict(use), "total_bytes": use.total_bytes, "fraction": use.fraction} for use in placement.uses
+            {**_numbers(use), "total_bytes": use.total_bytes, "fraction": use.fraction} for use in placement.uses
         ],
         "fullest": placement.fullest,
         "moved_bytes": placement.moved_bytes,

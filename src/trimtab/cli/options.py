@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.options import Option, options_of
+from trimtab.options import Option, option_fields
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
-    for field, (name, hint, option) in zip(fields(kind), options_of(kind), strict=True):
+    for field, (name, hint, option) in zip(fields(kind), option_fields(kind), strict=True):
         if is_dataclass(hint):
             yield from _parameters(hint)
         if option is None:
@@ -64,7 +64,7 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
 def _make(kind: Any, given: dict[str, Any]) -> Any:
     """The dataclass from what was typed, which leaves `given`; what was not typed keeps the dataclass's default."""
     made = {}
-    for field, (name, hint, option) in zip(fields(kind), options_of(kind), strict=True):
+    for field, (name, hint, option) in zip(fields(kind), option_fields(kind), strict=True):
         if is_dataclass(hint):
             made[name] = _make(hint, given)
         if option is None:

@@ -16,15 +16,16 @@ from trimtab.options import (
     Option,
     Order,
     Oversize,
+    PlanMethod,
     RecomputeMode,
     Tower,
     option_problems,
 )
-from trimtab.plan.plan import DataFile, PlanMethod
 from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.units import parse_bytes
 
 if TYPE_CHECKING:
+    from trimtab.plan.plan import DataFile
     from trimtab.specs import Profile
 
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]
@@ -209,7 +210,7 @@ class PlanOrigin:
     """Where a plan's inputs came from, for its header and for `trimtab check`."""
 
     command: str = ""
-    data_files: tuple[DataFile, ...] = ()
+    data_files: "tuple[DataFile, ...]" = ()
     num_skipped: int = 0
     assumptions: tuple[str, ...] = ()
 

@@ -7,17 +7,24 @@ the adapters read; `estimates` are rounded, carry their error band, and are neve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from trimtab.options import Attention, Order, Oversize, RecomputedTier, RecomputeMode, Rule, ScheduleName, Tower
+from trimtab.options import (
+    Attention,
+    Order,
+    Oversize,
+    PlanMethod,
+    RecomputedTier,
+    RecomputeMode,
+    Rule,
+    ScheduleName,
+    Tower,
+    VisionExchange,
+    VisionGroup,
+    VisionObjective,
+    VisionReduction,
+)
 
 PLAN_VERSION = "1.0"
-
-PlanMethod = Literal["balanced", "isf"]
-VisionGroup = Literal["tp", "cp", "sp", "dp"]
-VisionExchange = Literal["gather", "routed", "dispatch"]
-VisionObjective = Literal["time", "memory"]
-VisionReduction = Literal["sum", "mean"]
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------

@@ -93,11 +93,7 @@ def size_samples(
     assumptions: list[str] = []
     ready = _hold_lengths(files)
     if ready:
-        if isinstance(image_rule, AskedRule):
-            alone = image_counter(_SizesAlone())
-            image_rule.prepare(_sizes_in([read_length_part(file, count_image=alone) for file in files]))
-        count_image = image_counter(image_rule)
-        parts = [[read_length_part(file, count_image=count_image)] for file in files]
+        parts = _read_lengths(files, image_rule)
     else:
         how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
         settings = _Settings(
@@ -117,11 +113,11 @@ def size_samples(
         _refuse_repeated(file, [_refuse_long(file, part, max_tokens) for part in file_parts], unique_ids)
         for file, file_parts in zip(files, parts, strict=True)
     ]
-    bad = [sample for file_parts in parts for part in file_parts for sample in part.bad]
-    num_read = sum(part.num_read for file_parts in parts for part in file_parts)
+    every = [part for file_parts in parts for part in file_parts]
+    bad, num_read = [sample for part in every for sample in part.bad], sum(part.num_read for part in every)
     if on_bad == "error" or len(bad) == num_read:
         refuse_bad(bad, num_read)
-    if len(bad) == num_read:
+    if not num_read:
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     return SizingResult(
         table=join_parts(files, parts),
@@ -141,6 +137,14 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
         odd = files[ready.index(not ready[0])]
         raise SampleError(f"{odd} and {files[0]} are not both conversations nor both lengths: size each kind by itself")
     return ready[0]
+
+
+def _read_lengths(files: Sequence[Path], image_rule: ImageRule) -> list[list[Part]]:
+    if isinstance(image_rule, AskedRule):
+        alone = image_counter(_SizesAlone())
+        image_rule.prepare(_sizes_in([read_length_part(file, count_image=alone) for file in files]))
+    count_image = image_counter(image_rule)
+    return [[read_length_part(file, count_image=count_image)] for file in files]
 
 
 def _size_conversations(

@@ -21,8 +21,9 @@ import numpy as np
 from trimtab.costs.offload import with_offload
 from trimtab.costs.profile import profile_model
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
+from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, PlanError
-from trimtab.options import ScheduleName
+from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
@@ -202,14 +203,13 @@ def _priced_profile(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
         return profile_model(
             model,
             device,
-            dims=dims,
-            dtype=options.dtype,
-            zero_stage=options.zero_stage if gathered else min(options.zero_stage, 2),
-            optimizer=options.optimizer,
-            attention=options.attention,
-            fused_kernels=options.fused_kernels,
-            dp_bytes_per_s=dp_bytes_per_s,
-            frozen_towers=frozenset(options.frozen_towers),
+            **same_fields(options, CostSettings)
+            | {
+                "dims": dims,
+                "zero_stage": options.zero_stage if gathered else min(options.zero_stage, 2),
+                "dp_bytes_per_s": dp_bytes_per_s,
+                "frozen_towers": frozenset(options.frozen_towers),
+            },
         )
 
     target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile

@@ -130,21 +130,10 @@ class PlacementFile:
         return {name: gpu for gpu, modules in rows if gpu is not None for name in unfold_modules(modules)}
 
 
-def write_placement(
-    folder: Path,
-    *,
-    model: ModelSpec,
-    machine: Machine,
-    workload: Workload,
-    placement: Placement,
-    compared: Sequence[Assessed] = (),
-    command: str = "",
-) -> PlacementFile:
+def write_placement(folder: Path, record: PlacementFile, placement: Placement) -> None:
     """placement.yaml, and map.json with the bare map, into `folder`."""
-    record = placement_file(model, machine, workload, placement, compared, command)
     write_atomically(folder / "placement.yaml", record_to_yaml(record))
     write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
-    return record
 
 
 def map_json(placement: Placement) -> dict[str, object]:

@@ -5,18 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from trimtab.errors import PlanError, join_problems
-from trimtab.options import Option, Rule
-from trimtab.plan.plan import (
-    ParallelDecision,
-    ScheduleDecision,
-    VisionDecision,
-    VisionExchange,
-    VisionGroup,
-    VisionObjective,
-    VisionReduction,
-)
+from trimtab.options import Option, Rule, VisionExchange, VisionGroup, VisionObjective, VisionReduction
 
 if TYPE_CHECKING:
+    from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
     from trimtab.specs import ModelSpec
 
 GroupChoice = Literal["none", "auto", "tp", "cp", "sp", "dp"]
@@ -94,13 +86,13 @@ def _group_problems(group: VisionGroup, exchange: VisionExchange, reduction: Vis
         )
 
 
-def group_degree(group: VisionGroup, parallel: ParallelDecision) -> int:
+def group_degree(group: VisionGroup, parallel: "ParallelDecision") -> int:
     """Ranks of the group; those of sp are the plan's cp ranks."""
     return {"tp": parallel.tp, "cp": parallel.cp, "sp": parallel.cp, "dp": parallel.dp}[group]
 
 
 def decision_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: "ModelSpec"
+    decision: "VisionDecision", parallel: "ParallelDecision", schedule: "ScheduleDecision", model: "ModelSpec"
 ) -> Iterator[str]:
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)
@@ -142,7 +134,7 @@ def decision_problems(
 
 
 def raise_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: "ModelSpec"
+    decision: "VisionDecision", parallel: "ParallelDecision", schedule: "ScheduleDecision", model: "ModelSpec"
 ) -> None:
     """`PlanError` with all that keeps a plan of this model from sharing images so."""
     problems = list(decision_problems(decision, parallel, schedule, model))

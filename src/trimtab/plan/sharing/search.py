@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.errors import PartitionError, PlanError, join_problems
+from trimtab.options import VisionGroup
 from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
 from trimtab.plan.decide.work import PATCHES
-from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision, VisionGroup
+from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
 from trimtab.plan.sharing.choice import decision_problems, exchanges_of, group_degree
 from trimtab.plan.sharing.decision import share_vision
 from trimtab.units import format_seconds
