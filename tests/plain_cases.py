@@ -99,6 +99,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_traced.py::test_peak_is_the_allocators_but_for_the_kernels_workspaces": 1,  # 16
     "torch/test_traced.py::test_recompute_flops_are_those_that_recompute_adds": 0,  # 2
     "torch/test_timed.py::test_towers_are_timed_at_their_sizes_and_words_at_theirs": 0,  # 2
+    "torch/test_traced_batches.py::test_images_have_as_many_places_as_the_forward_fills": 1,  # 2
     "torch/test_train.py::test_a_broken_image_stops_the_run_or_becomes_a_filler": 0,  # 3
     "torch/test_train.py::test_a_tied_model_trains_resumes_and_exports_wherever_its_halves_lie": 0,  # 8
     "torch/test_train.py::test_bfloat16_loses_nearly_as_float32": 0,

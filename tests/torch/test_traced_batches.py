@@ -153,7 +153,7 @@ def test_counted_work_prices_what_no_formula_knows_and_idle_layers_have_none():
     layers[unread] = replace(layers[unread], measured=MeasuredWork())
     layers[sound] = replace(layers[sound], tower="audio", measured=MeasuredWork())
     model = replace(spec, layers=tuple(layers))
-    groups = group_layers(model)
+    groups = group_layers(model, frozenset())
     kinds = [counted(crossing, groups[crossing]), counted(language[1], groups[language[1]])]
 
     with pytest.raises(PartitionError, match="2 layers"):  # nothing ran them: their work is unknown, not none
