@@ -153,7 +153,9 @@ def test_towers_are_timed_at_their_sizes_and_words_at_theirs() -> None:
     tiny = make_tiny_model("internvl qwen2")
     real = build_model(as_saved(tiny.model.config), tiny.spec, range(len(tiny.spec.layers)), settings(), CPU)
     tile = tiny.spec.image_rule.rows_per_tile
-    seen = {(run.work[0][PATCHES], run.work[0][TOKENS]) for run in runs(real, (3 * tile, 7 * tile))}
+    steps = list(runs(real, (3 * tile, 7 * tile)))
+    seen = {(run.work[0][PATCHES], run.work[0][TOKENS]) for run in steps}
+    assert all(run.work[0][SQUARES] == tile * run.work[0][PATCHES] for run in steps), "each tile attends to itself"
     assert {patches for patches, _ in seen if patches} == {3 * tile, 7 * tile}
     assert {tokens for patches, tokens in seen if not patches} == {3 * tile, 7 * tile}
 
