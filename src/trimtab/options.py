@@ -84,8 +84,6 @@ def option_problems(options: Any) -> list[str]:
         if option is None or value is None:
             continue
         known, least, most = literals_of(hint), option.least, option.most
-        if most is None and least is not None and isinstance(value, int):
-            most = _MOST
         asked = f"{option.named(name)} {value!r} was asked for"
         if known and value not in known:
             problems.append(f"{asked}: choose one of {', '.join(known)}")
@@ -93,6 +91,8 @@ def option_problems(options: Any) -> list[str]:
             problems.append(f"{asked}: give {least} or more")
         elif most is not None and not value <= most:
             problems.append(f"{asked}: give {most} or less")
+        elif least is not None and isinstance(value, int) and value > _MOST:
+            problems.append(f"{asked}, which no run has: give at most {_MOST}")
     return problems
 
 

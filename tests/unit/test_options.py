@@ -81,7 +81,7 @@ def test_help_shows_text_range_and_default() -> None:
 def test_values_out_of_range_are_named_with_their_flag() -> None:
     wrong = Knobs(where="", count=2**50, inner=Inner(depth="mid"))  # type: ignore[arg-type]
     assert option_problems(wrong) == [
-        f"count {2**50} was asked for: give {2**40} or less",
+        f"count {2**50} was asked for, which no run has: give at most {2**40}",
         "depth (--inner-depth) 'mid' was asked for: choose one of low, high",
     ]
     assert option_problems(Knobs(where="", count=1)) == ["count 1 was asked for: give 2 or more"]

@@ -105,8 +105,8 @@ def size_samples(
             exif=exif,
             max_pixels=max_pixels,
         )
+        assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
         parts = _size_conversations(files, settings, workers, map_chunks, resume_dir, progress)
-        assumptions += TokenCounter(settings.tokenizer).assumptions
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
     parts = [
