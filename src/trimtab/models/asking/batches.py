@@ -32,8 +32,8 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 PLACES = "image_embeds_position_mask"
 """Says where rows of images go, of models that have no token for them."""
 
-MASKS = ("get_placeholder_mask", "get_image_placeholder_mask")
-"""Functions of models that find the places of images, and refuse another number of rows."""
+MERGES = ("get_placeholder_mask", "get_image_placeholder_mask", "inputs_merger")
+"""Functions of models that are handed rows of images, and refuse another number of them than there are places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,12 +215,12 @@ class _Watch(TorchFunctionMode):
 def find_scattered(model: Any, inputs: Values) -> int | None:
     """Rows of images that the forward puts among the words, whatever number the words leave place for.
 
-    Seen where one of `MASKS` is handed them, or where they are written. None: it does neither.
+    Seen where one of `MERGES` is handed them, or where they are written. None: it does neither.
     """
     ids = inputs["input_ids"]
 
     def watched(own: Callable[..., Any]) -> Callable[..., Any]:
-        def mask(*args: Any, **kwargs: Any) -> Any:
+        def merge(*args: Any, **kwargs: Any) -> Any:
             given = inspect.signature(own).bind(*args, **kwargs).arguments
             words = given.pop("inputs_embeds", None)
             given.pop("input_ids", None)
@@ -229,10 +229,10 @@ def find_scattered(model: Any, inputs: Values) -> int | None:
                 raise _Scattered(sum(x.numel() for x in features) // words.shape[-1])
             return own(*args, **kwargs)
 
-        return mask
+        return merge
 
     with contextlib.ExitStack() as stack:
-        for part, name in itertools.product(model.modules(), MASKS):
+        for part, name in itertools.product(model.modules(), MERGES):
             own = getattr(part, name, None)
             if own is not None:
                 setattr(part, name, watched(own))
