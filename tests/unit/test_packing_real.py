@@ -110,6 +110,18 @@ def test_native_resolution_reaches_the_goals(lengths):
     assert report.packs_over_bound <= 1.02
 
 
+def test_isf_with_the_papers_filters_has_the_public_codes_figures(lengths):
+    table = real_or_skip(lengths.read_real(lengths.DEFAULT_DATA))
+    wide, narrow = (
+        report_packing(table, pack_samples(table, limits=limits, dp=8, method="isf", oversize="skip"))
+        for limits in ((18, 6016), (9, 4096))
+    )
+    assert wide.num_packs == pytest.approx(9448, rel=0.005)
+    ratios = (wide.dist_ratio_vit, wide.dist_ratio_llm, wide.dist_ratio_cost)
+    assert ratios == pytest.approx((0.0292, 0.0989, 0.0646), rel=0.03)
+    assert narrow.num_packs == pytest.approx(27_295, rel=0.005)
+
+
 def test_isf_is_much_less_even_on_the_three_real_sets(real_table):
     isf = report_packing(real_table, pack_samples(real_table, limits=(18, 6016), dp=8, method="isf"))
     assert isf.dist_ratio_llm > 0.05

@@ -13,14 +13,17 @@ from trimtab.compiled import compiled
 from trimtab.errors import PackingError
 from trimtab.specs import IntArray
 
-PAPER_FILTERS = (9 / 9, 3968 / 4096)
-"""Q'_v / Q_v and Q'_t / Q_t of the paper's setting: Q_v 9, Q_t 4096, filters 9 and 3968."""
+FILTER_GAP = 128
+"""Q_t - Q'_t of the paper's setting, Q_t 4096 and Q'_t 3968; its Q'_v is Q_v."""
+
+
+ITERATIONS = 10  # of the paper
 
 
 def default_filters(limits: tuple[int, ...]) -> tuple[int, ...]:
-    """The paper's share of each limit, rounded up: (18, 6016) gives (18, 5828)."""
-    shares = PAPER_FILTERS + (PAPER_FILTERS[-1],) * (len(limits) - 2)
-    return tuple(int(np.ceil(share * limit)) for share, limit in zip(shares, limits, strict=False))
+    """The paper's: Q_v itself and Q_t - 128; below Q_t 4096 the same share of it. (18, 6016) gives (18, 5888)."""
+    first, *others = limits
+    return (first, *(limit - min(FILTER_GAP, limit // 32) for limit in others))
 
 
 def pack_isf(
@@ -38,6 +41,26 @@ def pack_isf(
     keep those with v >= Q'_v or t >= Q'_t. The packs of the last iteration are all kept, good or not: every sample is
     in one. The packs come out in random order. Heuristic, no bound; O(T (n + packs)).
     """
+    members, offsets, _ = _run(sizes, limits, filters, iterations, seed, epoch)
+    return Groups(members, offsets)
+
+
+def count_kept(
+    sizes: IntArray,
+    *,
+    limits: tuple[int, ...],
+    filters: tuple[int, ...] | None,
+    iterations: int,
+    seed: int,
+    epoch: int = 0,
+) -> IntArray:
+    """(T, 2) packs and samples that `pack_isf` has kept after each iteration because a filter says they are good."""
+    return _run(sizes, limits, filters, iterations, seed, epoch)[2]
+
+
+def _run(
+    sizes: IntArray, limits: tuple[int, ...], filters: tuple[int, ...] | None, iterations: int, seed: int, epoch: int
+) -> tuple[IntArray, IntArray, IntArray]:
     filters = default_filters(limits) if filters is None else filters
     if iterations < 1:
         raise PackingError(f"ISF with {iterations} iterations packs nothing: give 1 or more (the paper uses 10)")
@@ -45,25 +68,29 @@ def pack_isf(
         raise PackingError(
             f"ISF filters {filters} do not suit the limits {limits}: give one per limit, above 0 and not above it"
         )
-    members, offsets = _iterate(
-        sizes, np.array(limits, np.int64), np.array(filters, np.int64), iterations, make_stream(seed, epoch, 0x697366)
+    state = make_stream(seed, epoch, 0x697366)
+    found: tuple[IntArray, IntArray, IntArray] = _iterate(
+        sizes, np.array(limits, np.int64), np.array(filters, np.int64), iterations, state
     )
-    return Groups(members, offsets)
+    return found
 
 
 @compiled
 def _iterate(
     sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
-) -> tuple[IntArray, IntArray]:
+) -> tuple[IntArray, IntArray, IntArray]:
     n, k = sizes.shape
+    good_so_far = np.zeros((iterations + 1, 2), np.int64)  # packs and samples, before each iteration and at the end
     left = np.arange(n)
     kept = np.empty(n, np.int64)
     starts = np.zeros(n + 1, np.int64)
     num_kept, num_packs = 0, 0
     total = np.zeros(k, np.int64)
     for iteration in range(iterations):
+        for c in range(2):
+            good_so_far[iteration + 1, c] = good_so_far[iteration, c]
         if len(left) == 0:
-            break
+            continue
         shuffle(left, state)
         keep_all = iteration == iterations - 1
         num_left, first = 0, 0  # samples that stay for the next iteration; first sample of the open pack
@@ -76,11 +103,14 @@ def _iterate(
                     if total[d] + sizes[left[position], d] > limits[d]:
                         ends = True
             if ends and position > first:
-                good = keep_all
+                good = False
                 for d in range(k):
                     if total[d] >= filters[d]:
                         good = True
                 if good:
+                    good_so_far[iteration + 1, 0] += 1
+                    good_so_far[iteration + 1, 1] += position - first
+                if good or keep_all:
                     for i in range(first, position):
                         kept[num_kept] = left[i]
                         num_kept += 1
@@ -108,4 +138,4 @@ def _iterate(
             members[at] = kept[j]
             at += 1
         offsets[i + 1] = at
-    return members, offsets
+    return members, offsets, good_so_far[1:]

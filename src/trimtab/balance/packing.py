@@ -57,8 +57,9 @@ def pack_samples(
     so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
 
     `cost` is what a sample costs (see `CostWeights`) or one number per sample; without it that of a 6B + 20B model.
-    `fill` and `num_rounds` belong to `balanced`, `filters` and `iterations` to `isf`, `batch_size` to the padded
-    methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to the order of that name.
+    `fill` and `num_rounds` belong to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
+    `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to
+    the order of that name.
     """
     n = len(samples)
     _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)

@@ -16,6 +16,16 @@ _FIGURES = (
     *("lower_bound_packs", "pad_ratio", "dist_ratio_vit", "dist_ratio_llm", "dist_ratio_cost", "utilisation"),
     *("fill_patches", "fill_tokens", "shuffle_chi2"),
 )
+_SHARED = ("dp", "num_microbatches", "order", "oversize", "seed", "filters")  # of every method
+
+
+def parse_filters(text: str) -> tuple[int, int]:
+    """Patches and tokens of `9,3968`."""
+    patches, _, tokens = text.partition(",")
+    try:
+        return int(patches), int(tokens)
+    except ValueError:
+        raise PlanError(f"filters {text!r} are not two whole numbers: give patches and tokens, as in 9,3968") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +44,17 @@ class PackOptions:
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
     seed: Annotated[int, Option("Same seed, same packs.")] = 0
+    filters: Annotated[
+        tuple[int, int] | None,
+        Option(
+            "With --method isf: packs of at least so many patches or tokens are kept, as in 9,3968; default: all "
+            "patches that a pack may have, or 128 tokens fewer.",
+            read=parse_filters,
+        ),
+    ] = None
+    iterations: Annotated[
+        int | None, Option("With --method isf: times it packs what is left; default: 10.", least=1, most=1000)
+    ] = None
 
 
 @verb
@@ -47,6 +68,8 @@ def pack(
     import time
     from dataclasses import asdict
 
+    from trimtab.balance.convergence import isf_iterations
+    from trimtab.balance.isf import ITERATIONS
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
     from trimtab.files import write_atomically
     from trimtab.plan.decide.mixture import describe_draw, draw_epoch
@@ -56,22 +79,18 @@ def pack(
     samples = read_lengths(sizes)
     if options.num_drawn is not None and not options.weights:
         raise PlanError(f"num_drawn {options.num_drawn} was asked for without weights: give every source a weight")
+    if options.method != "isf" and (options.filters is not None or options.iterations is not None):
+        raise PlanError(f"filters or iterations were given with method {options.method}: they belong to isf")
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     warm_up(options.method)  # compiled once per machine: not part of the seconds below
+    how = {name: getattr(options, name) for name in _SHARED} | {
+        "limits": (options.max_patches, options.max_tokens),
+        "iterations": options.iterations or ITERATIONS,
+    }
     started = time.perf_counter()
-    packed = epoch.of_table(
-        pack_samples(
-            epoch.drawn,
-            limits=(options.max_patches, options.max_tokens),
-            dp=options.dp,
-            num_microbatches=options.num_microbatches,
-            method=options.method,
-            order=options.order,
-            oversize=options.oversize,
-            seed=options.seed,
-        )
-    )
+    packed = epoch.of_table(pack_samples(epoch.drawn, method=options.method, **how))
     seconds = time.perf_counter() - started
+    steps = isf_iterations(epoch.drawn, **how) if options.method == "isf" else []
     balance = report_packing(samples, packed)
     if out is not None:
         for name, content in pack_contents(packed.packing, packed.schedule).items():
@@ -87,12 +106,15 @@ def pack(
                 **{name: getattr(balance, name) for name in _FIGURES},
                 "seconds": seconds,
                 "unit": samples.patch_unit,
+                **({"iterations": [asdict(step) for step in steps]} if steps else {}),
                 **({"mixture": [asdict(source) for source in epoch.sources]} if epoch.sources else {}),
             }
         )
         return
-    from trimtab.report.tables import print_balance
+    from trimtab.report.tables import print_balance, print_iterations
 
     for sentence in describe_draw(epoch.sources):
         print(sentence)
     print_balance(samples, balance, seconds, console())
+    if steps:
+        print_iterations(steps, console())

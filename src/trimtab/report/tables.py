@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -16,6 +18,9 @@ from trimtab.report.words import clean
 from trimtab.samples.table import SizingResult
 from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_count, format_seconds
+
+if TYPE_CHECKING:
+    from trimtab.balance.convergence import IsfIteration
 
 
 def print_model(model: ModelSpec, console: Console) -> None:
@@ -109,6 +114,17 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
     console.print(table)
     if balance.num_oversize:
         console.print(Text(f"{balance.num_oversize:,} oversize samples left out, as asked."))
+
+
+def print_iterations(steps: Sequence[IsfIteration], console: Console) -> None:
+    """How ISF converges, a line for each iteration."""
+    table = _table("ISF, iteration by iteration: dist ratios if it is the last")
+    for name in ("Iteration", "Packs kept", "Samples left", "Packs if last", "ViT", "LLM", "cost"):
+        table.add_column(name, justify="right")
+    for x in steps:
+        ratios = (f"{ratio:.4f}" for ratio in (x.dist_ratio_vit, x.dist_ratio_llm, x.dist_ratio_cost))
+        table.add_row(str(x.number), f"{x.num_kept:,}", f"{x.share_left:.2%}", f"{x.num_packs:,}", *ratios)
+    console.print(table)
 
 
 def _heads(layer: LayerSpec) -> str:
