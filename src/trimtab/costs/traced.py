@@ -169,7 +169,7 @@ class _Tracer:
                 if not idle:
                     raise
                 continue
-            if self.first.has_images or next(self.batches.images.choices(), None) is None:
+            if self.first.has_images:  # else a block that is real may lie in a tower that images never reach
                 break
         self.packed = self.first.packed
 
