@@ -23,10 +23,11 @@ from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import group_layers, profile_model  # noqa: E402
-from trimtab.costs.traced import price_layers  # noqa: E402
+from trimtab.costs.traced import price_layers, profile_traced  # noqa: E402
 from trimtab.costs.traced_fit import KindCounts  # noqa: E402
 from trimtab.errors import PartitionError, UnknownModelError  # noqa: E402
 from trimtab.models.asking.batches import Batches, find_scattered  # noqa: E402
+from trimtab.models.asking.model import describe_fields  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402
 from trimtab.specs import NUM_WORK_TERMS, MeasuredWork  # noqa: E402
 
@@ -169,3 +170,10 @@ def test_counted_work_prices_what_no_formula_knows_and_idle_layers_have_none():
     costs = {x.name: x for x in profile_model(both, DEVICES["H200"]).layers}
     assert sum(costs[layers[crossing].name].forward_s) > 0
     assert costs[layers[unread].name].tiers[0].saved_bytes == (0.0,) * NUM_WORK_TERMS
+
+
+@pytest.mark.integration
+def test_a_tower_whose_like_is_never_run_is_run_itself():
+    fields = shrink("video_llava", {}).to_dict()  # blocks for clips come first, and are like those for images
+    found = profile_traced(fields, describe_fields(fields), DEVICES["H200"], compare_fused=False, rows=(256, 512))
+    assert not any("No image" in x for x in found.warnings)
