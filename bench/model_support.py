@@ -30,6 +30,7 @@ COLUMNS = {  # name: script with its arguments, heading, what a yes means
         "patches and tokens of 200 image sizes (and clips, where the processor takes them) are the real processor's",
     ),
     "traced": (["traced.py"], "traced", "saved bytes of random recompute subsets are those that autograd keeps"),
+    "timed": (["timed.py"], "timed", "one layer of each kind is timed on inputs that the model itself hands it"),
     "packed": (["packed.py"], "packed", "logits and gradients of texts in a pack are those of the texts alone"),
     "packed_images": (["packed.py", "--images"], "with images", "the same with images inside and at the ends"),
     "vision_dp": (
