@@ -19,9 +19,9 @@ pytest.importorskip("transformers", reason="needs Transformers")
 from shrunk_models import make_shrunk, shrink  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 from torch import nn  # noqa: E402
-from trimtab.costs.traced_weights import build_weightless  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.kind_model import build_to_run  # noqa: E402
 from trimtab.costs.profile import group_layers, profile_model  # noqa: E402
 from trimtab.costs.traced import price_layers, profile_traced  # noqa: E402
 from trimtab.costs.traced_fit import KindCounts  # noqa: E402
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.torch
 
 
 def weightless(family: str) -> Any:
-    return build_weightless(copy.deepcopy(shrink(family, {})), dtype=torch.float32, attention="sdpa")
+    return build_to_run(copy.deepcopy(shrink(family, {})), dtype=torch.float32, attention="sdpa")
 
 
 def batches_of(model: Any, *, packed: bool = True) -> Batches:
