@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from placement_cases import small_model
 
+import trimtab
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import Workload
@@ -18,7 +19,7 @@ WORK = Workload(seq_len=100, images=((448, 448),))
 
 def blocks_per_gpu(num_layers: int, world_size: int, *, real: bool = True) -> list[int]:
     counts = [0] * world_size
-    for key, gpu in split_model(num_layers, world_size).items():
+    for key, gpu in split_model(num_layers, world_size=world_size).items():
         if ".layers." in key and (not real or int(key.rsplit(".", 1)[1]) < num_layers):
             counts[gpu] += 1
     return counts
@@ -39,7 +40,7 @@ def test_blocks_lie_where_the_rule_puts_them(num_layers, world_size, counts):
 
 
 def test_everything_else_lies_on_the_first_gpu():
-    placed = split_model(32, 4)
+    placed = split_model(32, world_size=4)
     others = {key: gpu for key, gpu in placed.items() if ".layers." not in key}
     assert others == dict.fromkeys(
         [
@@ -67,14 +68,33 @@ def test_rounding_up_twice_names_blocks_that_do_not_exist_and_empties_the_last_g
 
 
 def test_a_smaller_share_for_the_tower_is_an_argument():
-    assert split_model(60, 4, vit_alpha=0.0) != split_model(60, 4)
-    assert [list(split_model(60, 4, vit_alpha=0.0).values()).count(g) for g in (1, 2, 3)] == [15, 15, 14]
+    assert split_model(60, 0.0, world_size=4) != split_model(60, world_size=4)
+    assert [list(split_model(60, 0.0, world_size=4).values()).count(g) for g in (1, 2, 3)] == [15, 15, 14]
 
 
-@pytest.mark.parametrize("arguments", [(0, 2), (4, 0), (4, 2, 1.0), (4, 2, -0.1)])
-def test_arguments_without_a_rule_are_refused(arguments):
+@pytest.mark.parametrize(
+    ("num_layers", "world_size", "vit_alpha"), [(0, 2, 0.5), (4, 0, 0.5), (4, 2, 1.0), (4, 2, -0.1)]
+)
+def test_arguments_without_a_rule_are_refused(num_layers, world_size, vit_alpha):
     with pytest.raises(PartitionError, match="is not defined"):
-        split_model(*arguments)
+        split_model(num_layers, vit_alpha, world_size=world_size)
+
+
+def test_model_cards_leave_the_rotary_table_out():
+    repository, card = split_model(48, world_size=4), split_model(48, world_size=4, variant="model card")
+    assert repository == {**card, "language_model.model.rotary_emb": 0}
+    assert len(repository) == len(card) + 1
+    with pytest.raises(PartitionError, match="no variant 'hub': choose one of repository, model card"):
+        split_model(48, world_size=4, variant="hub")
+
+
+def test_the_visible_gpus_are_the_world(monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch counts the GPUs")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert trimtab.split_model(48) == split_model(48, world_size=3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(PartitionError, match=r"on 0 GPUs .* 1 GPU \(world_size\)"):
+        trimtab.split_model(48)
 
 
 def test_other_families_get_the_rule_under_their_own_names():
@@ -84,7 +104,7 @@ def test_other_families_get_the_rule_under_their_own_names():
     assert placed["model.language_model.layers.7"] == 0
     assert placed["model.language_model.layers.3"] == 1
     internvl = describe("InternVL-Chat-V1-5")
-    assert split_model_map(internvl, 4) == split_model(48, 4)
+    assert split_model_map(internvl, 4) == split_model(48, world_size=4)
 
 
 def test_phantom_blocks_and_empty_gpus_are_reported():

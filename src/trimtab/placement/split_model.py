@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from trimtab.errors import PartitionError
 from trimtab.placement.bytes import Workload, inference_table
@@ -13,19 +14,31 @@ from trimtab.placement.machine import Machine
 from trimtab.placement.placed import DeviceKey, Placement, summarize
 from trimtab.specs import ModelSpec
 
+Variant = Literal["repository", "model card"]
 
-def split_model(num_layers: int, world_size: int, vit_alpha: float = 0.5) -> dict[str, int]:
-    """The device map of `split_model` in OpenGVLab/InternVL, internvl_chat/internvl/model/__init__.py.
 
-    Every GPU takes ceil(L / (n - alpha)) decoder blocks, the first one ceil((1 - alpha) times that); ViT, projector,
-    embedding, last norm, head, rotary table and the last block lie on GPU 0. Rounding up twice can name blocks that do
-    not exist and can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
-    There `world_size` is the number of visible GPUs.
+def split_model(
+    num_layers: int, vit_alpha: float = 0.5, *, world_size: int | None = None, variant: Variant = "repository"
+) -> dict[str, int]:
+    """The published device map, key for key; use it to compare, or where code expects it. `trimtab map` plans better.
+
+    As `split_model` in OpenGVLab/InternVL, internvl_chat/internvl/model/__init__.py: every GPU takes
+    ceil(L / (n - alpha)) decoder blocks, the first one ceil((1 - alpha) times that); ViT, projector, embedding, last
+    norm, head, rotary table and the last block lie on GPU 0. Rounding up twice can name blocks that do not exist and
+    can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
+
+    `world_size` None: the visible GPUs, by torch. `variant`: model cards leave `rotary_emb` out, the repository has it.
+
+    >>> sorted({gpu for key, gpu in split_model(48, world_size=4).items() if ".layers." in key})
+    [0, 1, 2, 3]
     """
+    if variant not in get_args(Variant):
+        raise PartitionError(f"split_model has no variant {variant!r}: choose one of {', '.join(get_args(Variant))}")
+    world_size = _count_gpus() if world_size is None else world_size
     if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < 1:
         raise PartitionError(
             f"split_model of {num_layers} layers on {world_size} GPUs with vit_alpha {vit_alpha} is not defined: give "
-            "at least 1 layer and 1 GPU, and a vit_alpha from 0 up to but not 1"
+            "at least 1 layer and 1 GPU (world_size), and a vit_alpha from 0 up to but not 1"
         )
     share = math.ceil(num_layers / (world_size - vit_alpha))
     shares = [math.ceil(share * (1 - vit_alpha)), *([share] * (world_size - 1))]
@@ -41,15 +54,25 @@ def split_model(num_layers: int, world_size: int, vit_alpha: float = 0.5) -> dic
         "language_model.model.rotary_emb",
         "language_model.lm_head",
     ):
-        placed[module] = 0
+        if variant == "repository" or not module.endswith("rotary_emb"):
+            placed[module] = 0
     placed[f"language_model.model.layers.{num_layers - 1}"] = 0
     return placed
+
+
+def _count_gpus() -> int:
+    """That torch sees; 0 without torch."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return 0
+    return torch.cuda.device_count()
 
 
 def split_model_map(model: ModelSpec, world_size: int) -> dict[str, int]:
     """`split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
     blocks = [x.name for x in model.layers if x.tower == "language" and x.kind == "block"]
-    published = split_model(len(blocks), world_size)
+    published = split_model(len(blocks), world_size=world_size)
     prefix = "language_model.model.layers."
     if blocks[0].startswith(prefix):  # the remote code's own names
         return published
