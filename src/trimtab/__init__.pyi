@@ -63,7 +63,6 @@ from trimtab.plan.measured.check import check_plan as check_plan
 from trimtab.plan.file.details import PlanDetails as PlanDetails
 from trimtab.plan.file.yaml import load_plan as load_plan
 from trimtab.plan.options import PlanOptions as PlanOptions
-from trimtab.placement.split_model import split_model as split_model
 from trimtab.plan.file.placement import load_placement as load_placement
 from trimtab.plan.plan import Plan as Plan
 from trimtab.plan.sharing.choice import VisionChoice as VisionChoice
@@ -81,6 +80,7 @@ from trimtab.runtime.pipeline import (
     PipelineLayout as PipelineLayout,
     verify_pipeline as verify_pipeline,
 )
+from trimtab.runtime.placing.published import split_model as split_model
 from trimtab.runtime.placing.load import (
     load_placed as load_placed,
     move_inputs as move_inputs,

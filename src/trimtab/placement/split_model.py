@@ -18,7 +18,7 @@ Variant = Literal["repository", "model card"]
 
 
 def split_model(
-    num_layers: int, vit_alpha: float = 0.5, *, world_size: int | None = None, variant: Variant = "repository"
+    num_layers: int, vit_alpha: float = 0.5, *, world_size: int, variant: Variant = "repository"
 ) -> dict[str, int]:
     """The published device map, key for key; use it to compare, or where code expects it. `trimtab map` plans better.
 
@@ -27,14 +27,14 @@ def split_model(
     norm, head, rotary table and the last block lie on GPU 0. Rounding up twice can name blocks that do not exist and
     can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
 
-    `world_size` None: the visible GPUs, by torch. `variant`: model cards leave `rotary_emb` out, the repository has it.
+    There `world_size` is the number of visible GPUs, as in `trimtab.split_model`. `variant`: model cards leave
+    `rotary_emb` out, the repository has it.
 
     >>> sorted({gpu for key, gpu in split_model(48, world_size=4).items() if ".layers." in key})
     [0, 1, 2, 3]
     """
     if variant not in get_args(Variant):
         raise PartitionError(f"split_model has no variant {variant!r}: choose one of {', '.join(get_args(Variant))}")
-    world_size = _count_gpus() if world_size is None else world_size
     if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < 1:
         raise PartitionError(
             f"split_model of {num_layers} layers on {world_size} GPUs with vit_alpha {vit_alpha} is not defined: give "
@@ -58,15 +58,6 @@ def split_model(
             placed[module] = 0
     placed[f"language_model.model.layers.{num_layers - 1}"] = 0
     return placed
-
-
-def _count_gpus() -> int:
-    """That torch sees; 0 without torch."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return 0
-    return torch.cuda.device_count()
 
 
 def split_model_map(model: ModelSpec, world_size: int) -> dict[str, int]:
