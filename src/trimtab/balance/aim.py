@@ -28,7 +28,7 @@ class AimNumbers:
     worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
     worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
-    even_ranks: int = 32  # rows of more packs even out the cost alone: their largest takes all the room there is
+    even_ranks: int = 32  # rows of more packs even out the cost alone, or are level: their largest takes all the room
     trial_packs: int = 2048  # of the trial that times are modelled on
     tight_fullest: float = 0.1  # weight of the fullest column of tight packs, which its limit holds; the others 1
     cost_weight: float = 8.0  # of the cost in loose packs
@@ -41,11 +41,15 @@ class AimNumbers:
     fullest_slope: float = 0.1  # and slopes of the fullest column and of the others
     both_slope: float = 0.1
     even_slope: float = 0.2
+    level_price: float = 0.012  # as `even_price`, in rows of more than `even_ranks` packs, for style "level"
+    level_fill: float = 0.99  # its share of the room
+    level_slope: float = 3.0  # slopes of its columns but the fullest, and of its cost
+    level_cost_slope: float = 1.0
 
 
 NUMBERS = AimNumbers()
 
-Style = Literal["tight", "cost", "both", "even"]
+Style = Literal["tight", "cost", "both", "even", "level"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
 
 
@@ -70,15 +74,19 @@ class Aim:
     def pull(self, columns: FloatArray, bounds: FloatArray) -> Pull:
         """Tight packs need little weight on the fullest column, which its limit holds, and follow all others alike.
 
-        Loose ones spend their room on the cost (`cost`), or share it more and more (`both`, `even`).
+        Loose ones spend their room on the cost (`cost`), or share it more and more (`both`, `even`). Those of many
+        ranks may keep every column from rising above its mean first (`level`): rows wait for their largest pack.
         """
         from trimtab.balance.window import sum_columns
 
         D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))
         weights, slopes = np.ones(D), np.zeros(D)
-        if self.style == "tight":
+        if self.style in ("tight", "level"):
             weights[fullest] = n.tight_fullest
+            if self.style == "level":
+                slopes[:] = n.level_slope
+                slopes[fullest], slopes[-1] = n.fullest_slope, n.level_cost_slope
         elif self.style == "cost":
             weights[:] = n.cost_others
             weights[fullest], weights[-1], slopes[-1] = n.cost_fullest, n.cost_weight, n.cost_slope
@@ -137,6 +145,9 @@ def choose_aim(
         if time_of(aim) > (1.0 + n.even_price) * shortest:
             break
         chosen = aim
+    level = Aim(n.level_fill, "level")
+    if dp > n.even_ranks and fill is None and time_of(level) <= (1.0 + n.level_price) * shortest:
+        chosen = level
     return chosen
 
 
