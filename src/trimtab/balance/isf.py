@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.balance.groups import Groups
 from trimtab.balance.rng import UIntArray, make_stream, shuffle
-from trimtab.compiled import compiled
+from trimtab.compiled import compiled, inlined
 from trimtab.errors import PackingError
 from trimtab.specs import IntArray
 
@@ -75,6 +75,20 @@ def _run(
     return found
 
 
+@inlined
+def _in_order(kept: IntArray, starts: IntArray, order: IntArray, offsets: IntArray) -> IntArray:
+    """The packs' samples, pack by pack in this order; fills their `offsets`."""
+    members = np.empty(len(kept), np.int64)
+    for i in range(len(order)):
+        p = order[i]
+        at = offsets[i]
+        for j in range(starts[p], starts[p + 1]):
+            members[at] = kept[j]
+            at += 1
+        offsets[i + 1] = at
+    return members
+
+
 @compiled
 def _iterate(
     sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
@@ -129,13 +143,5 @@ def _iterate(
         left = left[:num_left]
     order = np.arange(num_packs)
     shuffle(order, state)
-    members = np.empty(n, np.int64)
     offsets = np.zeros(num_packs + 1, np.int64)
-    for i in range(num_packs):
-        p = order[i]
-        at = offsets[i]
-        for j in range(starts[p], starts[p + 1]):
-            members[at] = kept[j]
-            at += 1
-        offsets[i + 1] = at
-    return members, offsets, good_so_far[1:]
+    return _in_order(kept, starts, order, offsets), offsets, good_so_far[1:]

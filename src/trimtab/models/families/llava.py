@@ -72,16 +72,10 @@ def _describe(
     if has_newline:
         cuts.add(len(layers))
         reasons.append("model.image_newline is a bare parameter beside the projector and cannot run without it")
+        newline = vector(H)
         layers.append(
             named_layer(
-                "model.image_newline",
-                "projector",
-                "embed",
-                vector(H),
-                hidden_size=H,
-                rows=rows,
-                rows_out=rows,
-                bare=True,
+                "model.image_newline", "projector", "embed", newline, hidden_size=H, rows=rows, rows_out=rows, bare=True
             )
         )
     tied = read_tied(config, language, either=either_ties)

@@ -163,19 +163,7 @@ def read_clip(
         )
     )
     if has_pooling_head:
-        # a block whose one query row is learned: keys and values see every patch, the rest one row an image
-        weights = vector(H) + linear(H, 3 * H, bias=True) + linear(H, H, bias=True) + layer_norm
-        weights += linear(H, F, bias=True) + linear(F, H, bias=True)
-        head = named_layer(
-            f"{prefix}.head",
-            "vision",
-            "block",
-            Weights(weights.num_params, 2 * H * H),
-            hidden_size=H,
-            rows_out=1.0,  # what goes on is the rows that came in
-            norm="layer_norm",
-        )
-        layers.append(head)
+        layers.append(_pooling_head(f"{prefix}.head", H, F))
     return VisionTower(
         layers=tuple(layers),
         hidden_size=H,
@@ -183,6 +171,21 @@ def read_clip(
         has_class_token=is_clip,
         num_blocks=depth,
         first_block=first_block,
+    )
+
+
+def _pooling_head(name: str, H: int, F: int) -> LayerSpec:
+    """A block whose one query row is learned: keys and values see every patch, the rest one row an image."""
+    weights = vector(H) + linear(H, 3 * H, bias=True) + linear(H, H, bias=True) + norm(H, "layer_norm")
+    weights += linear(H, F, bias=True) + linear(F, H, bias=True)
+    return named_layer(
+        name,
+        "vision",
+        "block",
+        Weights(weights.num_params, 2 * H * H),
+        hidden_size=H,
+        rows_out=1.0,  # what goes on is the rows that came in
+        norm="layer_norm",
     )
 
 
