@@ -105,6 +105,24 @@ def test_nobody_waits_longer_than_a_few_windows():
     assert max(out[i] - pushed_in[i] for i in out) <= MAX_AGE + 1
 
 
+def test_every_window_is_packed_with_randomness_of_its_own():
+    packer, windows = StreamPacker((18, 6144), 4, buffer_rows=8), 0
+    for sample_id, sizes in enumerate(draw(1500).tolist()):
+        packer.push(sizes, sample_id)
+        windows += bool(drain(packer))
+        assert packer.state_dict()["num_windows"] == windows
+    assert windows > 5
+    other = StreamPacker((18, 6144), 4, buffer_rows=8)
+    other.load_state_dict({**packer.state_dict(), "num_windows": windows + 1})
+    packer.flush()
+    other.flush()
+    ours, theirs = drain(packer), drain(other)
+    assert sorted(i for row in ours for pack in row for i in pack) == sorted(
+        i for row in theirs for pack in row for i in pack
+    )
+    assert ours != theirs
+
+
 def test_a_stream_is_nearly_as_even_as_the_whole():
     samples = draw(12_000)
     cost = ColumnCost(linear=(11.9, 0.0398), squared=(0.0, 5.9e-7))

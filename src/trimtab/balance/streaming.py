@@ -201,6 +201,7 @@ class StreamPacker:
         self._clear()
         for row, sample_id, age in waiting:
             self._add(row, sample_id, age)
+        self._num_windows += 1
 
     def _columns(self, sizes: IntArray) -> FloatArray:
         """(n, k + 1): the sizes and the cost, whose mean is 1."""
