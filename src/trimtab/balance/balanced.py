@@ -42,20 +42,18 @@ def pack_balanced(
     `aim` None, or a fill, leaves what is open to `choose_aim`. `shard` is one more key of the randomness, for parts of
     one data set.
     """
-    from trimtab.balance.bound import counted_columns
     from trimtab.balance.rng import make_stream
     from trimtab.balance.stream import pack_stream
 
     if len(sizes) == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    stream = _shuffle(sizes, cost, seed, epoch, shard)
+    stream = _shuffle(sizes, cost, limits, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
-    counted = counted_columns(sizes[stream.order], limits, NUMBERS.tight_fill)
     if not isinstance(aim, Aim):
-        aim = choose_aim(stream.columns, counted, bounds, dp, num_rounds, aim)
+        aim = choose_aim(stream.columns, stream.counted, bounds, dp, num_rounds, aim)
     streamed = pack_stream(
         stream.columns,
-        counted,
+        stream.counted,
         bounds,
         aim.pull(stream.columns, bounds),
         dp=dp,
@@ -81,31 +79,33 @@ def aim_for(
     num_rounds: int,
 ) -> Aim:
     """The aim that `pack_balanced` would choose for these samples, as its first shard."""
-    from trimtab.balance.bound import counted_columns
-
-    stream = _shuffle(sizes, cost, seed, epoch, 0)
-    counted = counted_columns(sizes[stream.order], limits, NUMBERS.tight_fill)
-    return choose_aim(stream.columns, counted, np.array([*limits, np.inf]), dp, num_rounds, fill)
+    stream = _shuffle(sizes, cost, limits, seed, epoch, 0)
+    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, num_rounds, fill)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shuffled:
     order: IntArray
     columns: FloatArray  # (n, D)
+    counted: FloatArray  # (n, k or more): the sizes in packs needed
 
 
-def _shuffle(sizes: IntArray, cost: FloatArray, seed: int, epoch: int, shard: int) -> _Shuffled:
+def _shuffle(
+    sizes: IntArray, cost: FloatArray, limits: tuple[int, ...], seed: int, epoch: int, shard: int
+) -> _Shuffled:
     """Samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
+    from trimtab.balance.bound import counted_columns
     from trimtab.balance.rng import permutation
     from trimtab.balance.window import sum_columns
 
     n, k = sizes.shape
     order = permutation(n, seed, epoch, 0, *_shard_key(shard))
     columns = np.empty((n, k + 1))
-    columns[:, :k], columns[:, k] = sizes[order], cost[order]
+    shuffled = sizes[order]
+    columns[:, :k], columns[:, k] = shuffled, cost[order]
     total_cost = float(sum_columns(columns)[k])
     columns[:, k] *= n / total_cost if total_cost > 0 else 0.0
-    return _Shuffled(order, columns)
+    return _Shuffled(order, columns, counted_columns(shuffled, limits, NUMBERS.tight_fill))
 
 
 def _shard_key(shard: int) -> tuple[int, ...]:

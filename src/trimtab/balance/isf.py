@@ -17,9 +17,6 @@ FILTER_GAP = 128
 """Q_t - Q'_t of the paper's setting, Q_t 4096 and Q'_t 3968; its Q'_v is Q_v."""
 
 
-ITERATIONS = 10  # of the paper
-
-
 def default_filters(limits: tuple[int, ...]) -> tuple[int, ...]:
     """The paper's: Q_v itself and Q_t - 128; below Q_t 4096 the same share of it. (18, 6016) gives (18, 5888)."""
     first, *others = limits

@@ -69,7 +69,6 @@ def pack(
     from dataclasses import asdict
 
     from trimtab.balance.convergence import isf_iterations
-    from trimtab.balance.isf import ITERATIONS
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
     from trimtab.files import write_atomically
     from trimtab.plan.decide.mixture import describe_draw, draw_epoch
@@ -83,10 +82,9 @@ def pack(
         raise PlanError(f"filters or iterations were given with method {options.method}: they belong to isf")
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     warm_up(options.method)  # compiled once per machine: not part of the seconds below
-    how = {name: getattr(options, name) for name in _SHARED} | {
-        "limits": (options.max_patches, options.max_tokens),
-        "iterations": options.iterations or ITERATIONS,
-    }
+    how = {name: getattr(options, name) for name in _SHARED} | {"limits": (options.max_patches, options.max_tokens)}
+    if options.iterations is not None:
+        how["iterations"] = options.iterations
     started = time.perf_counter()
     packed = epoch.of_table(pack_samples(epoch.drawn, method=options.method, **how))
     seconds = time.perf_counter() - started

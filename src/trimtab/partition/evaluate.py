@@ -36,9 +36,9 @@ class Evaluator:
         latency_s: float = 0.0,
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
-        work = checked_work(problem, work)
         from trimtab.partition.layer_table import layer_table
 
+        work = checked_work(problem, work)
         S = problem.num_stages * problem.num_chunks
         shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
         self.problem = problem
