@@ -19,6 +19,7 @@ import pytest
 
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, split_problems
+from trimtab.adapters.running import Decided
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import Tower
 from trimtab.specs import (
@@ -128,7 +129,8 @@ def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: in
 def export(model: ModelSpec, stages: list[Stage], pp: int, num_chunks: int = 1, **options) -> MegatronExport:
     options = {"dims": ParallelDims(pp=pp), "num_microbatches": 4 * pp} | options
     schedule = "1F1B" if num_chunks == 1 else "Interleaved1F1B"
-    return megatron_flags(model=model, stages=stages, schedule=schedule, num_chunks=num_chunks, **options)
+    plan = Decided(model=model, stages=tuple(stages), schedule=schedule, num_chunks=num_chunks, **options)
+    return megatron_flags(plan)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -1,8 +1,8 @@
 """A plan as data files, for hosts that need no code of ours: records in order, packs as lists, packs as arrays.
 
 The order of packs is the schedule's, row by row: step 0 micro-batch 0 of ranks 0, 1, ..., then micro-batch 1 of them,
-and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling, Accelerate
-with one line a batch and xtuner's preset sampler do, then gives every rank its own packs in the order of the plan.
+and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling and
+Accelerate with one line a batch do, then gives every rank its own packs in the order of the plan.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.adapters.record_files import Records, find_records, open_records
-from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.lengths import holds_lengths
-from trimtab.samples.records import detect_format
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 Field = Literal["length", "num_tokens", "num_patches", "pack"]
@@ -268,49 +267,3 @@ def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -
     for name, content in contents.items():
         write_atomically(out / name, content)
     return _exported(planned, tuple(out / name for name in contents), ragged=False)
-
-
-def write_xtuner_packs(
-    plan: Path, out: Path, *, data: Sequence[Path] | None = None, allow_images: bool = False
-) -> Exported:
-    """xtuner's preset packs: boundaries.npy, samples.npy, paths.json, and order.npy for its preset sampler.
-
-    A row of samples.npy is [path, line from 0, -1, -1, 0, num_tokens]. The format as of xtuner v1's `preset_pack.py`
-    (commit 5081ed2), whose dataset hands on token ids and labels alone, so plans with images are refused unless
-    `allow_images`.
-    """
-    planned = read_planned(plan)
-    files = data_of(planned.plan, data)
-    samples, packing = planned.samples, planned.packing
-    problems = []
-    num_visual = int((samples.num_images[packing.indices] > 0).sum())
-    if num_visual and not allow_images:
-        problems.append(
-            f"{num_visual} samples of the plan have images, and xtuner's preset packs drop the pixels of every sample: "
-            "export text alone, or use an xtuner that keeps them (--allow-images)"
-        )
-    odd = [str(path) for path in files if detect_format(path) != "jsonl"]
-    if odd:
-        problems.append(f"{', '.join(odd)} is not JSON Lines, and xtuner packs lines: write it as JSON Lines and plan")
-    if problems:
-        raise UnsupportedPlanError("\n".join(problems))
-    places = find_records(files, samples)
-    blank = places.line != places.record
-    if blank.any():
-        odd_file = files[int(places.file[np.flatnonzero(blank)[0]])]
-        raise UnsupportedPlanError(
-            f"{odd_file} has blank lines, and xtuner numbers its samples by line: remove them and plan again"
-        )
-    rows = packing.indices
-    table = np.full((len(rows), 6), -1, np.int64)
-    table[:, 0], table[:, 1] = places.file[rows], places.line[rows]
-    table[:, 4], table[:, 5] = 0, samples.num_tokens[rows]
-    contents = {
-        "boundaries.npy": array_bytes(packing.offsets.astype(np.int64)),
-        "samples.npy": array_bytes(table),
-        "order.npy": array_bytes(planned.order),
-        "paths.json": (json.dumps([str(path) for path in files], ensure_ascii=False) + "\n").encode(),
-    }
-    for name, content in contents.items():
-        write_atomically(out / name, content)
-    return _exported(planned, tuple(out / name for name in contents), ragged=True)
