@@ -235,11 +235,11 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     assert {record.get("big") for record in written} == {12345678901234567890123, None}
     write_arrays(plan, tmp_path / "npy")
     planned = read_planned(plan)
-    places = find_records([lines, table, listed], planned.samples)
+    numbers, file = find_records([lines, table, listed], planned.samples), planned.samples.file_index
     with open_records([lines, table, listed], planned.samples, folder=tmp_path) as records:
         for row in range(len(planned.samples)):
-            assert json.loads(records.read(row)) == rows[places.file[row]][places.record[row]]
-    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), places.record)
+            assert json.loads(records.read(row)) == rows[file[row]][numbers[row]]
+    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), numbers)
 
 
 def test_samples_without_ids_are_found_by_place(tmp_path: Path) -> None:
