@@ -165,7 +165,7 @@ def test_all_problems_come_at_once():
     )
     assert lines[1] == "2 stages were planned, and pp 4 with 1 chunks a rank has 4: make them equal"
     assert lines[2].startswith("the plan cuts stages before visual.blocks.2")
-    assert lines[3].startswith("tp 3 was planned, and the language model's 8 attention heads do not divide by it")
+    assert lines[3].startswith("tp 3 does not divide the language model's 8 attention heads")
     assert lines[4].startswith(
         "ZeRO stage 3 was planned, and Megatron-Core's distributed optimizer shards optimizer state"
     )

@@ -120,7 +120,7 @@ def test_all_problems_come_at_once_with_the_price():
     assert lines[1] == "the plan makes a cut that the model forbids (DeepStack): move it"
     assert lines[2].startswith("schedule ZBH1 was planned, and torchtitan's")
     assert lines[3].startswith("lm_head shares the weight of embed_tokens, and torchtitan refuses tied weights")
-    assert lines[4] == "tp 3 does not divide the language model's 8 heads: choose a tp that does"
+    assert lines[4] == "tp 3 does not divide the language model's 8 attention heads: choose a tp that does"
     with pytest.raises(UnsupportedPlanError, match="without such cuts nothing fits these degrees"):
         export(MODEL, cut(MODEL, 3), price=float("inf"))
 

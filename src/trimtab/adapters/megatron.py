@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from trimtab.adapters.blocks import is_block
+from trimtab.adapters.blocks import head_problems, is_block
 from trimtab.adapters.megatron_recompute import (
     Setting,
     as_run,
-    attentions,
     language_recompute,
     megatron_ladders,
     norm_cuts,
@@ -98,7 +97,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         *_schedule_problems(len(stages), dims.pp, plan.schedule, plan.num_microbatches, plan.num_chunks),
         *_tower_problems(model, stages, price),
         *_forbidden_problems(model, stages),
-        *_head_problems(model, dims.tp),
+        *head_problems(model, dims.tp),
     ]
     if plan.zero_stage > 1:
         problems.append(
@@ -227,22 +226,6 @@ def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | No
         f"vision tower, projector and embedding share the first stage: export with --fit FOLDER, or plan with --for "
         f"megatron{cost}, or train with a runtime that makes them"
     ]
-
-
-def _head_problems(model: ModelSpec, tp: int) -> list[str]:
-    problems: list[str] = []
-    for heads in sorted({(a.num_heads, a.num_kv_heads) for a in attentions(model, "language")}):
-        if heads[0] % tp:
-            problems.append(
-                f"tp {tp} was planned, and the language model's {heads[0]} attention heads do not divide by it: choose "
-                "a tp that divides them"
-            )
-        elif heads[1] % tp and tp % heads[1]:
-            problems.append(
-                f"tp {tp} was planned, and it neither divides the language model's {heads[1]} key-value heads nor is a "
-                "multiple of them: choose a tp that does"
-            )
-    return problems
 
 
 # -- the split ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from trimtab.adapters.blocks import TIERS, blocks_of, lost_tiers, recomputing
+from trimtab.adapters.blocks import TIERS, blocks_of, head_problems, lost_tiers, recomputing
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks, price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier
@@ -159,11 +159,7 @@ def _problems(
             f"{borrower} shares the weight of {owner}, and torchtitan refuses tied weights with pipeline parallelism: "
             "plan with pp 1, or untie them"
         )
-    heads = {x.attention.num_heads for x in model.layers if x.tower == "language" and x.attention is not None}
-    for count in sorted(heads):
-        if count % dims.tp:
-            problems.append(f"tp {dims.tp} does not divide the language model's {count} heads: choose a tp that does")
-    return problems
+    return [*problems, *head_problems(model, dims.tp)]
 
 
 def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> tuple[str | None, tuple[Stage, ...]]:
