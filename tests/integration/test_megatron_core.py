@@ -49,7 +49,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 # TransformerConfig's fields where their names differ from the flags', as Megatron-LM's argument parser maps them
 FIELDS = {
@@ -159,10 +158,6 @@ def test_megatron_reads_from_our_layout_the_stages_that_we_planned(seed):
     if pp > 1:
         assert config.pipeline_model_parallel_layout.layout == layout.layout
         assert config.virtual_pipeline_model_parallel_size == (num_chunks if num_chunks > 1 else None)
-    if result.simple_flags is not None:
-        simple = configure(result.simple_flags, num_language)
-        built = [get_num_layers_to_build(simple, s // pp, s % pp) for s in range(len(stages))]
-        assert built == planned
 
 
 def stages_with(model: ModelSpec, counts: list[int]) -> list[Stage]:
@@ -171,27 +166,9 @@ def stages_with(model: ModelSpec, counts: list[int]) -> list[Stage]:
     return stages_of(model, [block + sum(counts[:s]) for s in range(1, len(counts))])
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(40))
-def test_simple_flags_build_the_same_layers_at_the_same_places(seed, num_chunks):
-    rng = Random(seed)
-    pp, middle = rng.randint(2, 8), rng.randint(1, 5)
-    first, last = rng.choice((middle, rng.randint(1, 5))), rng.choice((middle, rng.randint(1, 5)))
-    counts = [first, *[middle] * (pp - 2), last] * num_chunks
-    model = make_model(2, sum(counts))
-    result = export(model, stages_with(model, counts), pp, num_chunks)
-    assert result.simple_flags is not None
-    config = configure(result.simple_flags, sum(counts))
-    places = [(s // pp if num_chunks > 1 else None, s % pp) for s in range(len(counts))]
-    assert [get_num_layers_to_build(config, chunk, rank) for chunk, rank in places] == counts
-    offsets = [get_transformer_layer_offset(config, chunk, rank) for chunk, rank in places]
-    assert offsets == [sum(counts[:s]) for s in range(len(counts))]
-
-
-def test_an_empty_first_stage_has_a_layout_and_no_simple_flags_in_megatron_or_here():
+def test_an_empty_first_stage_has_a_layout_and_no_count():
     model = make_model(2, 12)
     result = export(model, stages_with(model, [0, 6, 6]), 3)
-    assert result.simple_flags is None
     assert configure(result.flags, 12).pipeline_model_parallel_layout.layout[0] == [[LayerType.embedding]]
     with pytest.raises(ValueError, match="num_layers_in_first_pipeline_stage must be larger than 0"):
         configure(("--pipeline-model-parallel-size", "3"), 12, num_layers_in_first_pipeline_stage=0)
@@ -274,19 +251,16 @@ def on_first_rank():
 def test_the_vision_tower_is_truncated_by_a_copied_split_and_whole_with_our_fields(on_first_rank, counts):
     model = make_model(24, 28)
     result = export(model, stages_with(model, list(counts)), 2)
-    for flags in (result.flags, result.simple_flags):
-        if flags is None:
-            continue
-        vision = copy.deepcopy(configure(flags, 28))
-        vision.num_layers = 24
-        # what Megatron-LM's examples/multimodal/model.py resets: the names of an older Megatron-Core
-        vision.pipeline_model_parallel_size = 1
-        vision.first_pipeline_num_layers = None
-        vision.last_pipeline_num_layers = None
-        assert get_num_layers_to_build(vision) == counts[0] < 24
-        exec(result.vision_python(), {"vision_config": vision})
-        assert get_num_layers_to_build(vision) == 24
-        vision.__post_init__()  # and the configuration as a whole stands Megatron's own checks
+    vision = copy.deepcopy(configure(result.flags, 28))
+    vision.num_layers = 24
+    # what Megatron-LM's examples/multimodal/model.py resets: the names of an older Megatron-Core
+    vision.pipeline_model_parallel_size = 1
+    vision.first_pipeline_num_layers = None
+    vision.last_pipeline_num_layers = None
+    assert get_num_layers_to_build(vision) == counts[0] < 24
+    exec(result.vision_python(), {"vision_config": vision})
+    assert get_num_layers_to_build(vision) == 24
+    vision.__post_init__()  # and the configuration as a whole stands Megatron's own checks
 
 
 # -- `trimtab check --for megatron` ---------------------------------------------------------------------------------
