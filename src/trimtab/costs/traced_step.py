@@ -32,14 +32,13 @@ def trace_step(
     recomputed: Collection[str] = (),
     rng_state_bytes: int | None = None,
     accumulate: bool = False,
-    backward: bool = True,
 ) -> Trace:
     """What `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (module paths).
 
     `recomputed` are checkpointed while the step runs (non-reentrant), each with `rng_state_bytes` of random state, by
     default that of the CPU's generator: so `peak_bytes` is the peak of that choice. `accumulate`: gradients of an
     earlier micro-batch are there (and not counted), so those of this one live only until they are added. The gradients
-    of `module` are cleared. Without `backward` its counts are 0. Layers must not lie in one another.
+    of `module` are cleared. Layers must not lie in one another.
     """
     _refuse_unusable(module, layers, recomputed)
     fixed = [*module.parameters(), *module.buffers()]
@@ -67,10 +66,9 @@ def trace_step(
         recorder.end_forward()
         forward_bytes = mode.live_bytes
         storages, keepers = recorder.list_storages(), recorder.list_keepers()
-        if backward:
-            recorder.begin_backward()
-            loss.backward()
-            recorder.end_backward()
+        recorder.begin_backward()
+        loss.backward()
+        recorder.end_backward()
     del loss
     module.zero_grad(set_to_none=True)
     return Trace(
