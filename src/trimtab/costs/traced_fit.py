@@ -181,8 +181,9 @@ def _fit(
             break
     if left > MAX_MISFIT:
         raise TrimtabError(
-            f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave {left:.2%}: "
-            "this model does not keep the same for each row; profile without --traced, and please report it"
+            f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave "
+            f"{left:.2%}: this model does not keep the same for each row; profile without --traced, and please report "
+            "it"
         )
     for column, value in zip(chosen, found, strict=True):
         terms[column] = float(value)
