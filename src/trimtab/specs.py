@@ -6,6 +6,7 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
@@ -501,6 +502,11 @@ class Stage:
 
     def num_offloaded(self) -> int:
         return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+
+
+def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
+    """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
+    return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -185,7 +185,7 @@ def _show(
                 "time_error": result.time_error,
                 "memory_error": result.memory_error,
                 "kinds": [asdict(row) for row in rows],
-                "kept": [{**asdict(row), "fused_share": row.fused_share} for row in kept],
+                "kept": [asdict(row) for row in kept],
                 "assumptions": result.assumptions,
                 "runs": [] if calibration is None else [asdict(run) for run in calibration.runs],
                 "terms": [] if calibration is None else [asdict(term) for term in calibration.terms],

@@ -20,7 +20,6 @@ from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
     DeviceSpec,
-    FloatArray,
     LayerCost,
     LayerSpec,
     RecomputeTier,
@@ -161,34 +160,6 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     )
 
 
-def backward_workspace(layer: LayerSpec, settings: CostSettings, work: FloatArray) -> float:
-    """Bytes that the backward of a block holds at its worst moment above all that the block keeps; 0 for other layers.
-
-    The largest of three moments in the backward of the MLP; N rows. At its last product, where nothing kept is freed
-    yet: gradient of the block's output (it goes on along the residual) w N h, gradient of the product's input w N f,
-    gradient of its weight w f h. At the gate (or a GELU in separate operations): gradients of the block's output, and
-    of the gate's result and two operands, less the product's input: w N (h + 2 f). At the first products, where fused
-    kernels make one matrix of two: w (2 N h - N f + 2 h f), largest only with few rows.
-    The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32 accumulator, and
-    Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy grad_weight" in
-    tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too much where a
-    norm stands behind the MLP (Gemma 3), whose input is freed before. Experts, and unfused attention: see
-    `_transients`. `LayerCost` holds the first two moments, which are linear in the rows; the third is larger than both
-    only with fused kernels and fewer rows than about half the width, and by less than w h f.
-    """
-    if layer.kind != "block" or layer.mlp is None:
-        return 0.0
-    w, share = settings.item_bytes, settings.row_share(layer.tower)
-    columns = find_columns(layer, settings)
-    N = columns.rows_per_unit * float(work[columns.rows])
-    moments = [moment.rows * N + moment.once for moment in _workspaces(layer, settings)]
-    m = layer.mlp
-    if m.gated and settings.fused_kernels and m.num_experts is None:
-        h, f = layer.hidden_size, m.intermediate_size / settings.dims.tp
-        moments.append(w * (2 * N * h / share - N * f + 2 * h * f))
-    return max(moments)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workspace:
     """Bytes above all that a block keeps, at one moment of its backward."""
@@ -198,7 +169,17 @@ class _Workspace:
 
 
 def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _Workspace]:
-    """At the MLP's last product and at its gate.
+    """At the MLP's last product and at its gate; N rows.
+
+    At the last product, where nothing kept is freed yet: gradient of the block's output (it goes on along the residual)
+    w N h, gradient of the product's input w N f, gradient of its weight w f h. At the gate (or a GELU in separate
+    operations): gradients of the block's output, and of the gate's result and two operands, less the product's input:
+    w N (h + 2 f). The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32
+    accumulator, and Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy
+    grad_weight" in tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too
+    much where a norm stands behind the MLP (Gemma 3), whose input is freed before. Not counted: the first products
+    where fused kernels make one matrix of two, w (2 N h - N f + 2 h f), larger than both only with fewer rows than
+    about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
     Experts (measured on one family, 3 % too much): rows visit several; their results, weighed, and the copies of their
     inputs have gradients too, and one kernel makes the gradient of all experts' weights.
@@ -328,7 +309,7 @@ def _transients(
 ) -> tuple[tuple[float, ...], ...]:
     """What is live only while the layer runs backward, at one or two moments of which the larger counts.
 
-    Blocks: `backward_workspace`; with unfused attention besides its scores once more, for their gradients (twice where
+    Blocks: `_workspaces`; with unfused attention besides its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
     again as well: `assess_stages` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients before and
     behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random states (16

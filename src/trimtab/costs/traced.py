@@ -16,7 +16,6 @@ from trimtab.costs.kind_model import ROW, KindModel, count_pairs, refusing
 from trimtab.costs.profile import group_layers, is_unpriced, profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import PATCHES, KindCounts, Probe, TracedProfile, fit_counts, traced_profile
-from trimtab.costs.traced_kernels import fuse_kernels
 from trimtab.costs.traced_step import trace_step
 from trimtab.models.asking.inputs import quietly
 from trimtab.options import Attention, Tower
@@ -40,14 +39,13 @@ def profile_traced(
     packed: bool = True,
     fused_kernels: bool = False,
     frozen_towers: frozenset[Tower] = frozenset(),
-    compare_fused: bool = True,
     rows: tuple[int, ...] | None = None,
 ) -> TracedProfile:
     """The profile of `model` (described from `config`) with bytes counted on its layers as Transformers builds them.
 
     At tp 1; one layer of each kind is real, the others hand their rows on; nothing takes the memory of weights.
-    `packed`: samples share a row of tokens, so SDPA and eager attention are handed masks. `compare_fused`: count what
-    fused norms and gates would keep too. `rows`: of the steps that give transients; few are enough for narrow layers.
+    `packed`: samples share a row of tokens, so SDPA and eager attention are handed masks. `fused_kernels`: count what
+    fused norms and gates keep. `rows`: of the steps that give transients; few are enough for narrow layers.
     Seconds are the formulas'. Raises `UnknownModelError` where Transformers has no such model or takes no step.
     """
     settings = CostSettings(
@@ -65,10 +63,6 @@ def profile_traced(
     unit = max(1.0, kept[0].work[traced.numbers[0]][PATCHES])
     large = rows or (_LARGE_EAGER if attention == "eager" else _LARGE)
     recomputed = [_probe(traced, max(1, round(size / unit)), size, recompute=True) for size in large]
-    fused = []
-    if compare_fused and not fused_kernels:
-        fuse_kernels(traced.module)
-        fused = [_probe(traced, *_SMALL[0], backward=False)]
     warnings = traced.say()
     if attention == "eager":
         warnings.append(
@@ -78,7 +72,7 @@ def profile_traced(
     how = f"{dtype}, {attention} attention{', fused norms and gates' if fused_kernels else ''}"
     if traced.packed and attention != "flash":
         how += ", several samples to a row, so with masks"
-    kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
+    kinds = fit_counts(model, settings, groups, kept, recomputed)
     warnings += _list_misfits(model, kinds)
     idle = set(groups.values()) - {x.group for x in kinds} if traced.has_images else set()
     analytic = profile_model(
@@ -126,7 +120,7 @@ def price_layers(
     return replace(model, layers=tuple(layers))
 
 
-def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = False, backward: bool = True) -> Probe:
+def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = False) -> Probe:
     """One traced step on `times` the smallest images and `num_text` words; every block recomputed, or none."""
     layers = kinds.model.layers
     batch = kinds.batches.make(times, num_text, multiple=ROW)
@@ -147,7 +141,6 @@ def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = Fal
             recomputed=blocks if recompute else (),
             rng_state_bytes=16,
             accumulate=True,
-            backward=backward,
         )
     return Probe(trace=trace, numbers=kinds.numbers, work=kinds.work(pairs, batch))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
-from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
+from trimtab.partition.assess import entry_bytes, times_again
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
 from trimtab.partition.tiers import TierTable
@@ -126,19 +126,22 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
 
     workspace = profile.transients(most)
     whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
-    ladders = []
-    for i, tiers in enumerate(offered):
-        rungs = [
-            _Rung(
-                tier=tier,
-                cost=int(composite(seconds)) + (tier.name != "none"),
-                saved=math.ceil(max(0.0, float(np.dot(tier.saved_bytes, most)))),
-                reach=math.ceil(float(workspace[i]) + bytes_again(tier, whole[i], most)),
-                host=math.ceil(host_bytes(tier, whole[i], most)),
-            )
-            for tier, seconds in zip(tiers, extra[i], strict=True)
-        ]
-        ladders.append(_useful(rungs))
+
+    def rung(i: int, tier: RecomputeTier, seconds: float) -> _Rung:
+        saved = max(0.0, float(np.dot(tier.saved_bytes, most)))
+        freed = max(0.0, whole[i] - saved)
+        return _Rung(
+            tier=tier,
+            cost=int(composite(seconds)) + (tier.name != "none"),
+            saved=math.ceil(saved),
+            reach=math.ceil(float(workspace[i]) + times_again(tier.name) * freed),
+            host=math.ceil(freed) if tier.name == "offload" else 0,
+        )
+
+    ladders = [
+        _useful([rung(i, tier, seconds) for tier, seconds in zip(tiers, extra[i], strict=True)])
+        for i, tiers in enumerate(offered)
+    ]
     first = [ladder[0] for ladder in ladders]
     saved_first = np.array([rung.saved for rung in first], np.int64)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.bound import bound_cuts, makespan_bound
+from trimtab.partition.bound import bound_terms
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import FloatArray
@@ -74,7 +74,7 @@ def search_makespan(
         split=split,
         makespan_s=makespan,
         start_makespan_s=start_makespan,
-        lower_bound_s=min(makespan, makespan_bound(problem, evaluator.work)),
+        lower_bound_s=min(makespan, ranked.lower_bound_s),
         num_simulated=ranked.num_simulated,
         complete=ranked.complete,
     )
@@ -111,6 +111,7 @@ def top_candidates(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
     cuts: dict[tuple[int, ...], float]  # makespans of the best cuts, ascending
+    lower_bound_s: float
     num_simulated: int
     complete: bool
 
@@ -118,16 +119,18 @@ class _Ranked:
 def _rank(evaluator: Evaluator, start: SplitResult, *, radius: int, max_simulated: int, keep: int) -> _Ranked:
     from trimtab.partition.enumerate import enumerate_cuts
 
-    for first in (evaluator.cuts_of(start.stages), bound_cuts(evaluator.problem, evaluator.work)):
+    terms = bound_terms(evaluator.problem, evaluator.work)
+    for first in (evaluator.cuts_of(start.stages), terms.cuts()):
         if first is not None:
             _descend(evaluator, first, radius=radius, max_simulated=max_simulated)
     found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
-    every = enumerate_cuts(evaluator, keep=keep)
+    every = enumerate_cuts(evaluator, terms, keep=keep)
     if every is not None:
         found |= every.makespans
     best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:keep]
     return _Ranked(
         cuts=dict(best),
+        lower_bound_s=terms.makespan_s,
         num_simulated=len(evaluator.seen) + (0 if every is None else every.num_simulated),
         complete=every is not None and every.complete,
     )

@@ -88,12 +88,6 @@ class KeptRow:
     kept_bytes: float  # nothing recomputed
     recomputed_bytes: float  # the layer recomputed
     transient_bytes: float  # its backward's own, beside those
-    fused_bytes: float | None  # kept_bytes if norms and gates were single kernels; None: they are
-
-    @property
-    def fused_share(self) -> float | None:
-        """Share of the kept bytes that fused norms and gates would save before anything is recomputed."""
-        return None if self.fused_bytes is None or self.kept_bytes == 0 else 1 - self.fused_bytes / self.kept_bytes
 
 
 def kept_rows(
@@ -114,30 +108,25 @@ def kept_rows(
                 kept_bytes=float(np.dot(kind.kept_bytes, work)),
                 recomputed_bytes=float(np.dot(kind.recomputed_bytes, work)),
                 transient_bytes=float(np.dot(kind.transient_bytes, work)),
-                fused_bytes=None if kind.fused_bytes is None else float(np.dot(kind.fused_bytes, work)),
             )
         )
     return tuple(found)
 
 
 def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
-    """Bytes of one layer of each kind, and what fused norms and gates would save before any recompute."""
+    """Bytes of one layer of each kind."""
     table = Table(title="Bytes that one layer keeps for backward", box=box.SIMPLE, title_justify="left")
     table.add_column("Layer", overflow="fold")
-    for name in ("Like it", "Rows", "Keeps", "Recomputed", "Transient", "Fused"):
+    for name in ("Like it", "Rows", "Keeps", "Recomputed", "Transient"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        share = row.fused_share
         table.add_row(
             Text(clean(row.name.removeprefix("model."))),
             str(row.num_layers),
             f"{row.rows:.0f}",
             *(format_bytes(x) for x in (row.kept_bytes, row.recomputed_bytes, row.transient_bytes)),
-            "" if share is None else f"-{share:.1%}",
         )
     console.print(table)
-    if any(row.fused_share is not None for row in rows):
-        console.print("Fused: norms and gates as single kernels, before anything is recomputed.")
 
 
 def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]:
