@@ -124,7 +124,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_build.py::test_what_is_left_open_is_chosen_so_that_it_fits": 0,
     "unit/test_data_files.py::test_every_planned_record_is_written_once_in_the_order_of_the_plan": 0,  # 2
     "unit/test_description.py::test_damage_gives_a_model_that_can_be_priced_or_a_sentence": 0,  # 2
-    "unit/test_expressible.py::test_a_framework_without_stages_is_fitted_and_priced": 0,
+    "unit/test_expressible.py::test_a_framework_of_one_tier_is_priced_in_seconds_and_bytes": 0,
     "unit/test_expressible.py::test_a_frozen_tower_has_nothing_to_recompute": 1,  # 2
     "unit/test_expressible.py::test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes": 1,
     "unit/test_logs.py::test_the_truth_is_found_from_steps_that_bind_every_stage_kind": 0,  # 2

@@ -112,8 +112,6 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     record, indices = np.load(tmp_path / "npy" / "record.npy"), np.load(tmp_path / "npy" / "indices.npy")
     lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines()
     assert Counter(json.loads(lines[i])["id"] for i in record[indices].tolist()) == expected
-    preset = run("export", "xtuner", tmp_path / "plan", "--out", tmp_path / "preset", "--allow-images", "--json").json
-    assert preset["num_records"] == 240
 
 
 @pytest.fixture(scope="module")

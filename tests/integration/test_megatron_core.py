@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, split_problems
-from trimtab.errors import UnsupportedPlanError
+from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, stage_counts
+from trimtab.adapters.running import Decided
+from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.options import Tower
 from trimtab.specs import (
     AttentionSpec,
@@ -128,7 +129,8 @@ def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: in
 def export(model: ModelSpec, stages: list[Stage], pp: int, num_chunks: int = 1, **options) -> MegatronExport:
     options = {"dims": ParallelDims(pp=pp), "num_microbatches": 4 * pp} | options
     schedule = "1F1B" if num_chunks == 1 else "Interleaved1F1B"
-    return megatron_flags(model=model, stages=stages, schedule=schedule, num_chunks=num_chunks, **options)
+    plan = Decided(model=model, stages=tuple(stages), schedule=schedule, num_chunks=num_chunks, **options)
+    return megatron_flags(plan)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -344,13 +346,15 @@ def test_our_reading_of_the_flags_is_megatrons():
     rng, agreed, refused = Random(0), 0, 0
     for _ in range(1500):
         flags = random_flags(rng)
-        model = make_model(4, flags.num_layers)
-        ours = list(split_problems(model, flags))
-        counts = next((found for found in ours if isinstance(found, tuple)), None)
+        ours: list[int] | PlanError
+        try:
+            ours = list(stage_counts(flags, flags.num_layers))
+        except PlanError as error:
+            ours = error
         theirs = megatron_counts(flags)
         if theirs is not None and (sum(theirs) != flags.num_layers or min(theirs) < 0):
             theirs = None  # it starts, and trains other layers than declared, or a stage of less than none
-        assert (None if counts is None else list(counts)) == theirs, (flags, ours)
+        assert (None if isinstance(ours, PlanError) else ours) == theirs, (flags, ours)
         agreed += theirs is not None
         refused += theirs is None
     assert agreed > 300

@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers", reason="holds the models whos
 from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
-from trimtab.adapters.huggingface import huggingface_export, plain_settings  # noqa: E402
+from trimtab.adapters.huggingface import export, plain_settings  # noqa: E402
+from trimtab.adapters.running import Decided  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.runtime.recompute.apply import _Recomputed  # noqa: E402
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage  # noqa: E402
@@ -69,7 +70,8 @@ def test_the_lines_switch_on_exactly_the_planned_layers():
         RecomputeChoice(tier="selective", layers=(language[2],)),
     )
     stages = (Stage(index=0, start=0, stop=len(spec.layers), recompute=chosen),)
-    exec(huggingface_export(model=spec, stages=stages, dims=ParallelDims()).python(), {"model": model})
+    plan = Decided(model=spec, stages=stages, dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
+    exec(export(plan, None).text, {"model": model})
     found = {
         name: module.forward.granularity
         for name, module in model.named_modules()

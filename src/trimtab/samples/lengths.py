@@ -23,6 +23,7 @@ TILE_KEY, FLAG_KEY, SIZES_KEY = "vit_num", "image_flags", "image_wh"
 CountImage = Callable[[int, int, int], ImageCounts]  # images of the sample, width, height
 
 _MAX_NUMBER = 2**40  # squares of real lengths stay far inside 64 bits
+_NO_SOURCE = "no source"  # of rows without one, where others have one
 _PEEK_BYTES = 1 << 16  # the first record of a file of lengths is far shorter
 
 _Source = tuple["npt.NDArray[np.int32]", "tuple[str, ...]"]
@@ -126,7 +127,9 @@ def _rows_part(
     flags = [t if f is None else f for f, t in zip(columns[FLAG_KEY], tiles, strict=True)]
     sizes = columns[SIZES_KEY] if any(columns[SIZES_KEY]) else None
     ids = tuple(_id(row) for row in good)
-    named = columns["source"] if all(isinstance(v, str) for v in columns["source"]) and good else None
+    named = None
+    if any(isinstance(name, str) for name in columns["source"]):
+        named = [name if isinstance(name, str) else _NO_SOURCE for name in columns["source"]]
     return _part(
         tokens=tokens,
         tiles=np.array(tiles, np.int64) if any(v is not None for v in columns[TILE_KEY]) else None,
@@ -137,7 +140,7 @@ def _rows_part(
         ids=ids if any(name is not None for name in ids) else None,
         bad=bad,
         num_read=num_read,
-        source=_codes(cast("list[str]", named)) if named is not None else None,
+        source=_codes(named) if named is not None else None,
     )
 
 
@@ -199,46 +202,36 @@ def _parquet_part(path: Path, count_image: CountImage | None) -> Part:
     token_names = [name for name in names if name in TOKEN_KEYS]
     if len(token_names) != 1:
         raise SampleError(f"{path} has the columns {token_names or names}: give exactly one of {', '.join(TOKEN_KEYS)}")
-    if SIZES_KEY in names or table.num_rows == 0:
-        rows = table.to_pylist()
-        return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
-    keep: npt.NDArray[np.bool_] = np.ones(table.num_rows, np.bool_)
     numbers: dict[str, IntArray] = {}
-    reasons: dict[int, str] = {}
-    for name in (token_names[0], TILE_KEY, FLAG_KEY):
+    is_plain = SIZES_KEY not in names and table.num_rows > 0
+    for name in (token_names[0], TILE_KEY, FLAG_KEY) if is_plain else ():
         if name not in names:
             continue
         column = table.column(name)
         if not pyarrow.types.is_integer(column.type):
             raise SampleError(f"column '{name}' of {path} is {column.type}: write it as whole numbers")
-        low = 1 if name in TOKEN_KEYS else 0
         values = pyarrow.compute.fill_null(column.cast(pyarrow.int64(), safe=False), -1).to_numpy()
-        wrong = (values < low) | (values > _MAX_NUMBER)
-        for row in np.flatnonzero(wrong & keep).tolist():
-            shown = column[row].as_py()
-            reasons[row] = f"'{name}' is {shown}: it must be a whole number of at least {low}"
-        keep &= ~wrong
+        is_plain &= (1 if name in TOKEN_KEYS else 0) <= values.min() and values.max() <= _MAX_NUMBER
         numbers[name] = values
-    ids = tuple(map(str, table.column("id").to_pylist())) if "id" in names else None
+    if not is_plain:  # images, or bad rows to be named: row by row
+        rows = table.to_pylist()
+        return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
     source = None
     if "source" in names:
         encoded = table.column("source").cast(pyarrow.string()).combine_chunks().dictionary_encode()
         source_names = encoded.dictionary.to_pylist()
         codes = pyarrow.compute.fill_null(encoded.indices, len(source_names)).to_numpy().astype(np.int32)
-        source = (codes[keep], (*source_names, *(["no source"] if encoded.null_count else [])))
+        source = (codes, (*source_names, *([_NO_SOURCE] if encoded.null_count else [])))
     tiles = numbers.get(TILE_KEY)
-    flags = numbers.get(FLAG_KEY, tiles if tiles is not None else np.zeros(table.num_rows, np.int64))
-    rows_kept = np.flatnonzero(keep)
-    bad = [_bad(path, row + 1, ids[row] if ids else None, "type", reasons[row]) for row in sorted(reasons)]
     return _part(
-        tokens=numbers[token_names[0]][keep],
-        tiles=tiles[keep] if tiles is not None else None,
-        flags=flags[keep],
+        tokens=numbers[token_names[0]],
+        tiles=tiles,
+        flags=numbers.get(FLAG_KEY, np.zeros(table.num_rows, np.int64) if tiles is None else tiles),
         sizes=None,
         count_image=count_image,
-        lines=rows_kept + 1,
-        ids=tuple(ids[row] for row in rows_kept.tolist()) if ids else None,
-        bad=bad,
+        lines=np.arange(1, table.num_rows + 1),
+        ids=tuple(map(str, table.column("id").to_pylist())) if "id" in names else None,
+        bad=[],
         num_read=table.num_rows,
         source=source,
     )

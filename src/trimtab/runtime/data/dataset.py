@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from trimtab.errors import PlanError, SampleError, TrimtabError
-from trimtab.runtime.data.cursor import Cursor, ShortStep, cursor_from_state, cursor_to_state, make_deal
+from trimtab.runtime.data.cursor import Cursor, cursor_from_state, cursor_to_state, make_deal
 from trimtab.runtime.data.missing import MissingSample, make_text_filler
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.specs import SampleTable
@@ -36,14 +36,11 @@ class PlanBatchSampler(Sampler[list[int]]):
         dp: int,
         rank: int,
         num_microbatches: int | None = None,
-        short_step: ShortStep = "fill",
         reshuffle: bool = True,
         seed: int | None = None,
     ) -> None:
         tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-        self.deal = make_deal(
-            tables, dp=dp, num_microbatches=num_microbatches, short_step=short_step, reshuffle=reshuffle, seed=seed
-        )
+        self.deal = make_deal(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle, seed=seed)
         if not 0 <= rank < dp:
             raise PlanError(f"rank {rank} is not one of {dp} ranks: give 0 to {dp - 1}")
         self.rank = rank

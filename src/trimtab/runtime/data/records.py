@@ -14,7 +14,7 @@ from trimtab.errors import PlanError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
-from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
+from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
 from trimtab.samples.table import is_saved_table
 from trimtab.specs import IntArray, SampleTable
@@ -162,18 +162,8 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
         path = index_dir / f"line-starts-{key}.npy"
         if path.is_file():
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
-    for number, file in enumerate(records._files):
-        if records._formats[number] != "jsonl":
-            continue
-        rows = np.flatnonzero(places.file == number)
-        lines_of, of_file = places.line[rows], line_starts(file)
-        if len(rows) and lines_of.max() > len(of_file):
-            raise SampleError(
-                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines_of.max()}: "
-                "give the files that were sized, in the same order"
-            )
-        starts[rows] = of_file[lines_of - 1]
+    lines_of = [f if kind == "jsonl" else None for f, kind in zip(records._files, records._formats, strict=True)]
+    starts = row_starts(samples, lines_of)
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts
