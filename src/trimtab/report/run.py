@@ -9,7 +9,8 @@ import numpy as np
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
 from trimtab.report.curves import MAX_POINTS, Curve, curves
-from trimtab.report.markup import Column, bar, esc, legend, section, table
+from trimtab.report.markup import esc, legend, section, tile
+from trimtab.report.table import Cell, Column, Table, numeric, on_page
 from trimtab.report.words import clean, count_scale, memory_scale, percent, ratio_text, signed_percent, time_scale
 from trimtab.specs import FloatArray
 
@@ -137,23 +138,19 @@ def _tiles(log: RunLog, found: TimeComparison | None) -> list[str]:
         )
     else:
         against = "median; another device than the plan's"
-    tiles = [_tile("Step time, measured", step.text(median), against)]
+    tiles = [tile("Step time, measured", step.text(median), against)]
     if found is not None and log.comparable:
-        tiles.append(_tile("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
+        tiles.append(tile("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
     if found is not None:
         rho = _order(found)
         big = "–" if rho is None else f"{rho:.2f}".replace("-", "−")
         small = _no_order(found) if rho is None else "rank correlation with the plan; 1 = same order"
-        tiles.append(_tile("Order of step times", big, small))
+        tiles.append(tile("Order of step times", big, small))
     waiting = f"{percent(_waiting(log))} of the time waiting for samples"
-    tiles.append(_tile("Tokens per second", tokens.number(_tokens_per_s(log)), waiting))
+    tiles.append(tile("Tokens per second", tokens.number(_tokens_per_s(log)), waiting))
     if len(tiles) < 4:
-        tiles.append(_tile("Loss", f"{log.steps[-1].loss:.3f}", f"step {log.steps[-1].step}; {_first_loss(log)}"))
+        tiles.append(tile("Loss", f"{log.steps[-1].loss:.3f}", f"step {log.steps[-1].step}; {_first_loss(log)}"))
     return tiles
-
-
-def _tile(name: str, big: str, small: str) -> str:
-    return f'<div class="tile"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{small}</dd></div>'
 
 
 def _loss(log: RunLog) -> str:
@@ -206,20 +203,19 @@ def _memory(log: RunLog) -> str:
     most = max(*measured, *planned, 1)
     columns = (
         Column("Rank"),
-        Column(f"Peak measured,<br>{scale.unit}", True),
-        Column(f"Planned at<br>the limits, {scale.unit}", True),
-        Column("Difference", True),
+        *numeric(f"Peak measured,\n{scale.unit}", f"Planned at\nthe limits, {scale.unit}", "Difference"),
     )
     rows = [
         (
             str(i),
-            scale.number(own) + bar(own / most),
+            Cell(text=scale.number(own), share=own / most),
             scale.number(plan),
             signed_percent(own / plan - 1) if plan else "",
         )
         for i, (own, plan) in enumerate(zip(measured, planned, strict=True))
     ]
-    return '<h3 class="after">Memory</h3>' + table(columns, rows, caption="Memory, measured against planned")
+    table = Table(title="Memory, measured against planned", columns=columns, rows=rows)
+    return '<h3 class="after">Memory</h3>' + on_page(table)
 
 
 def _steps(records: Sequence[StepRecord]) -> FloatArray:

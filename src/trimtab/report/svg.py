@@ -117,7 +117,7 @@ def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, ti
             f'width="{at(1 / num_bins - gap)}" height="{height:.1f}" data-t="{escape(tip)}"/>'
         )
     parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
-    parts.append(limit_line(limit, span=span, height=bottom, text=f"limit {limit:,.0f}"))
+    parts.append(mark_line(limit / span, "limit", y1=4, y2=bottom, text=f"limit {limit:,.0f}"))
     parts.append(axis(span, scale, label=f"{unit} per pack", y=bottom, max_ticks=5))
     text = f"Share of packs by {unit}. Largest pack {float(values.max()):,.0f}, limit {limit:,.0f}."
     return drawing("".join(parts), height=bottom + 32, title=title, description=text)
@@ -167,20 +167,20 @@ def timeline(timeline: Timeline, *, span_s: float, title: str, description: str)
     else:
         parts.append(_dense(_merge_to_budget(rows), row, pad, height))
     parts.append("</svg>")
-    end = timeline.makespan_s / span_s
-    side = ("end", -5) if end > 0.85 else ("start", 5)
-    parts.append(f'<line class="makespan" x1="{at(end)}" x2="{at(end)}" y1="2" y2="{top + height + 2:g}"/>')
-    parts.append(
-        f'<text class="mark halo" x="{at(end)}" dx="{side[1]}" y="12" text-anchor="{side[0]}">'
-        f"{time_scale([timeline.makespan_s]).text(timeline.makespan_s)}</text>"
-    )
+    end = time_scale([timeline.makespan_s]).text(timeline.makespan_s)
+    parts.append(mark_line(timeline.makespan_s / span_s, "makespan", y1=2, y2=top + height + 2, text=end))
     return drawing("".join(parts), height=top + height + 4, title=title, description=description, css_class="tl")
+
+
+def _every_name(row: float, fewest: int) -> int:
+    """Of how many rows of this height one is named; of the thinnest, one of `fewest`."""
+    return 1 if row >= 13 else 2 if row >= 10 else fewest
 
 
 def device_names(num_devices: int) -> str:
     """The column of names left of a timeline: every device, or every eighth where rows are thin."""
     row, top = timeline_rows(num_devices), 18.0
-    every = 1 if row >= 13 else 2 if row >= 10 else 8 if num_devices > 16 else 4
+    every = _every_name(row, 8 if num_devices > 16 else 4)
     texts = (
         f'<text class="name" x="100%" dx="-8" y="{top + (d + 0.5) * row:g}" dy="0.35em" text-anchor="end">'
         f"rank {d}</text>"
@@ -287,6 +287,54 @@ def _dense(rows: Sequence[Sequence[_Run]], row: float, pad: float, height: float
 # -- bars -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row of a drawing of bars."""
+
+    name: str
+    parts: Sequence[tuple[str, float, str]]  # class, value, tooltip: side by side
+    text: str  # behind the bar
+    cap: float  # what lies past it is outlined as too much
+    bad: bool = False  # the text stands out
+    track: bool = False  # a pale bar as long as the cap lies behind
+
+
+def bars(
+    rows: Sequence[Bar], *, span: float, scale: Scale, label: str, title: str, mark: str = "", marked: float = 0.0
+) -> str:
+    """A bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
+
+    At `marked` a line stands with its value: the cap of all (`mark` "limit"), or where the slowest ends ("makespan").
+    """
+    row = float(min(26, max(7, 420 // len(rows))))
+    pad, top, every = (4.0 if row >= 18 else 1.0), 22.0, _every_name(row, 8)
+    bottom = top + row * len(rows)
+    drawn, names, texts = [grid(span, scale, bottom, max_ticks=5)], [], []
+    for i, bar in enumerate(rows):
+        y, middle = top + i * row + pad, f'y="{top + (i + 0.5) * row:g}" dy="0.35em" text-anchor="end"'
+        if bar.track:
+            drawn.append(
+                f'<rect class="track" x="0" y="{y - 2:g}" width="{at(bar.cap / span)}" height="{row - 2 * pad + 4:g}"/>'
+            )
+        drawn.append(stacked_bar(bar.parts, span=span, cap=bar.cap, y=y, height=row - 2 * pad))
+        if i % every == 0:
+            bad = ' style="fill:var(--bad);font-weight:600"' if bar.bad else ""
+            names.append(f'<text class="name" x="100%" dx="-8" {middle}>{escape(bar.name)}</text>')
+            texts.append(f'<text x="100%" {middle}{bad}>{bar.text}</text>')
+    drawn.append(f'<line class="base" x1="0" x2="0" y1="{top:g}" y2="{bottom:g}"/>')
+    if mark:
+        words = f"cap {scale.text(marked)}" if mark == "limit" else scale.text(marked)
+        drawn.append(mark_line(marked / span, mark, y1=4, y2=bottom, text=words))
+    drawn.append(axis(span, scale, label=label, y=bottom, max_ticks=5))
+    text = f"{len(rows)} rows, {rows[0].name} to {rows[-1].name}: {', '.join(bar.text for bar in rows[:8])}."
+    height = bottom + 32
+    return (
+        f'<div class="bars"><svg aria-hidden="true" width="66" height="{height:g}">{"".join(names)}</svg>'
+        + drawing("".join(drawn), height=height, title=title, description=text)
+        + f'<svg aria-hidden="true" width="76" height="{height:g}">{"".join(texts)}</svg></div>'
+    )
+
+
 def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: float, y: float, height: float) -> str:
     """(class, value, tooltip) side by side on an axis of `span`; what lies past `cap` is outlined as too much."""
     shapes, x = [], 0.0
@@ -304,11 +352,10 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: fl
     return "".join(shapes)
 
 
-def limit_line(limit: float, *, span: float, height: float, text: str) -> str:
-    """A limit as a dashed line down the plot, named at its top."""
-    where = limit / span
-    side = ("end", -5) if where > 0.5 else ("start", 5)
+def mark_line(where: float, look: str, *, y1: float, y2: float, text: str) -> str:
+    """A line of the look "limit" or "makespan" down the plot, named at its top on the side that has room."""
+    anchor, dx = ("end", -5) if where > (0.85 if look == "makespan" else 0.5) else ("start", 5)
     return (
-        f'<line class="limit" x1="{at(where)}" x2="{at(where)}" y1="4" y2="{height:g}"/>'
-        f'<text class="mark halo" x="{at(where)}" dx="{side[1]}" y="13" text-anchor="{side[0]}">{escape(text)}</text>'
+        f'<line class="{look}" x1="{at(where)}" x2="{at(where)}" y1="{y1:g}" y2="{y2:g}"/>'
+        f'<text class="mark halo" x="{at(where)}" dx="{dx}" y="13" text-anchor="{anchor}">{escape(text)}</text>'
     )
