@@ -17,10 +17,11 @@ def timelines(details: PlanDetails) -> str:
     span = max(variant.timeline.makespan_s for variant in shown.values())
     if span <= 0 or not any(len(variant.timeline.stage) for variant in shown.values()):
         return ""
-    parts, dense = [], False
+    parts, dense = [], ""
     for name, variant in shown.items():
         line = variant.timeline
-        dense = dense or len(line.stage) > svg.MAX_BLOCKS
+        if len(line.stage) > svg.MAX_BLOCKS:
+            dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
         sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
         text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
         parts.append(f'<h3>{name} <span class="note">{sentence}</span></h3>')
@@ -39,13 +40,11 @@ def timelines(details: PlanDetails) -> str:
     if any((variant.timeline.kind == WEIGHT).any() for variant in shown.values()):
         entries[1] = (("b0", "b1", "b2"), "backward for the stage before, recompute included")
         entries.insert(2, (("w0", "w1", "w2"), "gradients of the weights"))
-    if dense:
-        entries.insert(-1, (("mixed",), "forward and backward in turn, too thin to draw"))
     return section(
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
-        "micro-batches.",
+        f"micro-batches.{dense}",
         legend(entries) + f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>',
     )
 

@@ -11,7 +11,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.report.plan_tables import packing_note, packing_table, stages_table, variants_table, vision_table
 from trimtab.report.table import print_table
 from trimtab.report.vision import vision_words
-from trimtab.report.words import clean, error_sentence, headline
+from trimtab.report.words import clean, error_sentence
 
 MAX_STAGE_ROWS = 16
 
@@ -20,7 +20,6 @@ def print_plan(details: PlanDetails, console: Console) -> None:
     """Summary, before/after table, stages and packing, as wide as the console."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     console.print(Text(clean(details.plan.summary, limit=600)))
-    console.print(Text(headline(details), style="bold"))
     tables = [(variants_table(details), ""), (stages_table(details, most=MAX_STAGE_ROWS), "")]
     if decision is not None and found is not None:
         tables.append((vision_table(found), f"Over {vision_words(decision)}."))
