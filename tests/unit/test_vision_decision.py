@@ -490,12 +490,12 @@ def test_pools_of_tiles_are_refused_over_ranks_that_hold_the_same():
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: Input should be 'tp' or 'dp'"),
-        ("reduction: mean", "reduction: sum", r"decisions\.vision_data_parallel\.reduction: Input should be 'mean'"),
-        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: Input should be"),
+        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: 'ep' is none of tp, dp"),
+        ("reduction: mean", "reduction: sum", r"decisions\.vision_data_parallel\.reduction: 'sum' is none of mean"),
+        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: 'best' is none of"),
         ("pooling: 1", "pooling: 0", r"decisions\.vision_data_parallel\.pooling is 0, and a plan has 1 or more"),
         ("degree: 4", "degree: 0", r"decisions\.vision_data_parallel\.degree is 0, and a plan has 1 or more"),
-        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: Field required"),
+        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: missing"),
     ],
 )
 def test_unknown_words_of_the_decision_are_refused_when_read(before, after, message):
