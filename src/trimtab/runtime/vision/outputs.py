@@ -33,11 +33,9 @@ class Features:
     sample: Any  # what the tower returned: the shape to return in
 
 
-def read_features(output: Any, inputs: VisionInputs, num_atoms: int, atoms: IntArray) -> Features:
-    """`output` of a call that encoded `num_atoms` atoms (those numbered `atoms`) of `inputs`."""
-    columns = columns_of(output)
-    expected = None if inputs.rows is None else inputs.rows[atoms]
-    pieces = [_pieces(column, num_atoms, expected) for column in columns]
+def read_features(output: Any, inputs: VisionInputs) -> Features:
+    """`output` of a call that encoded `inputs`, all of their atoms."""
+    pieces = [_pieces(column, len(inputs), inputs.rows) for column in columns_of(output)]
     num_rows = np.array([len(piece) for piece in pieces[0]], np.int64)
     joined = [torch.cat(list(column)) for column in pieces]
     return Features(

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.vision.families import Family, Kind, find_family
-from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import columns_of, read_features, write_features
-from trimtab.runtime.vision.seams import Place, Seam, find_seams
+from trimtab.runtime.vision.seams import Place, find_seams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,8 @@ def check_family(
     family = family or find_family(config, seam.original)
     inputs = family.read(kind, seam.bind((), dict(arguments)), config)
     whole = _rows(seam.call(seam.bind((), dict(arguments))))
-    pieces = [_encode(seam, inputs, np.array([atom])) for atom in range(len(inputs))]
+    atoms = [inputs.take(np.array([atom])) for atom in range(len(inputs))]
+    pieces = [read_features(seam.call(atom.arguments()), atom) for atom in atoms]
     apart = torch.cat([features.rows for features in pieces])
     num_rows = np.array([int(features.num_rows[0]) for features in pieces])
     ends = np.cumsum(inputs.entries)
@@ -55,10 +55,6 @@ def check_family(
         features=_relative(rebuilt.detach(), whole.detach()),
         gradients=_relative(*(_gradient(seam.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
     )
-
-
-def _encode(seam: Seam, inputs: VisionInputs, atoms: Any) -> Any:
-    return read_features(seam.call(inputs.arguments(atoms)), inputs, len(atoms), atoms)
 
 
 def _rows(output: Any) -> Tensor:
