@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,32 +17,13 @@ from torch import Tensor
 from trimtab.costs.traced_mode import StepMode
 
 
-class Meter(Protocol):
-    """Counts one device; the same numbers mean the same on every kind of it."""
-
-    def watch(
-        self, static: Iterable[Tensor], inputs: Iterable[Tensor], *, limit_bytes: int | None
-    ) -> AbstractContextManager[None]:
-        """A context in which `peak_bytes` is that of the run inside.
-
-        Beyond the limit an operation raises `torch.OutOfMemoryError`. `static`: all that lives before and after;
-        `inputs`: batches, which the loader holds.
-        """
-        ...
-
-    def lift(self) -> None:
-        """No limit from here to the end of the context: the run has failed, and only keeps others from waiting."""
-        ...
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-
 class CudaMeter:
-    """torch's allocator, and beside it what the process and its neighbours take of the device: context, libraries."""
+    """torch's allocator, and beside it what the process and its neighbours take of the device: context, libraries.
+
+    `watch` is a context in which `peak_bytes` is that of the run inside; beyond the limit an operation raises
+    `torch.OutOfMemoryError`. `static`: all that lives before and after; `inputs`: batches, which the loader holds.
+    `lift`: no limit from here to the end of the context, for a run that has failed and only keeps others from waiting.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +57,7 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """Live storages of the CPU, counted by a dispatch mode; workspaces inside kernels are not seen."""
+    """The same for the CPU: live storages, counted by a dispatch mode; workspaces inside kernels are not seen."""
 
     def __init__(self) -> None:
         self._static_bytes = 0
@@ -121,6 +101,10 @@ class _LimitedMode(StepMode):  # type: ignore[no-untyped-call]
             raise torch.OutOfMemoryError(
                 f"{self.live_bytes} bytes beside the weights and their state, and the limit leaves {self.most_bytes}"
             )
+
+
+Meter = CudaMeter | CpuMeter
+"""Counts one device; the same numbers mean the same on every kind of it."""
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -24,7 +24,7 @@ from trimtab.runtime.vision.gradients import Loss, Reduction
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features, read_features, touch, write_features
-from trimtab.runtime.vision.replicas import reduce_replicas
+from trimtab.runtime.vision.replicas import sum_in_place
 from trimtab.runtime.vision.seams import Hook, Seam, StandIn, given_by_name
 from trimtab.specs import IntArray
 
@@ -68,15 +68,14 @@ class VisionDataParallel:
     """Holds the replaced functions of one model; `remove()` or leaving the `with` block puts them back."""
 
     model: nn.Module
-    group: Any
-    control: Control | None  # None: a group of one
+    group: Any  # None: a heartbeat and no exchange
+    control: Control | None  # None: a group of one, or none
     settings: Settings
     family: Family
     config: Any
     seams: tuple[Seam, ...]
     load: Load = field(default_factory=Load)
-    over: Any = None  # group of the heartbeat; None: none, or that of a dispatch itself
-    is_alone: bool = False  # a heartbeat and no exchange: `vision_heartbeat`
+    over: Any = None  # group of the heartbeat
     heartbeat: Heartbeat | None = None
     _hooks: list[Any] = field(default_factory=list)
     _templates: dict[Kind, VisionInputs] = field(default_factory=dict)
@@ -84,15 +83,10 @@ class VisionDataParallel:
     _paused: bool = False
     _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
     _installed: bool = False
-    _removed: bool = False
 
     @property
     def num_ranks(self) -> int:
         return 1 if self.control is None else self.control.num_ranks
-
-    @property
-    def is_installed(self) -> bool:
-        return self._installed
 
     def __enter__(self) -> VisionDataParallel:
         return self
@@ -100,14 +94,10 @@ class VisionDataParallel:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def install(self) -> None:
-        """Replace the functions; a group of one without a heartbeat replaces nothing."""
+    def _install(self) -> None:
+        """Replace the functions, once; a group of one without a heartbeat replaces nothing."""
         if self.control is None and self.heartbeat is None:
             return
-        if self._removed:
-            raise TrimtabError(
-                "a removed handle was to be installed, but its connections are closed: call vision_dp anew"
-            )
         for seam in self.seams:
             seam.put(StandIn(seam, self, self.encode))
         if self.settings.check and self.settings.exchange != "dispatch" and self.control is not None:
@@ -131,12 +121,12 @@ class VisionDataParallel:
             self.heartbeat.control.close()
         if self.control is not None:
             self.control.close()
-        self._installed, self._removed = False, True
+        self._installed = False
 
     def is_like(self, other: VisionDataParallel) -> bool:
         """Made with the same arguments."""
         return (
-            (self.settings, self.family, self.is_alone) == (other.settings, other.family, other.is_alone)
+            (self.settings, self.family) == (other.settings, other.family)
             and (self.group is other.group and self.over is other.over)
             and [(seam.module, seam.name) for seam in self.seams] == [(seam.module, seam.name) for seam in other.seams]
         )
@@ -200,7 +190,10 @@ class VisionDataParallel:
                 "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
                 "average them itself, with reduction='mean'"
             )
-        reduce_replicas(trained, self.group)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
+        for gradient in gradients:
+            gradient /= self.num_ranks
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """All of the module that are not its language model's: the tower and what follows it up to the features."""

@@ -105,6 +105,12 @@ def columns_of(output: Any) -> list[Any]:
     )
 
 
+def rows_of(output: Any) -> list[Tensor]:
+    """The features, and those of each DeepStack layer, each as one matrix of rows."""
+    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns_of(output)]
+    return [torch.cat([x.reshape(-1, x.shape[-1]) for x in column]) for column in pieces]
+
+
 def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[Tensor]:
     """Rows of each atom."""
     if isinstance(column, (tuple, list)):
