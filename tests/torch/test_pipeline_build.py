@@ -114,7 +114,7 @@ def test_what_crosses_is_found_without_memory_for_what_layers_return(family):
     packs = make_packs(family)
     cuts, (batch,) = Cuts(packs.model, packs.layers), collate(packs, [[0, 1, 3]])
     meter, given = CpuMeter(), [x for x in batch.values() if isinstance(x, torch.Tensor)]
-    with meter.watch([*packs.model.parameters(), *packs.model.buffers()], given, limit_bytes=None):
+    with meter.watch([*packs.model.parameters(), *packs.model.buffers()], given):
         before = meter.peak_bytes
         trace = cuts.way(batch).trace
     returned = sum(prod(x.shape) * x.dtype.itemsize for call in trace.calls for x in call.outputs)

@@ -41,11 +41,8 @@ class ProbeRun:
 
     what: str
     pack: int
-    failed_devices: tuple[int, ...]  # that ran out of memory
-    peak_bytes: tuple[int, ...]  # of each device; of a run that failed, up to there
-
-
-CURES = "give more memory (--budget) or a smaller reserve, or plan with more stages or smaller packs"
+    failed_devices: tuple[int, ...]  # whose peak was above the limit
+    peak_bytes: tuple[int, ...]  # of each device
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,9 +61,7 @@ class Bench:
     def limit_bytes(self) -> int:
         return self.case.budget.total_bytes - self.case.budget.reserve_bytes
 
-    def run(
-        self, what: str, stages: Sequence[Stage], pack: int, *, limited: bool = True, whole: bool = True
-    ) -> tuple[Reading, ...]:
+    def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
         """What each device held; not `whole`: one step, and the optimizer is left out."""
         names = [layer.name for layer in self.case.model.layers]
         choice: dict[str, Granularity] = {
@@ -77,17 +72,18 @@ class Bench:
             choice,
             self.batches[pack],
             num_steps=self.num_steps if whole else 1,
-            limit_bytes=self.limit_bytes if limited else None,
             update=whole,
         )
         readings = gather_readings(reading, self.rank)
-        failed = tuple(device for device, x in enumerate(readings) if x.failed)
-        self.runs.append(
-            ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=tuple(x.peak_bytes for x in readings))
-        )
-        most = format_bytes(max(x.peak_bytes for x in readings))
-        self.tell(f"{what}, pack {pack}: {f'out of memory on {listed(failed)}' if failed else f'at most {most}'}")
+        peaks = tuple(x.peak_bytes for x in readings)
+        failed = self.above_limit(readings)
+        self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
+        above = f", above the limit on {listed(failed)}" if failed else ""
+        self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
         return readings
+
+    def above_limit(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+        return tuple(device for device, x in enumerate(readings) if x.peak_bytes > self.limit_bytes)
 
 
 def open_bench(
