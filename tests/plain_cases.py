@@ -76,8 +76,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
     "torch/test_recompute_memory.py::test_sizes_alone_need_the_same_bytes": 0,  # 4
     "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 1,  # 13
-    "torch/test_refine.py::test_a_run_over_its_time_is_stopped_with_its_workers": 0,  # 5
-    "torch/test_refine.py::test_a_run_that_will_not_end_is_killed": 0,  # 3
     "torch/test_serve.py::test_a_drain_has_an_end": 0,
     "torch/test_serve.py::test_an_answer_that_takes_too_long_is_given_up": 0,
     "torch/test_serve.py::test_silent_connections_and_slow_bodies_are_closed": 0,

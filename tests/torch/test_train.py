@@ -68,27 +68,6 @@ def alone(folder):
     return values_of(settings)
 
 
-@pytest.mark.integration  # many processes, many steps
-def test_twenty_steps_lose_as_one_process_does(tmp_path):
-    """InternVL and Qwen2.5-VL, in three stages and in 2 x 2; in few processes, for each takes seconds to start."""
-    ones, threes, squares = [], [], []
-    for family in ("internvl", "qwen2_5_vl"):
-        folder = tmp_path / family
-        write_run(folder, family)
-        ones.append(settings_of(folder, write_variant(folder, "one", num_stages=1), "run-1", steps=20))
-        threes.append(settings_of(folder, write_variant(folder, "three", num_stages=3), "run-3", steps=20))
-        squares.append(settings_of(folder, folder / "plan", "run-22", steps=20))
-        train(ones[-1])
-    run_on_ranks(threes, 3)
-    run_on_ranks(squares, 4)
-    for one, three, square in zip(ones, threes, squares, strict=True):
-        expected = values_of(one)
-        assert len(expected) == 20
-        assert expected[-1] < 0.9 * expected[0]
-        assert values_of(three) == pytest.approx(expected, rel=5e-6)
-        assert values_of(square) == pytest.approx(expected, rel=5e-6)
-
-
 @pytest.fixture(scope="module")
 def pairs(folder, alone):
     """Runs of four steps on two pipeline ranks, by name, each with the run of one process that it should equal."""
@@ -105,13 +84,10 @@ def pairs(folder, alone):
     usual = settings_of(folder, folder / "alone", "run-alone")
     kinds = {
         "1F1B": (usual, {}, {}),
-        "GPipe": (usual, {"name": "GPipe"}, {}),
-        "Interleaved1F1B": (usual, {"name": "Interleaved1F1B", "num_chunks": 2}, {}),
         "ZBVZeroBubble": (usual, {"name": "ZBVZeroBubble", "num_chunks": 2}, {}),
         "recompute": (usual, {"recompute": True}, {}),
         "frozen": (whole["frozen"], {"frozen": frozen}, {}),
         "bfloat16": (whole["bfloat16"], {}, {"dtype": "bfloat16"}),
-        "bfloat16 split": (whole["bfloat16"], {"name": "ZBVZeroBubble", "num_chunks": 2}, {"dtype": "bfloat16"}),
         "clipped": (whole["momentum"], {}, {"max_grad_norm": 0.05, "optimizer": "SGD"}),
     }
     runs = {}
@@ -122,9 +98,7 @@ def pairs(folder, alone):
     return runs
 
 
-@pytest.mark.parametrize(
-    "name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "recompute", "frozen", "clipped"]
-)
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "recompute", "frozen", "clipped"])
 def test_every_schedule_trains_as_one_process_does(pairs, name):
     one, two = pairs[name]
     assert values_of(two) == pytest.approx(values_of(one), rel=5e-6)
@@ -157,9 +131,8 @@ def test_frozen_towers_stay_as_they_are(folder, pairs):
     assert not all(torch.equal(before[name], drawn[name]) for name in drawn)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 split"])
-def test_bfloat16_loses_nearly_as_float32(pairs, name):
-    one, two = pairs[name]
+def test_bfloat16_loses_nearly_as_float32(pairs):
+    one, two = pairs["bfloat16"]
     exact = values_of(pairs["1F1B"][0])
     assert values_of(two) == pytest.approx(exact, rel=2e-2)
     assert values_of(two) != pytest.approx(exact, rel=1e-6)  # something was rounded
@@ -179,7 +152,7 @@ def test_the_log_compares_every_step_with_the_plan(pairs):
 
 
 def test_the_report_takes_the_run(folder, pairs):
-    settings = pairs["GPipe"][1]
+    settings = pairs["ZBVZeroBubble"][1]
     details = load_details(settings.plan)
     log = read_run_of(details.plan, settings.out / "run.jsonl")
     assert "4 steps on CPU" in run_lines(details, log)[0]

@@ -27,9 +27,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
-from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
+from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name, moved
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
-from trimtab.runtime.vision.outputs import columns_of, fill_features
+from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
 from trimtab.runtime.vision.seams import Seam, find_seams
 
 HOST = torch.device("cpu")
@@ -107,7 +107,7 @@ class Tracer:
 
     def _run_once(self, batch: Batch, *, writes: bool) -> Trace:
         self._trace, self._leaves, self._made, self._inside = Trace(writes=writes), {}, {}, {}
-        given = {key: _moved(value, HOST) for key, value in arguments_of(batch).items()}
+        given = moved(arguments_of(batch), HOST)
         with torch.enable_grad():
             result = self._model(**given)
         logits = result.logits if hasattr(result, "logits") else result[0]
@@ -239,13 +239,12 @@ def seams_of(model: nn.Module) -> tuple[Seam, ...]:
 def feature_rows(output: Any) -> list[Tensor] | None:
     """Image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
     try:
-        columns = columns_of(output)
+        pieces = tree_leaves(columns_of(output))
     except TrimtabError:
         return None
-    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns]
-    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for piece in pieces for x in piece):
+    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in pieces):
         return None
-    rows = [torch.cat([x.reshape(-1, x.shape[-1]) for x in piece]) for piece in pieces]
+    rows = rows_of(output)
     return rows if len({len(x) for x in rows}) == 1 else None
 
 
@@ -306,9 +305,3 @@ def _detached(value: Any) -> Any:
     if type(value) is dict and any(isinstance(x, Tensor) and x.requires_grad for x in value.values()):
         return {key: _detached(x) for key, x in value.items()}
     return value
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _moved(x, device) for key, x in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value

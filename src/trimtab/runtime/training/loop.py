@@ -123,13 +123,13 @@ class Run:
     loader: PlanDataLoader
 
 
-def open_run(settings: TrainSettings, plan: Plan, device: torch.device) -> Run:
-    """Data, model on its stages, optimizer and loader; collective."""
+def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layout: PipelineLayout | None = None) -> Run:
+    """Data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
     conversations = open_conversations(settings.plan, settings.model, settings.reading)
     on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
     mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
     asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
-    layout = fit_layout(asked, dp=mesh["dp"].size())
+    layout = layout or fit_layout(asked, dp=mesh["dp"].size())
     torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
     model = load_model(settings, plan, device)
     if settings.verify_packing:

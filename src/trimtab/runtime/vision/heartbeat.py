@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
+from trimtab.runtime.vision.agree import compare_kinds
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.families import PIXELS, Kind
 from trimtab.runtime.vision.seams import Hook, given_by_name
@@ -50,14 +50,11 @@ class Heartbeat:
         del self._hooks[1:]
         given = given_by_name(module, args, kwargs)
         self._present = tuple(kind for kind in self.kinds if given.get(PIXELS[kind]) is not None)
-        told = self.control.gather("the start of a forward", [kind in self._present for kind in self.kinds])
-        held = np.stack(told).astype(bool)
         self._missing = []
-        for i, kind in enumerate(self.kinds):
-            if held[:, i].any() and not held[:, i].all():
-                self.prepare(kind, given if kind in self._present else None, int(held[:, i].argmax()))
-                if kind not in self._present:
-                    self._missing.append(kind)
+        for kind, holding, _ in list(compare_kinds(self.control, self._present, self.kinds)):
+            self.prepare(kind, given if kind in self._present else None, holding[0])
+            if kind not in self._present:
+                self._missing.append(kind)
         if not self._missing:
             return None
         if given.get("inputs_embeds") is not None:
