@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from trimtab.options import Option, Order, Oversize, PackMethod
 from trimtab.plan.options import NUM_DRAWN, ORDER, OVERSIZE, WEIGHTS
 
 if TYPE_CHECKING:
+    from trimtab.balance.packing import PackResult
     from trimtab.specs import SampleTable
 
 _FIGURES = (
@@ -81,9 +82,8 @@ def pack(
     from dataclasses import asdict
 
     from trimtab.balance.convergence import isf_iterations
-    from trimtab.balance.packing import pack_samples, report_packing, warm_up
+    from trimtab.balance.packing import report_packing, warm_up
     from trimtab.files import write_atomically
-    from trimtab.plan.decide.apart import pack_apart
     from trimtab.plan.decide.mixture import describe_draw, draw_epoch
     from trimtab.plan.decide.packs import pack_contents
     from trimtab.samples.read import read_lengths
@@ -100,13 +100,7 @@ def pack(
     if options.iterations is not None:
         how["iterations"] = options.iterations
     started = time.perf_counter()
-    if options.apart:
-        one = {name: value for name, value in how.items() if name not in ("dp", "num_microbatches", "seed")}
-        steps_of = {"dp": options.dp, "num_microbatches": options.num_microbatches, "seed": options.seed}
-        packed = pack_apart(epoch.drawn, limits=limits, how=one | {"method": options.method}, **steps_of)
-    else:
-        packed = pack_samples(epoch.drawn, method=options.method, limits=limits[0], **how)
-    packed = epoch.of_table(packed)
+    packed = epoch.of_table(_pack(epoch.drawn, options, limits, how))
     seconds = time.perf_counter() - started
     steps = (
         isf_iterations(epoch.drawn, limits=limits[0], **how) if options.method == "isf" and not options.apart else []
@@ -142,6 +136,19 @@ def pack(
     print_balance(samples, balance, seconds, console())
     if steps:
         print_iterations(steps, console())
+
+
+def _pack(
+    samples: "SampleTable", options: PackOptions, limits: list[tuple[int, int]], how: dict[str, Any]
+) -> "PackResult":
+    from trimtab.balance.packing import pack_samples
+    from trimtab.plan.decide.apart import pack_apart
+
+    if not options.apart:
+        return pack_samples(samples, method=options.method, limits=limits[0], **how)
+    steps = {name: how[name] for name in ("dp", "num_microbatches", "seed")}
+    rest = {name: value for name, value in how.items() if name not in steps} | {"method": options.method}
+    return pack_apart(samples, limits=limits, how=rest, **steps)
 
 
 def _choose_limits(samples: "SampleTable", options: PackOptions) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,11 @@ def profile_model(
     problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
     if problems:
         raise PartitionError(join_problems(problems))
-    layers = zip(
-        model.layers, find_gradients(model.layers, frozen_towers), group_layers(model, frozen_towers), strict=True
-    )
+    groups, gradients = group_layers(model, frozen_towers), find_gradients(model.layers, frozen_towers)
+    first = {group: i for i, group in reversed(list(enumerate(groups)))}  # layers of one group cost the same
+    costs = {g: cost_layer(model.layers[i], gradients[i], device, settings, group=g) for g, i in first.items()}
     return Profile(
-        layers=tuple(cost_layer(x, gradients, device, settings, group=group) for x, gradients, group in layers),
+        layers=tuple(replace(costs[g], name=layer.name) for layer, g in zip(model.layers, groups, strict=True)),
         method="analytic",
         device=device,
         dims=settings.dims,
