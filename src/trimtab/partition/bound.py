@@ -111,7 +111,7 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
         head[2, k], tail[2, k] = behind + W_all, behind + W_all - B_0 + F_0[-1] + B_0[-1]
         head[3, k], tail[3, k] = behind - B_last, behind - B_0 + F_0[-1] + B_0[-1]
         if n < M:
-            weight[4, k] = _surely_recomputed(problem, work, i)
+            weight[4, k] = _surely_recomputed(problem, work, int(i))
             own = late + prefix(B[:, :i].sum(axis=1)) + prefix(W[:, :w].sum(axis=1))
             head[4, k] = own
             tail[4, k] = own - B_0 - F_last + F_0[-1] + B_0[-1] + F_last[-1] + B_last[-1]
