@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import PartitionError, TrimtabError
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 
@@ -502,6 +502,21 @@ class Stage:
 
     def num_offloaded(self) -> int:
         return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+
+
+def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
+    """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
+    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    found = []
+    for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
+        tier = layer.tier(names.get(i, layer.tiers[0].name))
+        if tier is None:
+            raise PartitionError(
+                f"layer {layer.name} is to take the tier {names[i]!r}, which its profile does not offer: "
+                f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+            )
+        found.append(tier)
+    return found
 
 
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:

@@ -53,6 +53,14 @@ class WorkColumns:
     rows_per_unit: float
     pair_share: float  # pairs computed for each squared row: 1/2 when causal
 
+    def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
+        """Figures for each row, each pair and each micro-batch in their WORK_TERMS."""
+        values = [0.0] * NUM_WORK_TERMS
+        values[0] = float(once)
+        values[self.rows] = float(rows * self.rows_per_unit)
+        values[self.pairs] = float(pairs * self.pair_share)
+        return tuple(values)
+
 
 def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str]) -> list[Gradients]:
     """What each layer's backward computes, given the towers that do not train.
@@ -88,7 +96,6 @@ def cost_layer(
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.measure(layer, device, settings)
-    scale = _Scale(columns)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
     first_only = _first_product_share(layer, settings) if not gradients.inputs else 0.0
     passes = (1.0 if gradients.inputs else 1.0 - first_only) + (1.0 if gradients.weights else 0.0)
@@ -96,33 +103,33 @@ def cost_layer(
         passes = 1.0 if gradients.weights else 0.0
     rows = seconds.products + seconds.traffic + seconds.collectives
     pairs = seconds.attention + seconds.pair_traffic
-    forward = scale.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
+    forward = columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     if layer.tower == "audio":
-        forward = scale.terms()
-    again = scale.terms(rows=rows, pairs=pairs, once=seconds.once)
-    backward = weight = scale.terms()
+        forward = columns.terms()
+    again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
+    backward = weight = columns.terms()
     if runs_backward and gradients.weights:
-        weight = scale.terms(rows=seconds.products, once=seconds.once + seconds.scatter)
+        weight = columns.terms(rows=seconds.products, once=seconds.once + seconds.gather)
     if runs_backward:
-        backward = scale.terms(
+        backward = columns.terms(
             rows=passes * seconds.products
             + 2 * seconds.traffic
             + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
-            once=2 * seconds.once + seconds.gather + (seconds.scatter if gradients.weights else 0.0),
+            once=2 * seconds.once + seconds.gather + (seconds.gather if gradients.weights else 0.0),
         )
-    none_bytes = scale.terms()
+    none_bytes = columns.terms()
     if runs_backward:
         kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
-        none_bytes = scale.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
-    tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=none_bytes)]
+        none_bytes = columns.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
+    tiers = [RecomputeTier(name="none", extra_backward_s=columns.terms(), saved_bytes=none_bytes)]
     if runs_backward and layer.kind == "block":
-        tiers += _recompute_tiers(layer, settings, seconds, scale, again)
-    transients = _transients(layer, settings, scale, none_bytes) if runs_backward else (scale.terms(),)
+        tiers += _recompute_tiers(layer, settings, seconds, columns, again)
+    transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
     params = local_params(layer, settings.dims.tp)
     if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
         params = tied_copy_params(layer, settings.dims.tp)
-    gathered = scale.terms(once=_gathered_bytes(params, settings))
+    gathered = columns.terms(once=_gathered_bytes(params, settings))
     transients = tuple(_add(moment, gathered) for moment in transients)
     return LayerCost(
         name=layer.name,
@@ -130,7 +137,7 @@ def cost_layer(
         kind=layer.kind,
         forward_s=forward,
         backward_s=backward,
-        output_bytes=scale.output_terms(layer, settings),
+        output_bytes=_output_bytes(layer, columns, settings),
         state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
         num_params=params,
         tiers=tuple(tiers),
@@ -208,8 +215,7 @@ class _LayerSeconds:
     attention: float
     pair_traffic: float
     once: float
-    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
-    scatter: float  # ZeRO-3: gradients to them
+    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped; gradients to them take as long
 
     @classmethod
     def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
@@ -240,33 +246,19 @@ class _LayerSeconds:
             + count_kernels(matmuls, traffic, layer) * KERNEL_S
             + num_collectives * COLLECTIVE_S,
             gather=gather,
-            scatter=gather,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Puts per-row, per-pair and per-micro-batch figures into their WORK_TERMS."""
-
-    columns: WorkColumns
-
-    def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
-        values = [0.0] * NUM_WORK_TERMS
-        values[0] = float(once)
-        values[self.columns.rows] = float(rows * self.columns.rows_per_unit)
-        values[self.columns.pairs] = float(pairs * self.columns.pair_share)
-        return tuple(values)
-
-    def output_terms(self, layer: LayerSpec, settings: CostSettings) -> tuple[float, ...]:
-        """Bytes of the rows that leave, per device: split over tp only under sequence parallel."""
-        values = [0.0] * NUM_WORK_TERMS
-        share = settings.row_share(layer.tower)
-        values[self.columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
-        return tuple(values)
+def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
+    """Of the rows that leave, per device: split over tp only under sequence parallel."""
+    values = [0.0] * NUM_WORK_TERMS
+    share = settings.row_share(layer.tower)
+    values[columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
+    return tuple(values)
 
 
 def _recompute_tiers(
-    layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, scale: _Scale, again: tuple[float, ...]
+    layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, columns: WorkColumns, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
     """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work the last alone.
 
@@ -277,19 +269,19 @@ def _recompute_tiers(
     scales or norms its last result. The price here is the whole forward: an upper bound.
     """
     row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
-    full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row))
+    full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=columns.terms(rows=row))
     if layer.measured is not None:
         return [full]
     eager = settings.attention == "eager"
     kernels = sum(t.num_kernels for t in layer_traffic(layer, settings))
-    extra = scale.terms(
+    extra = columns.terms(
         rows=seconds.traffic,
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
         once=kernels * KERNEL_S,
     )
     tiers = [
         RecomputeTier(
-            name="selective", extra_backward_s=extra, saved_bytes=scale.terms(rows=selective_bytes(layer, settings))
+            name="selective", extra_backward_s=extra, saved_bytes=columns.terms(rows=selective_bytes(layer, settings))
         )
     ]
     if layer.attention is not None and not eager:
@@ -297,15 +289,15 @@ def _recompute_tiers(
         tiers.append(
             RecomputeTier(
                 name="attention",
-                extra_backward_s=scale.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
-                saved_bytes=scale.terms(rows=row + attention_result_bytes(layer.attention, settings)),
+                extra_backward_s=columns.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
+                saved_bytes=columns.terms(rows=row + attention_result_bytes(layer.attention, settings)),
             )
         )
     return [*tiers, full]
 
 
 def _transients(
-    layer: LayerSpec, settings: CostSettings, scale: _Scale, none_bytes: tuple[float, ...]
+    layer: LayerSpec, settings: CostSettings, columns: WorkColumns, none_bytes: tuple[float, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """What is live only while the layer runs backward, at one or two moments of which the larger counts.
 
@@ -319,17 +311,17 @@ def _transients(
         scores = [0.0] * NUM_WORK_TERMS
         if settings.attention == "eager" and layer.attention is not None:
             heads = local_heads(layer.attention, settings.dims.tp).query
-            twice = scale.terms(pairs=2.0 * settings.item_bytes * heads)
-            pairs = scale.columns.pairs
+            twice = columns.terms(pairs=2.0 * settings.item_bytes * heads)
+            pairs = columns.pairs
             scores[pairs] = max(none_bytes[pairs], twice[pairs])
         return tuple(
-            _add(scale.terms(rows=moment.rows, once=moment.once), tuple(scores))
+            _add(columns.terms(rows=moment.rows, once=moment.once), tuple(scores))
             for moment in _workspaces(layer, settings)
         )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (scale.terms(rows=8.0 * product.out_width),)
-    return (scale.terms(),)
+        return (columns.terms(rows=8.0 * product.out_width),)
+    return (columns.terms(),)
 
 
 def _gathered_bytes(params: float, settings: CostSettings) -> float:

@@ -176,7 +176,8 @@ def _carry_tiers(alike: Sequence[LayerCost], **rules: Callable[..., Terms]) -> t
     for tier in alike[2].tiers:
         own = [found for layer in alike if (found := layer.tier(tier.name)) is not None]
         assert len(own) == len(alike), "`refuse_unlike` comes first"
-        result.append(replace(tier, **{name: rule(*(getattr(x, name) for x in own)) for name, rule in rules.items()}))
+        made: dict[str, Any] = {name: rule(*(getattr(x, name) for x in own)) for name, rule in rules.items()}
+        result.append(replace(tier, **made))
     return tuple(result)
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
 from trimtab.partition.schedules import (
     check_schedule,
@@ -18,7 +17,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
+from trimtab.specs import FloatArray, Profile, Stage, chosen_tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,22 +167,6 @@ def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
 
 
-def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
-    """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
-    tiers = {i: _tier(profile.layers[i], x.tier) for x in stage.recompute for i in x.layers}
-    return [tiers.get(i) or _tier(profile.layers[i], "none") for i in range(stage.start, stage.stop)]
-
-
 def times_again(tier_name: str) -> float:
     """How often a layer's backward holds what `tier_name` does not save: computed again, or fetched."""
     return OFFLOAD_BUFFERS if tier_name == "offload" else 1.0
-
-
-def _tier(layer: LayerCost, name: str) -> RecomputeTier:
-    tier = layer.tier(name)
-    if tier is None:
-        raise PartitionError(
-            f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
-            f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
-        )
-    return tier

@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.partition.backward import weight_matrix
 from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
-from trimtab.partition.stages import SplitProblem, chunk_room, pipeline_of
+from trimtab.partition.stages import SplitProblem, chunk_room
 from trimtab.specs import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def makespan_bound(problem: SplitProblem, work: FloatArray) -> float:
 def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
     """Terms 1 to 4 of `makespan_bound`."""
     from trimtab.partition.cuts import least_bottleneck
-    from trimtab.partition.layer_table import layer_table
+    from trimtab.partition.layer_table import layer_table, pipeline_of
 
     S, M = problem.num_stages * problem.num_chunks, problem.num_microbatches
     # e_m is linear in the work: its sum over micro-batches is M times the extra at their mean
@@ -111,7 +111,7 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
         head[2, k], tail[2, k] = behind + W_all, behind + W_all - B_0 + F_0[-1] + B_0[-1]
         head[3, k], tail[3, k] = behind - B_last, behind - B_0 + F_0[-1] + B_0[-1]
         if n < M:
-            weight[4, k] = _surely_recomputed(problem, work, i)
+            weight[4, k] = _surely_recomputed(problem, work, int(i))
             own = late + prefix(B[:, :i].sum(axis=1)) + prefix(W[:, :w].sum(axis=1))
             head[4, k] = own
             tail[4, k] = own - B_0 - F_last + F_0[-1] + B_0[-1] + F_last[-1] + B_last[-1]
@@ -122,7 +122,8 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
         return np.maximum.accumulate(ticks, axis=-1)
 
     cap = chunk_room(problem) if problem.num_chunks == 1 else np.full(S, np.inf)
-    pipeline = pipeline_of(problem, table, cap, head=composite(head), tail=composite(tail), weight=weight)
+    terms = {"head": composite(head), "tail": composite(tail), "weight": weight}
+    pipeline = pipeline_of(problem, table, cap)._replace(**terms)
     least = least_bottleneck(pipeline, table.tiers, high=4 * M * table.longest)
     assert least is not None, "the problem was solved before"
     least_s = float(seconds.sum()) / problem.num_stages * (1 - 1e-9)
