@@ -153,20 +153,6 @@ def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_cou
         image_size(whole[:2] + thumbnail + whole[2:-2])
 
 
-def test_both_bmp_headers_and_both_row_orders_are_read():
-    windows = encode((6, 4), "BMP")
-    down = windows[:22] + struct.pack("<i", -4) + windows[26:]
-    assert image_size(down) == Image.open(io.BytesIO(down)).size == (6, 4)
-    core = b"BM" + struct.pack("<IHHIIHHHH", 26 + 80, 0, 0, 26, 12, 6, 4, 1, 24) + bytes(80)
-    assert image_size(core) == Image.open(io.BytesIO(core)).size == (6, 4)
-
-
-def test_a_gif_frame_larger_than_its_screen_widens_it():
-    data = bytearray(encode((64, 48), "GIF", "P"))
-    data[6:10] = struct.pack("<HH", 10, 10)
-    assert image_size(bytes(data)) == Image.open(io.BytesIO(bytes(data))).size == (64, 48)
-
-
 def test_the_pixel_limit_is_pillows_and_can_be_raised():
     limit = png_header(MAX_PIXELS // 2, 2)
     assert image_size(limit) == (MAX_PIXELS // 2, 2)

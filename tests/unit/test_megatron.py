@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.megatron_check import expand_layout
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -27,37 +28,20 @@ def value(flags: tuple[str, ...], name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("counts", "layout", "simple"),
+    ("counts", "layout"),
     [
-        ([3, 3, 3, 3], "Et*3|t*3|t*3|t*3L", ()),
-        ([0, 12], "E|t*12L", None),
-        ([5, 7], "Et*5|t*7L", ("--decoder-first-pipeline-num-layers", "5")),
-        ([1, 11], "Et|t*11L", ("--decoder-first-pipeline-num-layers", "1")),
-        ([6, 6, 0], "Et*6|t*6|L", None),
-        ([0, 4, 4, 4], "E|t*4|t*4|t*4L", None),
-        (
-            [2, 4, 4, 2],
-            "Et*2|t*4|t*4|t*2L",
-            ("--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"),
-        ),
-        ([3, 3, 3, 2, 1], "Et*3|t*3|t*3|t*2|tL", None),
-        ([4, 4, 3, 1], "Et*4|t*4|t*3|tL", None),
-        ([4, 4, 4], "Et*4|t*4|t*4L", ()),
-        ([5, 5, 2], "Et*5|t*5|t*2L", ("--decoder-last-pipeline-num-layers", "2")),
+        ([3, 3, 3, 3], "Et*3|t*3|t*3|t*3L"),
+        ([0, 12], "E|t*12L"),
+        ([1, 11], "Et|t*11L"),
+        ([6, 6, 0], "Et*6|t*6|L"),
+        ([3, 3, 3, 2, 1], "Et*3|t*3|t*3|t*2|tL"),
     ],
 )
-def test_layout_and_simple_flags_of_known_splits(counts, layout, simple):
+def test_layout_of_known_splits(counts, layout):
     model = make_model()
     result = export(model, by_counts(model, *counts))
     assert result.layout == layout
     assert value(result.flags, "--pipeline-model-parallel-layout") == layout
-    if simple is None:
-        assert result.simple_flags is None
-    else:
-        assert "--pipeline-model-parallel-layout" not in result.simple_flags
-        assert tuple(word for word in result.simple_flags if word.startswith("--decoder")) == simple[::2]
-        for name, count in zip(simple[::2], simple[1::2], strict=True):
-            assert value(result.simple_flags, name) == count
 
 
 def test_interleaved_layout_lists_stages_in_the_order_they_run():
@@ -66,13 +50,7 @@ def test_interleaved_layout_lists_stages_in_the_order_they_run():
         model, by_counts(model, 1, 2, 4, 5), dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2
     )
     assert result.layout == "Et|t*2|t*4|t*5L"
-    assert result.simple_flags is None  # chunks of one rank differ
-    even = export(
-        model, by_counts(model, 2, 4, 2, 4), dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2
-    )
-    assert value(even.simple_flags, "--num-virtual-stages-per-pipeline-rank") == "2"
-    assert value(even.simple_flags, "--decoder-first-pipeline-num-layers") == "4"
-    assert any("no interleaving" in warning for warning in even.warnings)
+    assert any("no interleaving" in warning for warning in result.warnings)
 
 
 def test_one_stage_needs_no_layout():
@@ -81,7 +59,6 @@ def test_one_stage_needs_no_layout():
     result = export(model, cut(model))
     assert "--pipeline-model-parallel-layout" not in result.flags
     assert result.layout == "Et*12L"
-    assert not [word for word in result.simple_flags if word.startswith("--decoder")]
     assert result.warnings == ()
 
 
@@ -350,16 +327,6 @@ def test_vision_heads_that_tp_does_not_divide_are_padded():
 # -- every split ----------------------------------------------------------------------------------------------------
 
 
-def read_layout(layout: str) -> list[tuple[bool, int, bool]]:
-    """Our own reading of a layout: has E, number of t, has L, for every stage."""
-    stages = []
-    for field in layout.split("|"):
-        body = field.removeprefix("E").removesuffix("L")
-        count = int(body[2:]) if body.startswith("t*") else body.count("t")
-        stages.append((field.startswith("E"), count, field.endswith("L")))
-    return stages
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_supported_split_is_said_exactly(data):
@@ -369,12 +336,13 @@ def test_every_supported_split_is_said_exactly(data):
     cuts = sorted(data.draw(st.sets(st.sampled_from(allowed), max_size=7))) if allowed else []
     stages = cut(model, *cuts)
     result = export(model, stages)
-    read = read_layout(result.layout)
+    read = expand_layout(result.layout)
+    assert read is not None
     blocks = [
         sum(model.layers[i].kind == "block" and model.layers[i].tower == "language" for i in range(s.start, s.stop))
         for s in stages
     ]
-    assert [count for _, count, _ in read] == blocks
-    assert [has_e for has_e, _, _ in read] == [s == 0 for s in range(len(stages))]
-    assert [has_l for _, _, has_l in read] == [s == len(stages) - 1 for s in range(len(stages))]
+    assert [stage.count("t") for stage in read] == blocks
+    assert [stage.startswith("E") for stage in read] == [s == 0 for s in range(len(stages))]
+    assert [stage.endswith("L") for stage in read] == [s == len(stages) - 1 for s in range(len(stages))]
     assert not any(letter in result.layout for letter in " mV")

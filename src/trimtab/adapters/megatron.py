@@ -37,18 +37,20 @@ class MegatronExport:
 
     settings: tuple[tuple[str, Setting], ...]  # Megatron-LM's arguments, named as its parser stores them
     layout: str  # among `settings`, unless there is one stage only
-    simple_settings: tuple[tuple[str, Setting], ...] | None  # the same split without a layout; None: cannot be said
     vision_fields: tuple[tuple[str, int | str | bool | None], ...]  # to set on the vision tower's TransformerConfig
     runs: tuple[Stage, ...]  # what Megatron-Core makes of the plan: norm beside the head, recompute as it knows it
     warnings: tuple[str, ...]
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return _flags(self.settings)
-
-    @property
-    def simple_flags(self) -> tuple[str, ...] | None:
-        return None if self.simple_settings is None else _flags(self.simple_settings)
+        words: list[str] = []
+        for name, setting in self.settings:
+            words.append("--" + name.replace("_", "-"))
+            if isinstance(setting, tuple):
+                words += setting
+            elif setting is not True:
+                words.append(str(setting))
+        return tuple(words)
 
     def shell(self) -> str:
         """The flags as lines of a shell command, quoted."""
@@ -63,17 +65,6 @@ class MegatronExport:
     def vision_python(self) -> str:
         """The assignments that belong behind the copy of the language model's config, one a line."""
         return "\n".join(f"vision_config.{name} = {value!r}" for name, value in self.vision_fields)
-
-
-def _flags(settings: Sequence[tuple[str, Setting]]) -> tuple[str, ...]:
-    words: list[str] = []
-    for name, setting in settings:
-        words.append("--" + name.replace("_", "-"))
-        if isinstance(setting, tuple):
-            words += setting
-        elif setting is not True:
-            words.append(str(setting))
-    return tuple(words)
 
 
 def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
@@ -134,11 +125,9 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     if plan.zero_stage == 1:
         rest["use_distributed_optimizer"] = True
     split: dict[str, Setting] = {"pipeline_model_parallel_layout": layout} if dims.pp > 1 else {}
-    simple = _simple_split(counts, dims.pp, plan.num_chunks)
     return MegatronExport(
         settings=tuple({**degrees, **split, **rest}.items()),
         layout=layout,
-        simple_settings=None if simple is None else tuple({**degrees, **simple, **rest}.items()),
         vision_fields=vision,
         runs=as_run(model, stages, recompute),
         warnings=tuple(warnings),
@@ -155,7 +144,6 @@ def export(plan: Decided, price: float | None) -> Exported:
         text=flags.shell(),
         fields={
             "flags": flags.flags,
-            "simple_flags": flags.simple_flags,
             "layout": flags.layout,
             "vision_config": dict(flags.vision_fields),
         },
@@ -228,29 +216,5 @@ def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | No
     ]
 
 
-# -- the split ------------------------------------------------------------------------------------------------------
-
-
 def _blocks(count: int) -> str:
     return "t" * count if count < 2 else f"t*{count}"
-
-
-def _simple_split(counts: Sequence[int], pp: int, num_chunks: int) -> dict[str, Setting] | None:
-    """First and last count with even middles, where that says the same: every rank's chunks alike, no stage empty."""
-    ranks = [counts[rank::pp] for rank in range(pp)]
-    if any(len(set(chunks)) > 1 or chunks[0] == 0 for chunks in ranks):
-        return None
-    totals = [sum(chunks) for chunks in ranks]
-    virtual: dict[str, Setting] = {} if num_chunks == 1 else {"num_virtual_stages_per_pipeline_rank": num_chunks}
-    if len(set(totals)) == 1:
-        return virtual
-    middles = set(totals[1:-1]) or {totals[-1]}
-    if len(middles) > 1:
-        return None
-    (middle,) = middles
-    uneven: dict[str, Setting] = {}
-    if totals[0] != middle:
-        uneven["decoder_first_pipeline_num_layers"] = totals[0]
-    if totals[-1] != middle:
-        uneven["decoder_last_pipeline_num_layers"] = totals[-1]
-    return uneven | virtual

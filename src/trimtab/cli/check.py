@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -189,10 +189,11 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
     if launcher is None:
         return [], warnings
-    export = megatron_flags(decided(found))
-    # Pai's scripts have no layout
-    words = export.simple_flags if launcher == "pai-megatron" else export.flags
-    parsed = parse_megatron_flags(" ".join(words or ()))
+    parsed = parse_megatron_flags(" ".join(megatron_flags(decided(found)).flags))
+    if launcher == "pai-megatron":  # its scripts have no layout
+        first = cast("dict[str, str]", exported.fields["environment"]).get("MP_PP0_LAYERS")
+        count = None if first is None else int(first)
+        parsed = replace(parsed, pipeline_model_parallel_layout=None, decoder_first_pipeline_num_layers=count)
     failing, costly = _sorted(
         check_megatron(found.case.model, parsed, launcher=launcher, vision_cleared=vision_cleared)
     )

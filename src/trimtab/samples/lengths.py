@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import ImageError, SampleError
-from trimtab.samples.problems import BadKind, BadSample, shorten
+from trimtab.samples.problems import BadSample, shorten
 from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table
@@ -71,7 +71,7 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         for record in read_chunk(chunk):
             last = record.line
             if record.problem is not None:
-                bad.append(_bad(path, num_lines + last, None, record.problem.kind, str(record.problem)))
+                bad.append(BadSample.of(path, num_lines + last, None, record.problem.kind, str(record.problem)))
             elif not record.blank:
                 values.append(record.value)
                 lines.append(num_lines + last)
@@ -114,7 +114,7 @@ def _rows_part(
             if reason is None:
                 keep.append(i)
             else:
-                bad.append(_bad(path, int(good_lines[i]), _id(row), "type", reason))
+                bad.append(BadSample.of(path, int(good_lines[i]), _id(row), "type", reason))
         good, good_lines = [rows[i] for i in keep], good_lines[keep]
         columns = {key: [cast("dict[str, object]", row).get(key) for row in good] for key in _ROW_KEYS}
     present = [key for key in TOKEN_KEYS if any(v is not None for v in columns[key])]
@@ -325,7 +325,3 @@ def _codes(names: list[str]) -> _Source:
 def _id(row: object) -> str | None:
     value = row.get("id") if isinstance(row, dict) else None
     return str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
-
-
-def _bad(path: Path, line: int, name: str | None, kind: BadKind, reason: str) -> BadSample:
-    return BadSample(file=str(path), line=line, id=name, kind=kind, reason=reason)

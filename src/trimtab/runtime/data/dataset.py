@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -158,12 +158,6 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-class _Rows(Protocol):
-    """What a map-style data set is asked for: the sample of one row."""
-
-    def __getitem__(self, row: int, /) -> Any: ...
-
-
 class PlanDataset(Dataset[Any]):
     """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
 
@@ -174,7 +168,7 @@ class PlanDataset(Dataset[Any]):
 
     def __init__(
         self,
-        data: _Rows,
+        data: Any,  # item i is the sample of row i
         samples: SampleTable,
         *,
         on_error: Literal["raise", "filler"] = "raise",
