@@ -66,7 +66,6 @@ def pack(
 ) -> None:
     """Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality."""
     import time
-    from dataclasses import asdict
 
     from trimtab.balance.convergence import isf_iterations
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
@@ -104,8 +103,8 @@ def pack(
                 **{name: getattr(balance, name) for name in _FIGURES},
                 "seconds": seconds,
                 "unit": samples.patch_unit,
-                **({"iterations": [asdict(step) for step in steps]} if steps else {}),
-                **({"mixture": [asdict(source) for source in epoch.sources]} if epoch.sources else {}),
+                **({"iterations": steps} if steps else {}),
+                **({"mixture": epoch.sources} if epoch.sources else {}),
             }
         )
         return
