@@ -79,7 +79,6 @@ def pack(
 ) -> None:
     """Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality."""
     import time
-    from dataclasses import asdict
 
     from trimtab.balance.convergence import isf_iterations
     from trimtab.balance.packing import report_packing, warm_up
@@ -121,8 +120,8 @@ def pack(
                 "limits": limits,
                 "seconds": seconds,
                 "unit": samples.patch_unit,
-                **({"iterations": [asdict(step) for step in steps]} if steps else {}),
-                **({"mixture": [asdict(source) for source in epoch.sources]} if epoch.sources else {}),
+                **({"iterations": steps} if steps else {}),
+                **({"mixture": epoch.sources} if epoch.sources else {}),
             }
         )
         return

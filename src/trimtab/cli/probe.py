@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,8 +43,8 @@ def probe(
         print_json(
             {
                 "limit_bytes": result.limit_bytes,
-                "devices": [asdict(device) for device in result.devices],
-                "runs": [asdict(run) for run in result.runs],
+                "devices": result.devices,
+                "runs": result.runs,
                 "num_step_backs": result.num_step_backs,
                 "plan": plan_json(result.details, paths),
             }

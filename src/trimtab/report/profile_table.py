@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
@@ -52,28 +52,27 @@ def kind_rows(
     for group, members in numbers.items():
         layer, cost, fit = model.layers[members[0]], profile.layers[members[0]], fits.get(group)
         work = np.array(fit.work if fit is not None else _work_of(layer, settings, size))
-        forward, backward = float(np.dot(cost.forward_s, work)), float(np.dot(cost.backward_s, work))
+        forward = float(np.dot(cost.forward_s, work))
         columns = find_columns(layer, settings)
         flops = work[columns.rows] * layer.rows_per_input * sum(p.flops for p in layer_matmuls(layer, settings.dims.tp))
         flops += work[columns.pairs] * columns.pair_share * pair_flops(layer, settings.dims.tp)
         rate = float(flops) / forward if forward > 0 else 0.0
-        found.append((members, float(work[columns.rows]), forward, backward, float(flops), rate, fit))
-    total = sum(len(members) * (forward + backward) for members, _, forward, backward, *_ in found)
-    return tuple(
-        KindRow(
-            name=model.layers[members[0]].name,
-            num_layers=len(members),
-            rows=rows,
-            forward_s=forward,
-            backward_s=backward,
-            share=len(members) * (forward + backward) / total,
-            forward_flops=flops,
-            flops_per_s=rate,
-            efficiency=rate / peak,
-            error=None if fit is None else fit.error,
+        found.append(
+            KindRow(
+                name=layer.name,
+                num_layers=len(members),
+                rows=float(work[columns.rows]),
+                forward_s=forward,
+                backward_s=float(np.dot(cost.backward_s, work)),
+                share=0.0,
+                forward_flops=float(flops),
+                flops_per_s=rate,
+                efficiency=rate / peak,
+                error=None if fit is None else fit.error,
+            )
         )
-        for members, rows, forward, backward, flops, rate, fit in found
-    )
+    seconds = [row.num_layers * (row.forward_s + row.backward_s) for row in found]
+    return tuple(replace(row, share=own / sum(seconds)) for row, own in zip(found, seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,7 +212,7 @@ def _density(timeline: Timeline, span_s: float, row: float, pad: float, height: 
 
     A column that two devices fill to 40 and 100 % is drawn 40 and 100 % as high as their rows: no idle time is hidden.
     """
-    edges, areas, devices = np.linspace(0.0, span_s, _COLUMNS + 1), [], timeline.device
+    edges, areas, devices = np.linspace(0.0, span_s, _COLUMNS + 1), list[str](), timeline.device
     for device in range(timeline.num_devices):
         bottom, share, drawn = (device + 1) * row - pad, np.zeros(_COLUMNS), list[str]()
         for kind, look in enumerate(("f1", "b1", "w1")):

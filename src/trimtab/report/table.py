@@ -11,6 +11,7 @@ from trimtab.report.words import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 MAX_CELL = 400  # characters
 
@@ -84,8 +85,12 @@ def print_table(table: Table, console: Console) -> None:
         header_style="dim",
     )
     for column in table.columns:
-        justify = "right" if column.numeric else "left"
-        grid.add_column(column.header, justify=justify, no_wrap=column.numeric, overflow="fold")
+        grid.add_column(
+            column.header,
+            justify="right" if column.numeric else "left",
+            no_wrap=column.numeric,
+            overflow="fold",
+        )
     for number, row in enumerate(table.rows):
         style = "bold green" if number == table.marked else "bold red" if number in table.bad else ""
         grid.add_row(*map(_text_of, row), style=style)
@@ -109,7 +114,7 @@ def _clean_lines(text: str) -> Iterable[str]:
     return (clean(line, limit=MAX_CELL) for line in text.split("\n"))
 
 
-def _text_of(cell: str | Cell):  # type: ignore[no-untyped-def]  # rich's Text, which is imported late
+def _text_of(cell: str | Cell) -> Text:
     from rich.text import Text
 
     if isinstance(cell, str):
