@@ -104,9 +104,8 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_train.py::test_every_schedule_trains_as_one_process_does": 0,  # 40
     "torch/test_train.py::test_frozen_towers_stay_as_they_are": 0,
     "torch/test_train.py::test_gradients_are_clipped_over_all_stages_together": 0,  # with the same runs
-    "torch/test_train.py::test_momentum_and_other_numbers_survive_a_resume": 0,  # 2
     "torch/test_train.py::test_recompute_changes_no_bit": 0,
-    "torch/test_train.py::test_resuming_gives_the_same_losses_under_dropout": 0,  # 3
+    "torch/test_train.py::test_resuming_gives_the_same_losses_under_dropout_and_with_momentum": 0,  # 3
     "torch/test_train.py::test_the_log_compares_every_step_with_the_plan": 0,
     "torch/test_train.py::test_the_report_takes_the_run": 0,
     "torch/test_training_gain_bench.py::test_the_schemes_run_the_same_samples_to_the_same_loss": 0,  # 1

@@ -16,13 +16,14 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
+from gloo_ranks import fail
+
 from train_runs import write_run  # isort: skip
 from report_fixtures import make_step
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trimtab.errors import PlanError, UnsupportedPlanError
-from trimtab.options import ReadingOptions
 from trimtab.plan.build import write_plan
 from trimtab.plan.decide.candidates import candidate_splits
 from trimtab.plan.file.reload import load_details, reload_plan
@@ -93,13 +94,11 @@ def failed(message):
 
 
 @pytest.mark.integration
-def test_no_split_that_runs_is_an_error(folder, monkeypatch):
-    """Through torchrun: what a process raised is told."""
+def test_what_a_process_raised_is_told_where_no_split_runs(folder, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    with pytest.raises(
-        PlanError, match=r"2 splits were to be timed, and none of them ran \(ConfigError: cannot read the tokenizer"
-    ):
-        refine(folder / "plan", settings_of(folder, reading=ReadingOptions(tokenizer=folder / "nowhere.json")))
+    monkeypatch.setattr("trimtab.runtime.training.refine._train", fail)
+    with pytest.raises(PlanError, match=r"2 splits were to be timed, and none of them ran \(ValueError: no such thing"):
+        refine(folder / "plan", settings_of(folder))
 
 
 def test_a_signal_ends_it_and_handlers_are_as_before(folder, monkeypatch):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name, moved
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
+from trimtab.runtime.recompute.offload import tensors_in
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
 from trimtab.runtime.vision.seams import Seam, find_seams
 
@@ -119,7 +120,7 @@ class Tracer:
     # -- one layer ----------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        given = list(_leaves([args, kwargs]))
+        given = list(tensors_in((args, kwargs)))
         for leaf in given:
             if id(leaf) in self._inside:
                 self._trace.hidden.append((path, self._inside[id(leaf)][1]))
@@ -186,16 +187,16 @@ class Tracer:
 
     def _note_inside(self, path: str, args: Any, kwargs: dict[str, Any]) -> None:
         """Tensors that the layer left in what it was given, for others to read."""
-        for leaf in _leaves([args, kwargs]):
+        for leaf in tensors_in((args, kwargs)):
             if isinstance(leaf, FakeTensor) and id(leaf) not in self._inside:
                 self._inside[id(leaf)] = (leaf, path)
 
-    def _made_of(self, values: Sequence[Any]) -> frozenset[str]:
+    def _made_of(self, values: Sequence[Tensor]) -> frozenset[str]:
         """Names of the leaves that autograd finds behind them."""
         todo: list[Any] = []
         found = set()
         for value in values:
-            if isinstance(value, Tensor) and value.requires_grad:
+            if value.requires_grad:
                 todo.append(value.grad_fn)
                 found.add(self._name_of(value))
         visited = set()
@@ -285,15 +286,6 @@ def _kind_of(layer: nn.Module) -> tuple[object, ...]:
     """Layers of one kind return tensors of the same sizes."""
     parts = tuple((name, type(x).__name__) for name, x in layer.named_modules())
     return type(layer), parts, tuple(tuple(x.shape) for x in layer.parameters())
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Those inside mappings of a model's own class, too."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Mapping):
-            yield from _leaves(list(leaf.values()))
-        else:
-            yield leaf
 
 
 def _detached(value: Any) -> Any:

@@ -144,7 +144,12 @@ def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layou
         image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
     )
     parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
-    sampler = make_sampler(settings, layout, mesh)
+    sampler = PlanBatchSampler(  # every device of a pipeline reads the packs of its data-parallel rank
+        settings.plan,
+        dp=mesh["dp"].size(),
+        rank=mesh.get_local_rank("dp"),
+        num_microbatches=layout.num_microbatches,
+    )
     on_error: Literal["raise", "filler"] = "filler" if settings.on_bad_sample == "filler" else "raise"
     data = PlanDataset(conversations, conversations.records.samples, on_error=on_error, fill_for=UnreadableSampleError)
     return Run(
@@ -344,16 +349,6 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
             f"optimizer {settings.optimizer} was asked for with {given}, which it refuses ({error}): give options that "
             "its class in torch.optim takes"
         ) from None
-
-
-def make_sampler(settings: TrainSettings, layout: PipelineLayout, mesh: DeviceMesh) -> PlanBatchSampler:
-    """The packs of this rank's data-parallel rank; every device of a pipeline reads the same ones."""
-    return PlanBatchSampler(
-        settings.plan,
-        dp=mesh["dp"].size(),
-        rank=mesh.get_local_rank("dp"),
-        num_microbatches=layout.num_microbatches,
-    )
 
 
 def make_loader(
