@@ -172,9 +172,7 @@ def draw_model(rng: np.random.Generator, case: str, attention: str, dtype: str) 
     )
     saved = as_saved(config)
     spec = describe(saved, preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]))
-    traced = profile_traced(
-        saved, spec, DEVICES["H200"], dtype=dtype, attention=attention, packed=True, compare_fused=False
-    )
+    traced = profile_traced(saved, spec, DEVICES["H200"], dtype=dtype, attention=attention, packed=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation=attention, dtype=DTYPES[dtype]

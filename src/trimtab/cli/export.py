@@ -62,14 +62,7 @@ def torchserve(
         ),
     )
     if as_json:
-        print_json(
-            {
-                "archive": str(exported.archive),
-                "config": str(exported.config),
-                "command": exported.command,
-                "notes": exported.notes,
-            }
-        )
+        print_json(exported)
         return
     for note in exported.notes:
         log(f"note: {note}")
@@ -170,14 +163,7 @@ def npy(
 
 def _tell(exported: WrittenData, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in exported.files],
-                "num_records": exported.num_records,
-                "num_packs": exported.num_packs,
-                "notes": exported.notes,
-            }
-        )
+        print_json(exported)
         return
     for note in exported.notes:
         log(f"note: {note}")

@@ -33,6 +33,10 @@ class Variant:
     def epoch_s(self) -> float:
         return float(self.step_s.sum())
 
+    def pack_sizes(self, unit: str) -> FloatArray:
+        """(num_packs,) "patches" or "tokens"."""
+        return self.pack_tokens if unit == "tokens" else self.pack_patches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanDetails:
