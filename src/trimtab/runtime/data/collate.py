@@ -41,6 +41,12 @@ class PackedCollator:
     `vision_in_every_pack` gives an image-free pack a filler image: FSDP hangs and DDP fails where a tower idles.
     `explicit_masks` gives 4-D masks where Transformers would make its own from the positions: tokens^2 bytes and more.
     `verify_packing` says whether the model at hand computes such a pack exactly.
+
+    >>> import transformers
+    >>> collate = PackedCollator(transformers.LlamaConfig(), vision_in_every_pack=False)
+    >>> pack = collate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    >>> pack["position_ids"].tolist(), pack["labels"].tolist()
+    ([[0, 1, 2, 0, 1]], [[-100, 6, 7, -100, 9]])
     """
 
     config: Any  # of the model, as Transformers loads it
