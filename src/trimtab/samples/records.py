@@ -6,7 +6,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -109,6 +109,18 @@ def list_chunks(path: Path) -> list[Chunk]:
 
 def _chunk(path: Path, kind: Format, start: int, stop: int, first_line: int | None, num_bytes: int) -> Chunk:
     return Chunk(file=path, format=kind, start=start, stop=stop, first_line=first_line, num_bytes=num_bytes)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a whole file in order, lines numbered within the file."""
+    num_lines = 0
+    for chunk in list_chunks(path):
+        last = 0
+        for record in read_chunk(chunk):
+            last = record.line
+            yield replace(record, line=num_lines + last) if num_lines else record
+        if chunk.first_line is None:  # its lines are numbered within the chunk
+            num_lines += last
 
 
 def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[Record]:
