@@ -226,7 +226,7 @@ class _Check:
                 "family=PackFormat(...) that fits, or train it without packing"
             )
         module = self.model.get_submodule(path)
-        advice = "load it with attn_implementation='sdpa', try explicit_masks=True, or train it without packing"
+        advice = "load it with attn_implementation='sdpa', or train it without packing"
         if carries_state(module):
             advice = "call hold_samples_apart(model) before it is wrapped, or install the kernels that take whole packs"
         elif runs_apart(module):
