@@ -83,14 +83,9 @@ def list_chunks(path: Path) -> list[Chunk]:
         rows = read_json_list(path)
         step = CHUNK_RECORDS
         return [
-            Chunk(
-                file=path,
-                format=kind,
-                start=at,
-                stop=min(at + step, len(rows)),
-                first_line=at + 1,
-                num_bytes=size * min(step, len(rows) - at) // len(rows),
-                rows=tuple(rows[at : at + step]),
+            replace(
+                _chunk(path, kind, at, stop := min(at + step, len(rows)), at + 1, size * (stop - at) // len(rows)),
+                rows=tuple(rows[at:stop]),
             )
             for at in range(0, len(rows), step)
         ]

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100
-"""The label that Transformers and `torch.nn.functional.cross_entropy` leave out."""
+from trimtab.runtime.data.missing import IGNORED as IGNORED
 
 
 def label_weights(batch: Mapping[str, Any]) -> Tensor:
