@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models.families.known import family_of
+from trimtab.models.image_rules import image_rule, image_rule_or_reason
 from trimtab.models.images import (
     AnyRes,
     DynamicTiling,
@@ -27,8 +28,6 @@ from trimtab.models.images import (
     SmartResize,
     UnsettledRule,
     count_many,
-    image_rule,
-    image_rule_or_reason,
     rule_in_sample,
     with_limits,
 )

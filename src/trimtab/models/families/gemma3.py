@@ -1,65 +1,12 @@
-"""Gemma 3: SigLIP, average pooling with one matrix, a language model that alternates windows and full attention."""
+"""Gemma 3: images of one size, cut only where pan and scan is asked for; its layers are asked of Transformers."""
 
 from __future__ import annotations
 
-import math
-
-from trimtab.models.families.architecture import Architecture, check_projector, linear, named_layer, norm
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.families.fields import Fields, is_square
-from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
-from trimtab.models.families.vit import mark_unread, read_clip
 from trimtab.models.images.settings import Settings
 from trimtab.models.images.tiles import FixedImage, PanAndScan
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
-
-
-def describe_gemma3(config: Fields) -> Architecture:
-    vision, language = config.section("vision_config"), config.section("text_config")
-    vision.word("model_type", choices=("siglip_vision_model",))
-    tower = read_clip(vision, "model.vision_tower", kind="siglip_vision_model")
-    text = read_text(language, text_type(language, ("gemma3_text",)))
-    language.check(
-        not language.flag("use_bidirectional_attention", absent=False),
-        f"{language.name('use_bidirectional_attention')} is true, but gemma3 generates text with a causal mask: "
-        "set it to false",
-    )
-    tokens = config.size("mm_tokens_per_image", "preprocess.mm_tokens_per_image")
-    _check_pooling(config, tower.grid, tokens)
-    H = text.hidden_size
-    check_projector(config, (tower.hidden_size, H))
-    layers = list(mark_unread(tower, tower.num_blocks, reads_norm=True))
-    layers.append(
-        named_layer(
-            "model.multi_modal_projector",
-            "projector",
-            "projector",
-            linear(tower.hidden_size, H, bias=False) + norm(tower.hidden_size, text.norm),
-            hidden_size=tower.hidden_size,
-            output_size=H,
-            rows=tokens / tower.num_patches,
-            norm=text.norm,
-        )
-    )
-    tied = read_tied(config, language, either=False, absent=True)  # all sizes of Gemma 3 tie, and silence means so
-    layers += text_layers(text, "model.language_model", "lm_head", tied=tied)
-    notes = []
-    if tower.layers[-1].name.endswith(".head"):
-        notes.append("vision_use_head is true: the pooling head is computed, but nothing reads it.")
-    notes.append("Image tokens see the whole of their own image; attention is counted as causal throughout.")
-    return Architecture(
-        layers=tuple(layers), vocab_size=text.vocab_size, tied=tied_pair(layers, tied=tied), notes=tuple(notes)
-    )
-
-
-def _check_pooling(config: Fields, grid: tuple[int, int], tokens: int) -> None:
-    side = math.isqrt(tokens)
-    config.check(
-        is_square(tokens) and grid[0] == grid[1] and grid[0] % side == 0,
-        f"mm_tokens_per_image {tokens} is not the square of a divisor of the {grid[0]} x {grid[1]} patches that "
-        "vision_config.image_size and vision_config.patch_size give: correct one of them",
-    )
 
 
 def _crops(s: Settings) -> ImageRule:
@@ -104,6 +51,6 @@ _MARKUP = ImageMarkup(
 _PACK = PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest="tile")
 
 FAMILIES = {
-    "gemma3": Family(describe=describe_gemma3, image_rule=_crops, markup=_MARKUP, pack=_PACK),
+    "gemma3": Family(image_rule=_crops, markup=_MARKUP, pack=_PACK),
     "shieldgemma2": Family(pack=_PACK),
 }
