@@ -465,7 +465,10 @@ def test_bad_fields_of_qwen3_are_named(path, value, words):
     ("changes", "words"),
     [
         ({"layer_types": ["full_attention"] * 3}, ["layer_types names 3", "num_hidden_layers is 2"]),
-        ({"layer_types": ["full_attention", "chunked"]}, ["layer_types is 'chunked'", "sliding_attention"]),
+        (
+            {"layer_types": ["full_attention", "chunked"]},
+            ["layer_types is ['full_attention', 'chunked']", "a list of full_attention and sliding"],
+        ),
         ({"layer_types": "full"}, ["layer_types is 'full'", "a list"]),
         ({"layer_types": ["sliding_attention"] * 2}, ["llm_config.sliding_window"]),
         ({"sliding_window": 64}, ["llm_config.max_window_layers"]),

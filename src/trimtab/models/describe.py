@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trimtab.errors import ConfigError, UnknownModelError, join_problems
+from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
 from trimtab.models.families.architecture import Architecture
-from trimtab.models.families.fields import Fields
 from trimtab.models.families.known import FAMILIES, family_of
+from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
 from trimtab.models.images import UnsettledRule, clip_rule, with_limits
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
-from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
+from trimtab.specs import ModelOrigin, ModelSpec
 
 MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
 
@@ -98,30 +98,22 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
             f"model_type {quote(model_type)} cannot be described: known are {names}; correct "
             f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
         )
-    fields = Fields(config)
+    fields = Fields.of_model(config, settings)
     architecture = by_hand(fields)
     found = fields.problems
     if may_ask and not found.wrong and (found.foreign or found.missing):
         with contextlib.suppress(UnknownModelError):  # it has remote code alone: what it lacks is said below
             return _asked(config, settings, files)
-    return _assembled(model_type, architecture, fields, config, settings)
+    return _assembled(model_type, architecture, fields)
 
 
-def _assembled(
-    model_type: str, architecture: Architecture, fields: Fields, config: Config, settings: Config | None
-) -> ModelSpec:
-    problems = fields.problems.messages()
-    rule: ImageRule | None = None
-    ill = fields.problems.wrong or fields.problems.foreign
-    if not ill:  # the image rule reads some of the same fields: lacking ones it can name, ill ones no
-        try:
-            rule = image_rule_or_reason(config, settings)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems or rule is None:
-        raise ConfigError(join_problems(problems))
-    notes = architecture.notes
-    if isinstance(rule, UnsettledRule):
+def _assembled(model_type: str, architecture: Architecture, fields: Fields) -> ModelSpec:
+    read_rule, notes = family_of(model_type).image_rule, architecture.notes
+    assert read_rule is not None, "a family whose layers stand here has its rule here too"
+    try:
+        rule = read_rule(fields)
+    except LackingFileError as error:
+        rule = UnsettledRule(reason=str(error))
         notes += ("Images cannot be counted: preprocessor_config.json was not given.",)
     return ModelSpec(
         name=model_type,

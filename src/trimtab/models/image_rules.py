@@ -8,8 +8,8 @@ from typing import Any
 
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models.families.known import FAMILIES, family_of
+from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.images import AskedImages, FixedImage, UnsettledRule, ask_images
-from trimtab.models.images.settings import LackingFileError, Settings
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
 
@@ -33,7 +33,7 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
             f"no image rule for model_type {quote(config.get('model_type'))}: known are {names}: check `model_type` in "
             "config.json"
         )
-    return build(Settings(config, preprocessor))
+    return build(Fields.of_model(config, preprocessor))
 
 
 def image_rule_or_reason(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
@@ -80,7 +80,7 @@ def _formulas(
             yield FixedImage(rows=patches, tokens=tokens)
     for build in dict.fromkeys(family.image_rule for family in FAMILIES.values() if family.image_rule is not None):
         with contextlib.suppress(ConfigError):  # it lacks what that family reads
-            yield build(Settings(config, settings))
+            yield build(Fields.of_model(config, settings))
 
 
 def _equals(rule: ImageRule, asked: AskedImages) -> bool:

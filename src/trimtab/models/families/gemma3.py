@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.images.settings import Settings
+from trimtab.models.fields import Fields
+from trimtab.models.images.settings import read_tile, require_resize
+from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import FixedImage, PanAndScan
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
 
 
-def _crops(s: Settings) -> ImageRule:
+def _crops(s: Fields) -> ImageRule:
     """Gemma 3, with pan and scan only where `do_pan_and_scan` is true.
 
     It is a switch of each call (published files hold null, Gemma3Processor passes false), so absent means off; a
     file that sets it asks for the crops, and must then give their three figures.
     """
-    s.require_resize()
-    tile = s.agreed_int(("vision", "image_size"), ("file", "size"), ("preprocess", "image_size"))
-    patch = s.first_int(("vision", "patch_size"))
-    tokens = s.agreed_int(
-        ("config", "mm_tokens_per_image"), ("file", "image_seq_length"), ("preprocess", "mm_tokens_per_image")
-    )
-    rows = s.grid(tile, patch) ** 2
-    crops = s.value("file", "do_pan_and_scan")
-    if crops is None:
-        crops = s.value("preprocess", "pan_and_scan.default")
-    if crops is not None and not isinstance(crops, bool):
-        s.problem("reads `do_pan_and_scan`", f"{quote(crops)} is not true or false", "correct it in that file")
-    if crops is not True:
-        s.check()
-        return FixedImage(rows=rows, tokens=tokens, name="gemma3")
-    least = s.first_int(("file", "pan_and_scan_min_crop_size"), ("preprocess", "pan_and_scan.min_crop_size"))
-    most = s.first_tiles(("file", "pan_and_scan_max_num_crops"), ("preprocess", "pan_and_scan.max_num_crops"))
-    ratio = s.first_number(
-        ("file", "pan_and_scan_min_ratio_to_activate"), ("preprocess", "pan_and_scan.min_ratio_to_activate")
-    )
-    s.check()
+    require_resize(s)
+    _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size", "preprocess.image_size")
+    tokens = s.agreed("mm_tokens_per_image", "preprocessor_config.image_seq_length", "preprocess.mm_tokens_per_image")
+    name, other = "preprocessor_config.pan_and_scan", "preprocess.pan_and_scan"
+    if not s.flag("preprocessor_config.do_pan_and_scan", f"{other}.default", absent=False):
+        s.raise_problems()
+        return FixedImage(rows=grid**2, tokens=tokens, name="gemma3")
+    least = s.size(f"{name}_min_crop_size", f"{other}.min_crop_size")
+    most = s.size(f"{name}_max_num_crops", f"{other}.max_num_crops", maximum=MAX_TILES)
+    ratio = s.number(f"{name}_min_ratio_to_activate", f"{other}.min_ratio_to_activate")
+    s.raise_problems()
     return PanAndScan(
-        rows_per_crop=rows, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio
+        rows_per_crop=grid**2, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from trimtab.models.families.family import Family
+from trimtab.models.fields import Fields
 from trimtab.models.images.native import GlmSmartResize
-from trimtab.models.images.settings import Settings
+from trimtab.models.images.settings import patch_and_merge, pixel_limits, require_resize
 from trimtab.specs import ImageRule
 
 
-def _smart_resize(s: Settings) -> ImageRule:
-    s.require_resize()
-    patch, merge = s.patch_and_merge()
-    low, high = s.pixel_limits()
-    temporal = s.agreed_int(("file", "temporal_patch_size"), ("vision", "temporal_patch_size"))
-    s.check()
+def _smart_resize(s: Fields) -> ImageRule:
+    require_resize(s)
+    patch, merge = patch_and_merge(s)
+    low, high = pixel_limits(s)
+    temporal = s.agreed("preprocessor_config.temporal_patch_size", "vision_config.temporal_patch_size")
+    s.raise_problems()
     return GlmSmartResize(
         patch_size=patch, merge_size=merge, temporal_patch_size=temporal, min_pixels=low, max_pixels=high
     )

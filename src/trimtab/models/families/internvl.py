@@ -21,14 +21,16 @@ from trimtab.models.families.architecture import (
     whole_tower,
 )
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, text_layers, text_type, tied_pair
 from trimtab.models.families.vit import read_channels, read_vit_block
-from trimtab.models.images.settings import Settings
+from trimtab.models.fields import Fields
+from trimtab.models.images.settings import read_tile, require_resize
+from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import DynamicTiling, FixedImage
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
+_TILE_SIDES = ("force_image_size", "preprocess.force_image_size", "vision_config.image_size")
 TEXT = ("llama", "internlm2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -140,25 +142,20 @@ def _projector(config: Fields, width: int, grid: tuple[int, int], hidden_size: i
     )
 
 
-def _remote_tiles(s: Settings) -> ImageRule:
+def _remote_tiles(s: Fields) -> ImageRule:
     """InternVL's remote code: all settings stand in config.json; its preprocessor_config.json is not read."""
-    tile = s.first_int(("preprocess", "force_image_size"), ("config", "force_image_size"), ("vision", "image_size"))
-    patch = s.first_int(("vision", "patch_size"))
-    ratio = s.first_number(("preprocess", "downsample_ratio"), ("config", "downsample_ratio"))
-    grid = s.grid(tile, patch)
+    tile, grid = read_tile(s, next(x for x in _TILE_SIDES if s.given(x) or x == _TILE_SIDES[-1]))
+    ratio = s.number("downsample_ratio", "preprocess.downsample_ratio")
     tokens = int(grid**2 * ratio**2)
-    s.expect_int(tokens, "(tile / patch x downsample_ratio)^2", ("preprocess", "tokens_per_tile"))
-    dynamic = s.value("preprocess", "rule") == "internvl_dynamic_tiling" or s.first_bool(
-        ("config", "dynamic_image_size")
-    )
+    s.expect(tokens, "(tile / patch x downsample_ratio)^2", "preprocess.tokens_per_tile")
     rows = grid**2 + 1
-    if not dynamic:
-        s.check()
+    if s.raw("preprocess.rule") != "internvl_dynamic_tiling" and not s.flag("dynamic_image_size"):
+        s.raise_problems()
         return FixedImage(rows=rows, tokens=tokens)
-    low = s.first_tiles(("preprocess", "min_dynamic_patch"), ("config", "min_dynamic_patch"))
-    high = s.first_tiles(("preprocess", "max_dynamic_patch"), ("config", "max_dynamic_patch"))
-    thumbnail = s.first_bool(("preprocess", "use_thumbnail"), ("config", "use_thumbnail"))
-    s.check()
+    low = s.size("min_dynamic_patch", "preprocess.min_dynamic_patch", maximum=MAX_TILES)
+    high = s.size("max_dynamic_patch", "preprocess.max_dynamic_patch", maximum=MAX_TILES)
+    thumbnail = s.flag("use_thumbnail", "preprocess.use_thumbnail")
+    s.raise_problems()
     return DynamicTiling(
         min_tiles=low,
         max_tiles=high,
@@ -169,26 +166,20 @@ def _remote_tiles(s: Settings) -> ImageRule:
     )
 
 
-def _port_tiles(s: Settings) -> ImageRule:
+def _port_tiles(s: Fields) -> ImageRule:
     """Transformers' own InternVL.
 
     `crop_to_patches` in preprocessor_config.json is not read: InternVLProcessor switches it on for every call,
     whatever the file says (and published files say false).
     """
-    s.require_resize()
-    tile = s.agreed_int(("vision", "image_size"), ("file", "size"))
-    patch = s.first_int(("vision", "patch_size"))
-    ratio = s.first_number(("config", "downsample_ratio"))
-    grid = s.grid(tile, patch)
-    tokens = int(grid**2 * ratio**2)
-    s.expect_int(
-        tokens,
-        "(image_size / patch_size x downsample_ratio)^2",
-        ("config", "image_seq_length"),
-        ("file", "image_seq_length"),
-    )
-    low, high = s.first_tiles(("file", "min_patches")), s.first_tiles(("file", "max_patches"))
-    s.check()
+    require_resize(s)
+    tile, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size")
+    tokens = int(grid**2 * s.number("downsample_ratio") ** 2)
+    names = ("image_seq_length", "preprocessor_config.image_seq_length")
+    s.expect(tokens, "(image_size / patch_size x downsample_ratio)^2", *names)
+    low = s.size("preprocessor_config.min_patches", maximum=MAX_TILES)
+    high = s.size("preprocessor_config.max_patches", maximum=MAX_TILES)
+    s.raise_problems()
     return DynamicTiling(
         min_tiles=low,
         max_tiles=high,

@@ -6,7 +6,8 @@ import re
 from types import MappingProxyType
 
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.images.settings import Settings
+from trimtab.models.fields import Fields
+from trimtab.models.images.settings import read_pinpoints, read_tile, require_resize
 from trimtab.models.images.tiles import AnyRes, FixedImage
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
@@ -15,49 +16,43 @@ CLASS_TOKENS = MappingProxyType({"clip_vision_model": 1, "siglip_vision_model": 
 """Rows that a vision tower adds to the patches of each tile, by its `model_type`."""
 
 
-def _one_tile(s: Settings) -> ImageRule:
+def _one_tile(s: Fields) -> ImageRule:
     tile, grid, class_tokens = _clip_tile(s)
     rows = grid * grid + class_tokens
     tokens = rows - (_feature_strategy(s, class_tokens) == "default")
-    s.expect_int(
-        tokens,
-        f"a tile of {tile} pixels with {rows} rows",
-        ("preprocess", "tokens_per_image"),
-        ("config", "image_seq_length"),
-    )
-    s.check()
+    whence = f"a tile of {tile} pixels with {rows} rows"
+    s.expect(tokens, whence, "preprocess.tokens_per_image", "image_seq_length")
+    s.raise_problems()
     return FixedImage(rows=rows, tokens=tokens)
 
 
-def _next_tiles(s: Settings) -> ImageRule:
+def _next_tiles(s: Fields) -> ImageRule:
     return _anyres(s, max_feature_tiles=None, lone_images_only=False, name="llava_anyres")
 
 
-def _onevision_tiles(s: Settings) -> ImageRule:
-    rule = s.first_text(("preprocess", "rule"), ("config", "vision_aspect_ratio"))
+def _onevision_tiles(s: Fields) -> ImageRule:
+    rule = s.text("vision_aspect_ratio", "preprocess.rule")
     match = re.fullmatch(r"(?:llava_)?anyres_max_([1-9][0-9]{0,3})", rule)
-    if rule and match is None:
-        s.problem(
-            "reads `vision_aspect_ratio` in config.json",
-            f"{quote(rule)} is not of the form anyres_max_N with N up to 9999",
-            "correct it, for released checkpoints to anyres_max_9",
-        )
+    s.check(
+        match is not None,
+        f"vision_aspect_ratio is {quote(rule)}, and not of the form anyres_max_N with N up to 9999: correct it, for "
+        "released checkpoints to anyres_max_9",
+    )
     limit = int(match.group(1)) if match else None
     return _anyres(s, max_feature_tiles=limit, lone_images_only=True, name=f"llava_anyres_max_{limit}")
 
 
-def _anyres(s: Settings, *, max_feature_tiles: int | None, lone_images_only: bool, name: str) -> ImageRule:
+def _anyres(s: Fields, *, max_feature_tiles: int | None, lone_images_only: bool, name: str) -> ImageRule:
     tile, grid, class_tokens = _clip_tile(s)
     strategy = _feature_strategy(s, class_tokens)
-    if (strategy == "default") != (class_tokens == 1):
-        s.problem(
-            f"reads `vision_feature_select_strategy` = {quote(strategy)} in config.json",
-            f"a tower with {class_tokens} class tokens would not leave a square of features per tile",
-            'use "default" with CLIP and "full" with SigLIP',
-        )
-    s.expect_int(grid * grid, "(tile / patch)^2", ("preprocess", "base_tokens"))
-    pinpoints = s.pinpoints()
-    s.check()
+    s.check(
+        (strategy == "default") == (class_tokens == 1),
+        f"vision_feature_select_strategy is {strategy}, but a tower with {class_tokens} class tokens would not leave a "
+        'square of features per tile: use "default" with CLIP and "full" with SigLIP',
+    )
+    s.expect(grid * grid, "(tile / patch)^2", "preprocess.base_tokens")
+    pinpoints = read_pinpoints(s)
+    s.raise_problems()
     return AnyRes(
         tile_size=tile,
         pinpoints=pinpoints,
@@ -69,34 +64,20 @@ def _anyres(s: Settings, *, max_feature_tiles: int | None, lone_images_only: boo
     )
 
 
-def _clip_tile(s: Settings) -> tuple[int, int, int]:
+def _clip_tile(s: Fields) -> tuple[int, int, int]:
     """Side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
-    s.require_resize()
-    tile = s.agreed_int(("vision", "image_size"), ("file", "crop_size"), ("file", "size"))
-    s.expect_int(tile, "`image_size` of vision_config", ("preprocess", "tile"), ("preprocess", "image_size"))
-    patch = s.first_int(("vision", "patch_size"))
-    tower = s.first_text(("vision", "model_type"))
-    if tower and tower not in CLASS_TOKENS:
-        s.problem(
-            f"reads `model_type` = {quote(tower)} in vision_config",
-            f"only towers {' and '.join(CLASS_TOKENS)} are described",
-            "plan with one of those",
-        )
-    return tile, s.grid(tile, patch), CLASS_TOKENS.get(tower, 0)
+    require_resize(s)
+    sides = ("vision_config.image_size", "preprocessor_config.crop_size", "preprocessor_config.size")
+    tile, grid = read_tile(s, *sides, "preprocess.tile", "preprocess.image_size")
+    return tile, grid, CLASS_TOKENS[s.word("vision_config.model_type", choices=tuple(CLASS_TOKENS))]
 
 
-def _feature_strategy(s: Settings, class_tokens: int) -> str:
+def _feature_strategy(s: Fields, class_tokens: int) -> str:
     """ "default" drops the first row of each tile, "full" keeps all."""
-    if s.value("preprocess", "rule") is not None and s.value("config", "vision_feature_select_strategy") is None:
-        return "default" if class_tokens else "full"  # a zoo entry states the tokens that remain; they are checked
-    strategy = s.first_text(("config", "vision_feature_select_strategy"))
-    if strategy not in ("", "default", "full"):
-        s.problem(
-            "reads `vision_feature_select_strategy` in config.json",
-            f"{quote(strategy)} is neither default nor full",
-            "correct it in that file",
-        )
-    return strategy
+    name = "vision_feature_select_strategy"
+    if s.given("preprocess.rule") and not s.given(name):
+        return "default" if class_tokens else "full"  # a table of models states the tokens that remain: checked
+    return s.word(name, choices=("default", "full"))
 
 
 _MARKUP = ImageMarkup(placeholder="<image>", soft="<image>")

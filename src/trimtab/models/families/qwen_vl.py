@@ -21,11 +21,11 @@ from trimtab.models.families.architecture import (
     vector,
 )
 from trimtab.models.families.family import Family
-from trimtab.models.families.fields import Fields
 from trimtab.models.families.text import read_text, read_tied, text_layers, tied_pair
 from trimtab.models.families.vit import read_channels, read_vit_block
+from trimtab.models.fields import Fields
 from trimtab.models.images.native import SmartResize
-from trimtab.models.images.settings import Settings
+from trimtab.models.images.settings import patch_and_merge, pixel_limits, require_resize
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 
@@ -184,12 +184,12 @@ def _window_rows(vision: Fields) -> int:
     return max((side * merge) ** 2, 1)
 
 
-def _smart_resize(s: Settings, *, windows: bool = False) -> ImageRule:
-    s.require_resize()
-    patch, merge = s.patch_and_merge()
-    low, high = s.pixel_limits()
-    window = s.first_int(("vision", "window_size")) if windows else None
-    s.check()
+def _smart_resize(s: Fields, *, windows: bool = False) -> ImageRule:
+    require_resize(s)
+    patch, merge = patch_and_merge(s)
+    low, high = pixel_limits(s)
+    window = s.size("vision_config.window_size") if windows else None
+    s.raise_problems()
     return SmartResize(patch_size=patch, merge_size=merge, min_pixels=low, max_pixels=high, window_size=window)
 
 

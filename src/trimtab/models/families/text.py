@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trimtab.models.families.architecture import Weights, linear, named_layer, norm, numbered, rotary_bytes, vector
-from trimtab.models.families.fields import Fields
+from trimtab.models.fields import Fields
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"

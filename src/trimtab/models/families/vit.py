@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.models.families.architecture import NormKind, linear, named_layer, norm, vector
-from trimtab.models.families.fields import Fields
+from trimtab.models.fields import Fields
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
 
