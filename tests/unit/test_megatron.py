@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from export_cases import by_counts, cut, decide, first_block, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_check import expand_layout
 from trimtab.errors import UnsupportedPlanError
