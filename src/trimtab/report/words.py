@@ -85,7 +85,7 @@ def ratio_text(ratio: float) -> str:
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
     """The first and the last variant by title; the plan alone where nothing was compared."""
-    first, plan = details.variants[0], details.variants[-1]
+    first, plan = details.baseline, details.variants[-1]
     return {"Plan": plan} if first is plan else {"Baseline": first, "Plan": plan}
 
 
