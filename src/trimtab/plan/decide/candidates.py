@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.partition.search import top_candidates
 from trimtab.plan.case import Case
-from trimtab.plan.decide.stages import epoch_s, full_rows
+from trimtab.plan.decide.stages import epoch_s, full_rows, timed_near_anchor
 from trimtab.plan.decide.times import stage_link
 from trimtab.specs import Stage
 
@@ -24,7 +24,10 @@ def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candi
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
     found = [tuple(stages)]
     packs = full_rows(case.schedule.table)
-    if k > 1 and case.problem.num_stages > 1 and len(packs):
+    if case.options.search == "omnibal":
+        timed = timed_near_anchor(case, k)
+        found += [x.stages for x in timed.splits if _cuts(x.stages) != _cuts(stages)]
+    elif k > 1 and case.problem.num_stages > 1 and len(packs):
         best = top_candidates(
             case.problem,
             case.work[packs],
