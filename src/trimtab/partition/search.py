@@ -124,15 +124,14 @@ def _rank(evaluator: Evaluator, start: SplitResult, *, max_simulated: int, keep:
     for first in (evaluator.cuts_of(start.stages), terms.cuts()):
         if first is not None:
             _descend(evaluator, first, max_simulated=max_simulated)
-    found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
+    num_simulated = len(evaluator.seen)
     every = enumerate_cuts(evaluator, terms, keep=keep)
-    if every is not None:
-        found |= every.makespans
+    found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
     best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:keep]
     return _Ranked(
         cuts=dict(best),
         lower_bound_s=terms.makespan_s,
-        num_simulated=len(evaluator.seen) + (0 if every is None else every.num_simulated),
+        num_simulated=num_simulated + (0 if every is None else every.num_simulated),
         complete=every is not None and every.complete,
     )
 
