@@ -15,7 +15,7 @@ from trimtab.specs import FloatArray, IntArray
 
 MAX_STAGES = 4
 MAX_CUTS = 2_000_000  # that the bound may leave open
-MAX_BLOCKS = 80_000_000  # simulated at most: about a second
+MAX_BLOCKS = 80_000_000  # simulated at most: a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ def enumerate_cuts(evaluator: Evaluator, terms: BoundTerms, *, keep: int = 1) ->
     """The `keep` best of all cuts, given that `evaluator` has priced some; None where there are too many.
 
     Exact. A stage's term of `makespan_bound` depends on its own two ends alone, so cuts whose largest term is not below
-    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, each until
-    its steps so far exceed that makespan, until the next bound does. With several chunks a device and a cap that binds
+    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, until
+    the next bound exceeds it. With several chunks a device and a cap that binds
     their room is fixed beforehand, and the result is not `complete`.
     """
     problem = evaluator.problem

@@ -93,7 +93,7 @@ def top_candidates(
 ) -> tuple[Candidate, ...]:
     """The `k` splits of least simulated makespan, best first, no two with the same cuts; fewer if no more fit.
 
-    Of all cuts where `search_makespan` would enumerate them, else of those it comes by.
+    Of all cuts where `search_makespan` would enumerate them, else of those that the descent simulated.
     """
     assert k >= 1
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
