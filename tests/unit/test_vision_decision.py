@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plan_cases import tile_samples
 from plans import small_plan
 
+from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
-from trimtab.adapters.targets import TARGETS
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import parse_cluster
@@ -117,7 +117,6 @@ def test_sizes_of_images_keep_what_the_table_knows(images):
         assert atoms[:, 1].sum() == pytest.approx((true * true).sum())
         assert atoms[:, 2].sum() == pytest.approx(64 * true.sum())
         assert (atoms >= 0).all()
-        assert (atoms[:, 0] ** 2).sum() == pytest.approx((true * true).sum(), rel=1e-3)
         assert sizes.known[row] == (len(true) <= 2 or len(set(true)) == 1)
         if sizes.known[row]:
             np.testing.assert_allclose(np.sort(atoms[:, 0]), np.sort(true), rtol=1e-6)
@@ -307,7 +306,7 @@ def test_a_plan_that_shares_images_checks_and_simulates_to_the_same_figures(shar
     for before, after in zip(shared.variants, loaded.variants, strict=True):
         np.testing.assert_array_equal(before.step_s, after.step_s)
         assert before.stages == after.stages
-    assert options_of(loaded.plan).vision == VisionChoice(group="tp", exchange="gather", pooling=1, reduction="mean")
+    assert options_of(loaded.plan).vision == VisionChoice(group="tp", pooling=1)
     assert html_report(loaded) == html_report(shared)
     again = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="tp", pooling=1))
     assert plan_to_yaml(again.plan) == plan_to_yaml(shared.plan)
@@ -357,12 +356,12 @@ def test_nothing_is_counted_twice(shared, tmp_path):
 
 def test_the_stages_of_a_framework_keep_the_decision_and_its_export_says_what_it_lacks(shared, tmp_path):
     write_plan(shared, tmp_path)
-    exported = export_plan(reload_plan(tmp_path), TARGETS["megatron"])
+    exported = export_plan(reload_plan(tmp_path), find_target("megatron"))
     assert any("ranks share images, which Megatron" in warning for warning in exported.warnings)
     plain = make_plan(QWEN, image_samples(), CLUSTER, OPTIONS)
     write_plan(plain, tmp_path / "plain")
     assert not any(
-        "share images" in w for w in export_plan(reload_plan(tmp_path / "plain"), TARGETS["megatron"]).warnings
+        "share images" in w for w in export_plan(reload_plan(tmp_path / "plain"), find_target("megatron")).warnings
     )
 
 
@@ -381,8 +380,8 @@ def test_the_report_draws_every_rank_before_and_after(shared):
     np.testing.assert_allclose(widths / widths[0, 0], loads / loads[0, 0], rtol=2e-3)
     assert "tp 4, gather, balanced by time" in page
     text = plan_text(shared)
-    assert "Images shared among ranks (not shared → shared)" in text
-    assert "features held" in text
+    assert "Images shared among ranks" in text
+    assert "Features held" in text
 
 
 def test_reports_of_plans_without_it_do_not_mention_it():
@@ -397,11 +396,7 @@ def test_reports_of_plans_without_it_do_not_mention_it():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, cp, sp, dp"),
-        (
-            {"group": "tp", "exchange": "shout"},
-            "(--vision-exchange) 'shout' was asked for: choose one of gather, routed",
-        ),
+        ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, dp"),
         (
             {"group": "tp", "rule": "random"},
             "(--vision-rule) 'random' was asked for: choose one of balanced, contiguous",
@@ -410,18 +405,8 @@ def test_reports_of_plans_without_it_do_not_mention_it():
             {"group": "tp", "objective": "fun"},
             "(--vision-objective) 'fun' was asked for: choose one of time, memory",
         ),
-        (
-            {"group": "tp", "reduction": "max"},
-            "(--vision-reduction) 'max' was asked for: choose one of sum, mean",
-        ),
         ({"group": "tp", "pooling": 0}, "pooling (--vision-pooling) 0 was asked for: give 1 or more"),
         ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
-        ({"group": "auto", "exchange": "gather"}, "depends on the group: name it instead of auto"),
-        ({"group": "tp", "exchange": "routed"}, "ranks hold the same images and embed all of their tokens: choose gat"),
-        ({"group": "sp", "exchange": "dispatch"}, "over sp, whose ranks hold the same images: choose gather or routed"),
-        ({"group": "dp", "exchange": "gather"}, "over dp, whose ranks hold images of their own: choose dispatch"),
-        ({"group": "dp", "reduction": "sum"}, "over dp, where a dispatch changes no sum: leave it out"),
-        ({"group": "tp", "reduction": "sum"}, "each rank has the whole loss, so that a sum is as many times too large"),
     ],
 )
 def test_choices_that_no_plan_can_follow_are_refused(choice, message):
@@ -432,8 +417,6 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (with_vision(group="sp"), "over sp was asked for, and the plan has cp 1, a group of one that shares with"),
-        (with_vision(group="cp", exchange="routed"), "shares with nobody: choose tp or dp, or leave it out"),
         (with_vision(group="tp", pooling=3), "vision pooling 3 was asked for, and a step has 4 micro-batches a rank"),
         (
             PlanOptions(pp=2, tp=2, num_microbatches=4, vision=VisionChoice(group="tp", pooling=2)),
@@ -470,11 +453,13 @@ def test_whole_towers_that_do_not_fit_are_refused_with_the_group():
     ("before", "after", "message"),
     [
         ("degree: 4", "degree: 2", "vision data parallel over tp has degree 2, and the plan has tp 4: make them equal"),
-        ("group: tp", "group: sp", "over sp was asked for, and the plan has cp 1"),
-        ("exchange: gather", "exchange: routed", "choose gather"),
+        (
+            "exchange: gather",
+            "exchange: dispatch",
+            "with exchange dispatch and reduction mean: over tp they are gather",
+        ),
         ("pooling: 1", "pooling: 3", "choose a number that divides them"),
-        ("reduction: mean", "reduction: null", "has no reduction: say whether gradients are summed or averaged"),
-        ("reduction: mean", "reduction: sum", "so that a sum is as many times too large: choose mean"),
+        ("reduction: mean", "reduction: null", "and reduction null: over tp they are gather and mean"),
     ],
 )
 def test_an_edited_decision_that_cannot_be_is_found(shared, tmp_path, before, after, message):
@@ -505,11 +490,12 @@ def test_pools_of_tiles_are_refused_over_ranks_that_hold_the_same():
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: Input should be 'tp', 'cp', 'sp' or 'dp'"),
-        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: Input should be"),
+        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: 'ep' is none of tp, dp"),
+        ("reduction: mean", "reduction: sum", r"decisions\.vision_data_parallel\.reduction: 'sum' is none of mean"),
+        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: 'best' is none of"),
         ("pooling: 1", "pooling: 0", r"decisions\.vision_data_parallel\.pooling is 0, and a plan has 1 or more"),
         ("degree: 4", "degree: 0", r"decisions\.vision_data_parallel\.degree is 0, and a plan has 1 or more"),
-        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: Field required"),
+        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: missing"),
     ],
 )
 def test_unknown_words_of_the_decision_are_refused_when_read(before, after, message):

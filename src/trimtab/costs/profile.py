@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,11 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
     if problems:
         raise PartitionError(join_problems(problems))
     frozen = settings.frozen_towers
-    layers = zip(model.layers, find_gradients(model.layers, frozen), group_layers(model, frozen), strict=True)
+    groups, gradients = group_layers(model, frozen), find_gradients(model.layers, frozen)
+    first = {group: i for i, group in reversed(list(enumerate(groups)))}  # layers of one group cost the same
+    costs = {g: cost_layer(model.layers[i], gradients[i], device, settings, group=g) for g, i in first.items()}
     return Profile(
-        layers=tuple(cost_layer(x, gradients, device, settings, group=group) for x, gradients, group in layers),
+        layers=tuple(replace(costs[g], name=layer.name) for layer, g in zip(model.layers, groups, strict=True)),
         method="analytic",
         device=device,
         dims=settings.dims,

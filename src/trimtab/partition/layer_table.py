@@ -111,35 +111,41 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward = profile.matrix("forward_s") @ mean
     backward = profile.matrix("backward_s") @ mean
-    offered = [_offered(layer, problem.recompute) for layer in layers]
+    workspace = profile.transients(most)
+    # layers that share their tiers, as those of one kind do in a profile by formulas, are priced once
+    keys = [(id(layer.tiers), room) for layer, room in zip(layers, workspace.tolist(), strict=True)]
+    kinds = {key: i for i, key in enumerate(keys)}
+    kind_of = [list(kinds).index(key) for key in keys]
+    offered = [_offered(layers[i], problem.recompute) for i in kinds.values()]
     extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
-    longest = float(forward.sum() + backward.sum() + sum(map(max, extra)))
+    longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
     tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
     scale = len(layers) + 1
 
     def composite(seconds: FloatArray | float) -> IntArray:
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
-    workspace = profile.transients(most)
-    whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
+    whole = [max(0.0, float(np.dot(layers[i].tiers[0].saved_bytes, most))) for i in kinds.values()]
 
-    def rung(i: int, tier: RecomputeTier, seconds: float) -> _Rung:
+    def rung(kind: int, tier: RecomputeTier, seconds: float) -> _Rung:
         saved = max(0.0, float(np.dot(tier.saved_bytes, most)))
-        freed = max(0.0, whole[i] - saved)
+        freed = max(0.0, whole[kind] - saved)
         return _Rung(
             tier=tier,
             cost=int(composite(seconds)) + (tier.name != "none"),
             saved=math.ceil(saved),
-            reach=math.ceil(float(workspace[i]) + times_again(tier.name) * freed),
+            reach=math.ceil(rooms[kind] + times_again(tier.name) * freed),
             host=math.ceil(freed) if tier.name == "offload" else 0,
         )
 
-    ladders = [
-        _useful([rung(i, tier, seconds) for tier, seconds in zip(tiers, extra[i], strict=True)])
-        for i, tiers in enumerate(offered)
+    rooms = [room for _, room in kinds]
+    of_kind = [
+        _useful([rung(kind, tier, seconds) for tier, seconds in zip(tiers, extra[kind], strict=True)])
+        for kind, tiers in enumerate(offered)
     ]
+    ladders = [of_kind[kind] for kind in kind_of]
     first = [ladder[0] for ladder in ladders]
     saved_first = np.array([rung.saved for rung in first], np.int64)
 
@@ -155,7 +161,7 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
         workspace=np.ceil(workspace).astype(np.int64),
         saved_first=saved_first,
         saved_least=np.array([min(rung.saved for rung in ladder) for ladder in ladders], np.int64),
-        whole=np.maximum(saved_first, [math.ceil(x) for x in whole]),
+        whole=np.maximum(saved_first, [math.ceil(whole[kind]) for kind in kind_of]),
         entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
         first_tier=tuple(rung.tier for rung in first),

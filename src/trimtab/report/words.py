@@ -85,27 +85,8 @@ def ratio_text(ratio: float) -> str:
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
     """The first and the last variant by title; the plan alone where nothing was compared."""
-    first, plan = details.variants[0], details.variants[-1]
+    first, plan = details.baseline, details.variants[-1]
     return {"Plan": plan} if first is plan else {"Baseline": first, "Plan": plan}
-
-
-def headline(details: PlanDetails) -> str:
-    """One sentence: what the plan is predicted to gain over the baseline."""
-    rows = details.plan.estimates.variants
-    first, last = rows[0], rows[-1]
-    unit = time_scale([first.step_ms / 1e3, last.step_ms / 1e3])
-    step = f"a step of {unit.text(last.step_ms / 1e3)}"
-    if len(rows) == 1:
-        return f"Predicted: {step}, {last.samples_per_s:,.1f} samples/s."
-    gain = last.samples_per_s / first.samples_per_s
-    if abs(gain - 1.0) < GAIN_NOISE:
-        verdict = "as many samples per second as the baseline"
-    else:
-        verdict = f"{gain:.2f} × the samples per second of the baseline"
-    against = f" against {unit.text(first.step_ms / 1e3)}"
-    if not first.fits:
-        verdict += ", which would not fit in memory"
-    return f"Predicted: {verdict}; {step}{against}."
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from trimtab.partition.search import top_candidates
 from trimtab.plan.case import Case
-from trimtab.plan.decide.stages import epoch_s
+from trimtab.plan.decide.stages import epoch_s, full_rows
 from trimtab.plan.decide.times import stage_link
 from trimtab.specs import Stage
-
-_SAMPLED_STEPS = 32  # of one rank each, as `choose_split` samples them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +23,11 @@ class Candidate:
 def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
     found = [tuple(stages)]
-    rows = case.schedule.table.reshape(-1, case.schedule.table.shape[2])
-    rows = rows[(rows >= 0).all(axis=1)]
-    if k > 1 and case.problem.num_stages > 1 and len(rows):
-        chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(_SAMPLED_STEPS, len(rows))).astype(np.int64))
+    packs = full_rows(case.schedule.table)
+    if k > 1 and case.problem.num_stages > 1 and len(packs):
         best = top_candidates(
             case.problem,
-            case.work[rows[chosen]],
+            case.work[packs],
             k,
             link_bytes_per_s=stage_link(case.cluster),
             latency_s=case.cluster.latency_s,

@@ -69,7 +69,7 @@ def choose_split(case: Case) -> SplitChoice:
     problem = case.problem
     splits = [split_stages(problem)]
     found: SearchResult | None = None
-    packs = _full_rows(case.schedule.table)
+    packs = full_rows(case.schedule.table)
     if problem.num_stages > 1 and len(packs):
         found = search_makespan(
             problem,
@@ -109,7 +109,7 @@ def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
 
 
-def _full_rows(table: IntArray) -> IntArray:
+def full_rows(table: IntArray) -> IntArray:
     """(n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
     rows = table.reshape(-1, table.shape[2])
     rows = rows[(rows >= 0).all(axis=1)]

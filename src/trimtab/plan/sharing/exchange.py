@@ -101,8 +101,8 @@ def price_exchange(
 ) -> Exchange:
     """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
 
-    gather: (N - 1) / N of the rows of all images, and as much of their gradients. routed: 1 / N of that. dispatch: the
-    pixels of images that come from other ranks, their rows back, and the gradients of these.
+    gather: (N - 1) / N of the rows of all images, and as much of their gradients. dispatch: the pixels of images that
+    come from other ranks, their rows back, and the gradients of these.
     """
     N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
     patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
@@ -110,16 +110,12 @@ def price_exchange(
     num_calls = len(pools) // num_ranks
     whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
     most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
-    pixels = 0.0
+    received, sent, pixels = whole * (N - 1) / N, whole, 0.0
     if decision.exchange == "dispatch":
         moved = _moved_share(case, decision, sizes, pools)
         received, most = whole / N * moved, float(patches.max(initial=0.0)) * row * margin * decision.pooling
         pixels = float(patches.sum()) / N * moved * _pixel_values(case.model) * _PIXEL_BYTES
         sent = whole / N
-    else:
-        received, sent = whole * (N - 1) / N, whole
-        if decision.exchange == "routed":
-            received, most = received / N, most / N
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
     cluster = case.cluster
     link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
