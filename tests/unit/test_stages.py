@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from partition_cases import ONE, layer, profile_of, random_profile, split, with_tables
+from partition_cases import ONE, assess_stages, layer, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import assess_stages
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage

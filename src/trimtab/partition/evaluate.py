@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitProblem
 from trimtab.partition.schedules import block_order, devices_of_stages
 from trimtab.partition.simulate import block_costs, stage_times
-from trimtab.partition.stages import SplitProblem, chunk_room, stage_of
+from trimtab.partition.stages import chunk_room, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
 
 

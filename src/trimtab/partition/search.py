@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.bound import bound_terms
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.partition.stages import split_stages
 from trimtab.specs import FloatArray
 
 _STEPS = (-1, 1, -2, 2, -3, 3)
