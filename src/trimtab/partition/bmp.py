@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, recompute_stages
+from trimtab.partition.stages import recompute_stages
 from trimtab.specs import FloatArray, IntArray, stages_between
 from trimtab.units import MIB
 
