@@ -158,19 +158,6 @@ def test_data_without_images_says_so_in_words():
     assert html.count("patches per pack</h3>") == 0
 
 
-def test_a_single_variant_is_shown_without_a_comparison():
-    details = fixtures.internvl_details()
-    plan = details.plan
-    alone = replace(
-        details,
-        variants=details.variants[-1:],
-        plan=replace(plan, estimates=replace(plan.estimates, variants=plan.estimates.variants[-1:])),
-    )
-    text = " ".join(Page(html_report(alone)).text)
-    assert "baseline 1" not in text
-    assert "Samples per second, predicted" in text
-
-
 @pytest.mark.parametrize("column", ["pack_tokens", "pack_patches"])
 def test_packs_far_over_the_limit_do_not_break_the_histogram(column):
     details = fixtures.internvl_details()

@@ -84,9 +84,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
-    """The first and the last variant by title; the plan alone where nothing was compared."""
-    first, plan = details.variants[0], details.variants[-1]
-    return {"Plan": plan} if first is plan else {"Baseline": first, "Plan": plan}
+    """The first and the last variant by title."""
+    return {"Baseline": details.variants[0], "Plan": details.variants[-1]}
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
@@ -94,15 +93,11 @@ def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
     estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
     if details.plan.inputs.training.costs == "probed":
         costs = "the costs of before the probe, which measured bytes alone,"
-    bands = (
+    return (
         f"{'Nothing here but the training run below' if beside_run else 'Nothing here'} was measured"
         f"{'' if beside_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "
         f"Each time and rate has an error band of ± {percent(estimates.time_error, digits=0)}, each memory figure of "
         f"± {percent(estimates.memory_error, digits=0)}."
-    )
-    if len(details.variants) == 1:
-        return bands
-    return bands + (
         " Variants share their costs, so part of that error cancels in a ratio of two; how much is not known."
     )
 
