@@ -34,7 +34,7 @@ def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:
     }
     speeds = {name: found.considered[0].samples_per_s for name, found in alone.items()}
     assert auto.considered[0].samples_per_s >= max(speeds.values())
-    assert auto.options.schedule != "auto"
+    assert auto.best.options.schedule != "auto"
     assert [x.samples_per_s for x in auto.considered] == sorted(
         (x.samples_per_s for x in auto.considered), reverse=True
     )
@@ -43,7 +43,7 @@ def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:
             assert found.samples_per_s == speeds[found.options.schedule]
     (sentence,) = auto.sentences()
     assert sentence.startswith(
-        f"Degrees and schedules considered, at their mean packs: dp 2 x pp 4 x tp 2 {auto.options.schedule}"
+        f"Degrees and schedules considered, at their mean packs: dp 2 x pp 4 x tp 2 {auto.best.options.schedule}"
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.specs import FloatArray, ModelSpec, Stage
+from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage
 from trimtab.units import GIB, KIB, MIB
 
 MAX_TEXT = 400  # characters of one foreign string that are shown
@@ -109,27 +110,19 @@ def describe_layers(model: ModelSpec, stage: Stage) -> str:
     """
     parts: list[str] = []
     block_of = {i: n for tower in ("vision", "language") for n, i in enumerate(model.indices(tower, "block"))}
-    i = stage.start
-    while i < stage.stop:
-        layer = model.layers[i]
-        last = i
-        while last + 1 < stage.stop and _alike(model, last + 1) == _alike(model, i):
-            last += 1
-        if layer.kind == "block" and i in block_of:
-            numbers = f"{block_of[i]}" if last == i else f"{block_of[i]}–{block_of[last]}"
-            parts.append(f"{layer.tower} block{'' if last == i else 's'} {numbers}")
+    layers = [(i, model.layers[i]) for i in range(stage.start, stage.stop)]
+    for (tower, kind), group in groupby(layers, key=lambda pair: (pair[1].tower, pair[1].kind)):
+        numbers = [i for i, _ in group]
+        if kind == "block" and numbers[0] in block_of:
+            first, last = block_of[numbers[0]], block_of[numbers[-1]]
+            parts.append(f"{tower} block {first}" if first == last else f"{tower} blocks {first}–{last}")
         else:
-            parts.append(_single_name(model, i) + ("" if last == i else f" ({last - i + 1} layers)"))
-        i = last + 1
+            more = f" ({len(numbers)} layers)" if len(numbers) > 1 else ""
+            parts.append(_name_of(model.layers[numbers[0]]) + more)
     return ", ".join(parts)
 
 
-def _alike(model: ModelSpec, index: int) -> tuple[str, str]:
-    return model.layers[index].tower, model.layers[index].kind
-
-
-def _single_name(model: ModelSpec, index: int) -> str:
-    layer = model.layers[index]
+def _name_of(layer: LayerSpec) -> str:
     if layer.tower == "projector" or layer.kind == "projector":
         return "projector"
     if layer.kind == "embed":
