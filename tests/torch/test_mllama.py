@@ -19,7 +19,7 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.images import image_rule
+from trimtab.models.image_rules import image_rule
 from trimtab.placement.bytes import Workload, count_batch, inference_table
 from trimtab.placement.chain import parts_of
 from trimtab.placement.machine import Gpu, Machine

@@ -69,29 +69,6 @@ def test_packed_logits_equal_those_of_the_samples_alone(case, attention):
         assert error(logits_packed(packs, without_positions(explicit)), expected) > LARGE
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "llava_next", "gemma3"])
-@torch.no_grad()
-def test_the_order_of_samples_does_not_matter(case):
-    packs = make_tiny_packs(case)
-    packs = TinyPacks(packs.model, packs.samples[::-1], packs.layers)
-    batch = PackedCollator(packs.model.config)(packs.samples)
-    assert error(logits_packed(packs, batch), logits_alone(packs)) <= EXACT
-
-
-@pytest.mark.parametrize("neighbours", [True, False], ids=["images meet", "text between images"])
-@torch.no_grad()
-def test_gemma3_needs_explicit_masks(neighbours):
-    """Transformers 5.23 looks its sliding layers' image blocks up by position in the sample, not in the row."""
-    packs = make_tiny_packs("gemma3")
-    samples = packs.samples if neighbours else [packs.samples[i] for i in (1, 0, 2, 3, 5)]
-    packs = TinyPacks(packs.model, samples, packs.layers)
-    batch = PackedCollator(packs.model.config)(samples)
-    types = torch.cat([sample["token_type_ids"] for sample in samples])[None]
-    own = {**{key: value for key, value in batch.items() if key != "attention_mask"}, "token_type_ids": types}
-    assert error(logits_packed(packs, batch), logits_alone(packs)) <= EXACT
-    assert error(logits_packed(packs, own), logits_alone(packs)) > LARGE
-
-
 @torch.no_grad()
 def test_a_cache_would_join_the_samples():
     packs = make_tiny_packs("internvl qwen2")

@@ -114,7 +114,7 @@ def test_what_crosses_is_found_without_memory_for_what_layers_return(family):
     packs = make_packs(family)
     cuts, (batch,) = Cuts(packs.model, packs.layers), collate(packs, [[0, 1, 3]])
     meter, given = CpuMeter(), [x for x in batch.values() if isinstance(x, torch.Tensor)]
-    with meter.watch([*packs.model.parameters(), *packs.model.buffers()], given, limit_bytes=None):
+    with meter.watch([*packs.model.parameters(), *packs.model.buffers()], given):
         before = meter.peak_bytes
         trace = cuts.way(batch).trace
     returned = sum(prod(x.shape) * x.dtype.itemsize for call in trace.calls for x in call.outputs)
@@ -175,13 +175,6 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
     del state["lm_head.weight"]
     with pytest.raises(KeyError, match="lm_head"):
         pipeline.load_state_dict(state)
-
-
-def test_shapes_are_those_of_the_micro_batch(alone):
-    packs = make_packs("internvl")
-    (batch,) = collate(packs, [[0, 1]])
-    (wires,) = build_pipeline(packs.model, layout_of(packs)).shapes_of(batch)
-    assert (wires.stage, wires.received, wires.sent) == (0, (), ())
 
 
 # -- recompute --------------------------------------------------------------------------------------------------------
@@ -248,12 +241,6 @@ def test_stages_that_are_not_the_models_layers_are_refused(alone):
     )
     assert lines[2].startswith("the plan's stages repeat: model.multi_modal_projector; the model has ")
     assert len(lines) == 3
-    swapped = (layers[0], layers[2], layers[1], *layers[3:])
-    layout = PipelineLayout(stages=(swapped,), schedule="GPipe", num_microbatches=4)
-    with pytest.raises(
-        UnsupportedPlanError, match=r"take model.vision_tower.encoder.layer.1 out of forward order, but "
-    ):
-        build_pipeline(packs.model, layout)
 
 
 def test_a_group_of_another_size_and_recompute_of_strangers_are_refused(alone):

@@ -342,7 +342,6 @@ def test_a_weight_of_another_shape_is_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"is quantised \(awq\), and the parts of its"),
         ({"text_config": {"model_type": "qwen2", "num_hidden_layers": "four"}}, r"has no config\.json that"),
     ],
 )

@@ -12,7 +12,7 @@ import transformers
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
-from trimtab.models.images import image_rule
+from trimtab.models.image_rules import image_rule
 from trimtab.specs import ModelSpec
 
 TEXT = {

@@ -44,32 +44,10 @@ def small_model(*, tied: bool = False, num_layers: int = 2, depth: int = 2, voca
     return describe(config, preprocessor=SETTINGS, name="small")
 
 
-def gemma(*, window: int = 64, num_layers: int = 6) -> ModelSpec:
-    config = {
-        "model_type": "gemma3",
-        "mm_tokens_per_image": 4,
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 72,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": 56,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
-        "text_config": {
-            "model_type": "gemma3_text",
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "vocab_size": 203,
-            "sliding_window": window,
-            "sliding_window_pattern": 3,
-        },
-    }
-    settings = {"size": {"height": 56, "width": 56}, "do_pan_and_scan": False, "image_seq_length": 4}
-    return describe(config, preprocessor=settings, name="small gemma")
+def sliding(*, window: int = 64, num_layers: int = 6) -> ModelSpec:
+    """Every third decoder layer sees the whole text."""
+    config = copy.deepcopy(QWEN25)
+    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(num_layers)]
+    config["text_config"] |= {"num_hidden_layers": num_layers, "use_sliding_window": True}
+    config["text_config"] |= {"sliding_window": window, "layer_types": kinds}
+    return describe(config, preprocessor=SETTINGS, name="small, sliding")

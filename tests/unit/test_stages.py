@@ -11,7 +11,7 @@ from partition_cases import ONE, layer, profile_of, random_profile, split, with_
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import assess_stages
-from trimtab.partition.baselines import even_stages, parameter_stages
+from trimtab.partition.baselines import even_stages
 from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage
 
@@ -357,7 +357,7 @@ def test_two_hundred_layers_into_64_stages_keep_to_the_cap():
     assert sum(stage.num_recomputed() for stage in result.stages) > 0
 
 
-def test_even_and_parameter_splits():
+def test_even_splits():
     profile = profile_of(
         [
             replace(layer(0), kind="embed", tower="vision"),
@@ -371,20 +371,10 @@ def test_even_and_parameter_splits():
     assert [s.start for s in even_stages(profile, 3)] == [0, 6, 9]
     assert [s.start for s in even_stages(profile, 3, vision="first")] == [0, 8, 10]
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
-    sums = [sum(profile.layers[i].num_params for i in range(s.start, s.stop)) for s in parameter_stages(profile, 3)]
-    assert max(sums) == min(
-        max(sum(x.num_params for x in profile.layers[a:b]) for a, b in itertools.pairwise((0, *cuts, 13)))
-        for cuts in itertools.combinations(range(1, 13), 2)
-    )
-    assert 4 not in {s.start for s in parameter_stages(profile, 5, forbidden_cuts=frozenset({4, 8}))}
     with pytest.raises(PartitionError, match=r"cannot deal 10 blocks evenly to 11 stages: choose between 1 and 10"):
         even_stages(profile, 11)
     with pytest.raises(PartitionError, match=r"only 1 cuts are allowed: choose at most 2 stages"):
         even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))
-    with pytest.raises(
-        PartitionError, match=r"13 layers with 0 forbidden cuts into 14 stages: choose between 1 and 13"
-    ):
-        parameter_stages(profile, 14)
 
 
 def test_messages_name_what_is_wrong_and_what_to_try():

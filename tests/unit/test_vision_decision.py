@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plan_cases import tile_samples
 from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of, with_vision
 
+from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
-from trimtab.adapters.targets import TARGETS
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import parse_cluster
@@ -305,12 +305,12 @@ def test_nothing_is_counted_twice(shared, tmp_path):
 
 def test_the_stages_of_a_framework_keep_the_decision_and_its_export_says_what_it_lacks(shared, tmp_path):
     write_plan(shared, tmp_path)
-    exported = export_plan(reload_plan(tmp_path), TARGETS["megatron"])
+    exported = export_plan(reload_plan(tmp_path), find_target("megatron"))
     assert any("ranks share images, which Megatron" in warning for warning in exported.warnings)
     plain = make_plan(QWEN, image_samples(), CLUSTER, OPTIONS)
     write_plan(plain, tmp_path / "plain")
     assert not any(
-        "share images" in w for w in export_plan(reload_plan(tmp_path / "plain"), TARGETS["megatron"]).warnings
+        "share images" in w for w in export_plan(reload_plan(tmp_path / "plain"), find_target("megatron")).warnings
     )
 
 

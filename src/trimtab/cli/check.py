@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from trimtab.adapters.frameworks import FRAMEWORKS
 from trimtab.cli.output import JsonOption, console, print_json
 
 if TYPE_CHECKING:
@@ -14,17 +16,10 @@ if TYPE_CHECKING:
     from trimtab.plan.measured.check_memory import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
-Framework = Literal[
-    "megatron",
-    "megatron-bridge",
-    "ms-swift",
-    "pai-megatron",
-    "torchtitan",
-    "deepspeed",
-    "torch-pipelining",
-    "xtuner-fsdp",
-    "huggingface",
-]
+if TYPE_CHECKING:
+    Framework = str
+else:
+    Framework = Literal[tuple(FRAMEWORKS)]
 
 
 def check(
@@ -154,25 +149,27 @@ def _check_flags(
 
 def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[list[str], list[str]]:
     """The framework's refusals as problems; where it is one of Megatron's launchers, those of its flags too."""
+    from trimtab.adapters.frameworks import find_target
+    from trimtab.adapters.megatron import megatron_flags
     from trimtab.adapters.megatron_check import LAUNCHERS, check_megatron, parse_megatron_flags
-    from trimtab.adapters.running import cost_of_running, export_plan
-    from trimtab.adapters.targets import TARGETS, megatron_export
+    from trimtab.adapters.running import cost_of_running, decided, export_plan
     from trimtab.errors import UnsupportedPlanError
     from trimtab.plan.file.reload import reload_plan
 
     found = reload_plan(plan)
     try:
-        exported = export_plan(found, TARGETS[framework])
+        exported = export_plan(found, find_target(framework))
     except UnsupportedPlanError as error:
         return str(error).splitlines(), []
     warnings = [*exported.warnings, *cost_of_running(found, exported)]
     launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
     if launcher is None:
         return [], warnings
-    export = megatron_export(found)
-    # Pai's scripts have no layout
-    words = export.simple_flags if launcher == "pai-megatron" else export.flags
-    parsed = parse_megatron_flags(" ".join(words or ()))
+    parsed = parse_megatron_flags(" ".join(megatron_flags(decided(found)).flags))
+    if launcher == "pai-megatron":  # its scripts have no layout
+        first = cast("dict[str, str]", exported.fields["environment"]).get("MP_PP0_LAYERS")
+        count = None if first is None else int(first)
+        parsed = replace(parsed, pipeline_model_parallel_layout=None, decoder_first_pipeline_num_layers=count)
     failing, costly = _sorted(
         check_megatron(found.case.model, parsed, launcher=launcher, vision_cleared=vision_cleared)
     )

@@ -161,22 +161,6 @@ def npy(
     _tell(write_arrays(plan, out, data=data), as_json)
 
 
-@app.command("xtuner")
-def xtuner(
-    plan: PlanArgument,
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    data: DataOption = None,
-    allow_images: Annotated[
-        bool, typer.Option("--allow-images", help="Write samples with images too; xtuner today drops their pixels.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the packs of PLAN in xtuner's preset format."""
-    from trimtab.adapters.data_files import write_xtuner_packs
-
-    _tell(write_xtuner_packs(plan, out, data=data, allow_images=allow_images), as_json)
-
-
 def _tell(exported: Exported, as_json: bool) -> None:
     if as_json:
         print_json(exported)

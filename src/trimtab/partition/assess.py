@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
 from trimtab.partition.schedules import (
     check_schedule,
@@ -16,7 +17,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
+from trimtab.specs import FloatArray, Profile, Stage, chosen_tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +99,12 @@ def assess_stages(
     unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
 
     # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
-    workspace, entry = profile.transients(most), entry_bytes(profile, most)
     once = splits_backward(schedule)  # then nothing computed again comes on top
-    held = [
-        _stage_bytes(profile.layers[x], tiers, most, workspace[x], float(entry[x.start]), once=once)
-        for x, tiers in zip(own, chosen, strict=True)
-    ]
-    saved = np.array([x.saved for x in held])
-    away = np.array([x.host for x in held])
-    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, [x.whole for x in held]))
+    held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
+    saved, whole, transient, away = map(np.concatenate, zip(*held, strict=True))
+    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
     host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
-    on = [[x for x, device in zip(held, devices, strict=True) if device == d] for d in range(P)]
+    state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
     return SplitResult(
         stages=tuple(stages),
         forward_s=tuple(stage_forward.tolist()),
@@ -117,13 +113,13 @@ def assess_stages(
         in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
         memory=tuple(
             DeviceMemory(
-                state_bytes=float(np.array([x.state for x in own_stages]).sum()),
+                state_bytes=float(state[devices == d].sum()),
                 saved_bytes=float(peaks[d]),
-                transient_bytes=float(max(x.transient for x in own_stages)),
+                transient_bytes=float(transient[devices == d].max()),
                 overhead_bytes=float(overhead_bytes),
                 host_bytes=float(host_peaks[d]),
             )
-            for d, own_stages in enumerate(on)
+            for d in range(P)
         ),
         devices=tuple(devices.tolist()),
         bottleneck_s=float((stage_forward + stage_backward).max()),
@@ -132,35 +128,38 @@ def assess_stages(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _StageBytes:
-    """Of one stage and one micro-batch, its state aside."""
+class StageBytes(NamedTuple):
+    """Bytes of one stage, its state aside, for each of n micro-batches."""
 
-    state: float
-    saved: float  # with what the stage's first layer enters with
-    whole: float  # the same if nothing is recomputed
-    transient: float
-    host: float
+    saved: FloatArray  # (n,) held from forward to backward, with what the stage's first layer enters with
+    whole: FloatArray  # (n,) the same if nothing is recomputed: held from a backward of the inputs to that of weights
+    transient: FloatArray  # (n,) beside them while the stage computes
+    host: FloatArray  # (n,) in host memory from forward to backward
 
 
-def _stage_bytes(
-    layers: Sequence[LayerCost],
-    tiers: Sequence[RecomputeTier],
-    most: FloatArray,
-    workspace: FloatArray,
-    entry: float,
-    *,
-    once: bool,
-) -> _StageBytes:
-    whole = [_saved(layer.tiers[0], most) for layer in layers]
-    again = [0.0 if once else bytes_again(tier, own, most) for tier, own in zip(tiers, whole, strict=True)]
-    return _StageBytes(
-        state=float(np.array([layer.state_bytes for layer in layers]).sum()),
-        saved=sum(_saved(tier, most) for tier in tiers) + entry,
-        whole=sum(whole) + entry,
-        transient=float((workspace + np.array(again)).max()),
-        host=sum(host_bytes(tier, own, most) for tier, own in zip(tiers, whole, strict=True)),
+def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
+    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted in `whole` alone."""
+    saved, whole, transient, host = np.zeros((4, len(work)))
+    alike = Counter(
+        (
+            tier.name,
+            *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
+        )
+        for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
     )
+    for (tier_name, held, everything, *moments), number in alike.items():
+        kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
+        workspace = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
+        freed = np.maximum(full - kept, 0.0)
+        saved, whole = saved + number * kept, whole + number * full
+        again = 0.0 if once else freed * times_again(tier_name)
+        transient = np.maximum(transient, np.maximum(workspace, 0.0) + again)
+        if tier_name == "offload":
+            host = host + number * freed
+    if entry := profile.layers[stage.start].entry_bytes:
+        enters_with = np.maximum(work @ np.array(entry), 0.0)
+        saved, whole = saved + enters_with, whole + enters_with
+    return StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host)
 
 
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
@@ -168,35 +167,6 @@ def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
 
 
-def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
-    """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
-    tiers = {i: _tier(profile.layers[i], x.tier) for x in stage.recompute for i in x.layers}
-    return [tiers.get(i) or _tier(profile.layers[i], "none") for i in range(stage.start, stage.stop)]
-
-
-def bytes_again(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
-    """What the backward of a layer holds beside its workspace and what `tier` saves: computed again, or fetched.
-
-    `whole_bytes` is what tier "none" saves.
-    """
-    again = max(0.0, whole_bytes - _saved(tier, work))
-    return OFFLOAD_BUFFERS * again if tier.name == "offload" else again
-
-
-def host_bytes(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
-    """What one micro-batch of the layer takes of host memory."""
-    return max(0.0, whole_bytes - _saved(tier, work)) if tier.name == "offload" else 0.0
-
-
-def _saved(tier: RecomputeTier, work: FloatArray) -> float:
-    return max(0.0, float(np.dot(tier.saved_bytes, work)))
-
-
-def _tier(layer: LayerCost, name: str) -> RecomputeTier:
-    tier = layer.tier(name)
-    if tier is None:
-        raise PartitionError(
-            f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
-            f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
-        )
-    return tier
+def times_again(tier_name: str) -> float:
+    """How often a layer's backward holds what `tier_name` does not save: computed again, or fetched."""
+    return OFFLOAD_BUFFERS if tier_name == "offload" else 1.0

@@ -16,7 +16,7 @@ from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.stages import SplitProblem, recompute_stages
-from trimtab.specs import FloatArray, IntArray, Stage
+from trimtab.specs import FloatArray, IntArray, stages_between
 from trimtab.units import MIB
 
 MAX_CANDIDATES = 5_000_000
@@ -59,7 +59,7 @@ def bmp_split(
         if len(splits) == num_timed:
             break
         try:
-            split = recompute_stages(problem, _stages(candidate.cuts, len(problem.profile.layers)))
+            split = recompute_stages(problem, stages_between((0, *candidate.cuts, len(problem.profile.layers))))
         except PartitionError:
             timed.append((candidate, float("inf")))
             continue
@@ -131,8 +131,3 @@ def _forward_before(problem: SplitProblem) -> tuple[FloatArray, IntArray]:
     positions = np.array([c for c in range(L + 1) if c not in problem.forbidden_cuts], np.int64)
     forward = problem.profile.matrix("forward_s") @ problem.work_mean
     return np.concatenate([[0.0], np.cumsum(forward)])[positions], positions
-
-
-def _stages(cuts: Sequence[int], num_layers: int) -> list[Stage]:
-    ends = itertools.pairwise((0, *cuts, num_layers))
-    return [Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(ends)]

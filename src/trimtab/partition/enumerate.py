@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.compiled import compiled
-from trimtab.partition.bound import bound_terms
+from trimtab.partition.bound import BoundTerms
 from trimtab.partition.cuts import Pipeline, stage_extra
-from trimtab.partition.evaluate import Evaluator
+from trimtab.partition.evaluate import Evaluator, PricedStage
 from trimtab.partition.replay import replay
 from trimtab.partition.tiers import IMPOSSIBLE, TierTable
 from trimtab.specs import FloatArray, IntArray
@@ -29,7 +29,7 @@ class Enumerated:
     complete: bool  # no cuts beside these are better
 
 
-def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
+def enumerate_cuts(evaluator: Evaluator, terms: BoundTerms, *, keep: int = 1) -> Enumerated | None:
     """The `keep` best of all cuts, given that `evaluator` has priced some; None where there are too many.
 
     Exact. A stage's term of `makespan_bound` depends on its own two ends alone, so cuts whose largest term is not below
@@ -43,32 +43,28 @@ def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
     if S == 1 or S > MAX_STAGES or len(known) < keep or not np.isfinite(known[keep - 1]):
         return None
     limit = known[keep - 1]
-    terms = bound_terms(problem, evaluator.work)
     forms = terms.pipeline._replace(rooms=evaluator.pipeline.rooms)
     composite = stage_terms(forms, terms.table.tiers)
     # chunks share their device's room: what they may hold is settled only where none of them needs to save any
     settled = problem.num_chunks == 1 or bool((composite == stage_terms(terms.pipeline, terms.table.tiers)).all())
     term_s = np.where(composite == IMPOSSIBLE, np.inf, terms.seconds(composite))
-    cuts = open_cuts(term_s, limit, MAX_CUTS)
-    if len(cuts) > MAX_CUTS:
+    cuts = open_cuts(term_s, limit)
+    if cuts is None:
         return None
     bounds = np.max([term_s[i, cuts[:, i], cuts[:, i + 1]] for i in range(S)], axis=0)
     ranked = np.argsort(bounds, kind="stable")
     cuts, bounds = cuts[ranked], bounds[ranked]
 
-    seconds: list[FloatArray] = []
-    sends: list[FloatArray] = []
-    number = np.full(term_s.shape, -1, np.int64)
-    for i in range(S):
-        for a, b in np.unique(cuts[:, i : i + 2], axis=0).tolist():
-            priced = evaluator.priced(i, a, b)
-            assert priced is not None, "its term was finite"
-            number[i, a, b] = len(seconds)
-            seconds.append(priced.seconds)
-            sends.append(priced.send)
-    if not seconds:
+    if not len(cuts):
         return Enumerated(makespans={}, num_simulated=0, complete=settled)
-    ids = np.stack([number[i, cuts[:, i], cuts[:, i + 1]] for i in range(S)], axis=1)
+    stages: list[PricedStage | None] = []
+    ids = np.empty((len(cuts), S), np.int64)
+    for i in range(S):
+        ends, which = np.unique(cuts[:, i : i + 2], axis=0, return_inverse=True)
+        ids[:, i] = len(stages) + which.ravel()
+        stages += [evaluator.priced(i, a, b) for a, b in ends.tolist()]
+    priced = [stage for stage in stages if stage is not None]
+    assert len(priced) == len(stages), "every term was finite"
     order = evaluator.order
     max_simulated = MAX_BLOCKS // (order.stage.size * len(evaluator.slots)) + 1
     best, which, done = simulate_cuts(
@@ -76,8 +72,8 @@ def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
         order.microbatch,
         order.kind,
         evaluator.device,
-        np.array(seconds),
-        np.array(sends),
+        np.array([stage.seconds for stage in priced]),
+        np.array([stage.send for stage in priced]),
         ids,
         bounds,
         evaluator.work.shape[1],
@@ -110,38 +106,19 @@ def stage_terms(pipeline: Pipeline, tiers: TierTable) -> IntArray:
     return result
 
 
-@compiled
-def open_cuts(term_s: FloatArray, limit: float, most: int) -> IntArray:
-    """(n, S + 1) cuts none of whose stages' terms reaches `limit`, in lexical order; stops beyond `most`."""
+def open_cuts(term_s: FloatArray, limit: float) -> IntArray | None:
+    """(n, S + 1) cuts none of whose stages' terms reaches `limit`, in lexical order; None if more than `MAX_CUTS`."""
     S, K = term_s.shape[0], term_s.shape[1] - 1
-    capacity = 1024
-    found = np.zeros((capacity, S + 1), np.int64)
-    n = 0
-    cuts = np.zeros(S + 1, np.int64)
-    level = 1
-    while level > 0:
-        cuts[level] += 1
-        b = cuts[level]
-        if b > K or n > most:
-            level -= 1
-            continue
-        if level == S:
-            b = cuts[level] = K
-        if term_s[level - 1, cuts[level - 1], b] < limit:
-            if level < S:
-                level += 1
-                cuts[level] = cuts[level - 1]
-                continue
-            if n == capacity:
-                capacity *= 2
-                larger = np.zeros((capacity, S + 1), np.int64)
-                larger[:n] = found[:n]
-                found = larger
-            found[n] = cuts
-            n += 1
-        if level == S:
-            level -= 1
-    return found[:n]
+    is_open = term_s < limit
+    is_open[S - 2] &= is_open[S - 1, :, K]  # the last cut but one also begins the last stage
+    cuts = np.zeros((1, 1), np.int64)
+    for i in range(S - 1):
+        follows = is_open[i, cuts[:, -1]]
+        if follows.sum() > MAX_CUTS:
+            return None
+        which, ends = np.nonzero(follows)
+        cuts = np.column_stack([cuts[which], ends])
+    return np.column_stack([cuts, np.full(len(cuts), K)])
 
 
 @compiled

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.partition.schedules import block_order, devices_of_stages
 from trimtab.partition.simulate import block_costs, stage_times
-from trimtab.partition.stages import SplitProblem, chunk_room, pipeline_of, stage_of
+from trimtab.partition.stages import SplitProblem, chunk_room, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
 
 
@@ -36,7 +36,7 @@ class Evaluator:
         latency_s: float = 0.0,
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
-        from trimtab.partition.layer_table import layer_table
+        from trimtab.partition.layer_table import layer_table, pipeline_of
 
         work = checked_work(problem, work)
         S = problem.num_stages * problem.num_chunks

@@ -13,7 +13,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputedTier, RecomputeMode, ScheduleName
 from trimtab.partition.assess import SplitResult, assess_stages
-from trimtab.partition.schedules import check_schedule, peak_in_flight, peak_pending
+from trimtab.partition.schedules import check_schedule
 from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -130,19 +130,6 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     return np.asarray(room * held / np.bincount(device, weights=held)[device])
 
 
-def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray, **forms: IntArray) -> Pipeline:
-    """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
-
-    Where weight gradients run apart a stage holds at most (in flight - pending) micro-batches by its tiers and the
-    pending ones whole: with one chunk a device that is its peak, as `assess_stages` counts it.
-    """
-    shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
-    held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
-    pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
-    host = np.full(len(held), problem.host_bytes / problem.num_chunks)
-    return table.pipeline(in_flight=held - pending, pending=pending, cap=cap, host=host, **forms)
-
-
 def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
     """Segments `first <= k < last` as stage `index` with its recompute of least time; None if it exceeds the cap.
 
@@ -176,7 +163,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
 def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
     """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
     from trimtab.partition.cuts import best_tied_cuts, least_bottleneck, least_reachable_bottleneck
-    from trimtab.partition.layer_table import layer_table
+    from trimtab.partition.layer_table import layer_table, pipeline_of
 
     table = layer_table(problem)
     pipeline = pipeline_of(problem, table, cap)
@@ -206,7 +193,7 @@ def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
 def _infeasible(problem: SplitProblem) -> PartitionError:
     """How many bytes the fullest device lacks in the split that needs least on it."""
     from trimtab.partition.cuts import least_memory
-    from trimtab.partition.layer_table import layer_table
+    from trimtab.partition.layer_table import layer_table, pipeline_of
 
     table = layer_table(problem)
     pipeline = pipeline_of(problem, table, chunk_room(problem))

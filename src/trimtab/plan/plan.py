@@ -6,6 +6,7 @@ the adapters read; `estimates` are rounded, carry their error band, and are neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.options import (
@@ -25,6 +26,7 @@ from trimtab.options import (
 )
 
 PLAN_VERSION = "1.0"
+BASELINE = "baseline"  # the name of the variant that a plan is told against
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------
@@ -110,6 +112,7 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +306,18 @@ class Estimates:
     stage_imbalance: float  # slowest / mean - 1, at the mean micro-batch
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
-    variants: tuple[VariantEstimate, ...]  # baseline first, this plan last
+    variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     vision_data_parallel: VisionEstimate | None = None
+
+    @property
+    def compared(self) -> tuple[VariantEstimate, ...]:
+        """The baseline that the plan is told against, then each decision added, this plan last."""
+        return self.variants[find_baseline([variant.name for variant in self.variants]) :]
+
+
+def find_baseline(names: Sequence[str]) -> int:
+    """Which variant is the baseline; before it stand others that were asked for and are slower, or do not fit."""
+    return names.index(BASELINE) if BASELINE in names else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
 
 def _tiles(details: PlanDetails) -> list[str]:
     estimates = details.plan.estimates
-    first, last = estimates.variants[0], estimates.variants[-1]
+    first, last = estimates.compared[0], estimates.compared[-1]
     step, cap = time_scale([first.step_ms / 1e3, last.step_ms / 1e3]), memory_scale([details.memory_cap_bytes])
     rate = count_scale([last.samples_per_s])
     band = f'<span class="nw">± {percent(estimates.time_error, digits=0)}</span>'

@@ -39,7 +39,7 @@ def variants_table(details: PlanDetails) -> Table:
                     text=row.name[:60], below=f"{row.packs[:80]} · {row.stages[:80]} · recompute {row.recompute[:80]}"
                 ),
                 Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
-                ratio_text(row.samples_per_s / rows[0].samples_per_s),
+                ratio_text(row.samples_per_s / details.plan.estimates.compared[0].samples_per_s),
                 step.number(row.step_ms / 1e3),
                 epoch.number(row.epoch_s),
                 percent(row.idle_share),

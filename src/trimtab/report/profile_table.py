@@ -85,8 +85,6 @@ class KeptRow:
     kept_bytes: float  # nothing recomputed
     recomputed_bytes: float  # the layer recomputed
     transient_bytes: float  # its backward's own, beside those
-    fused_bytes: float | None  # kept_bytes if norms and gates were single kernels; None: they are
-    fused_share: float | None  # of the kept bytes that such kernels would save before anything is recomputed
 
 
 def kept_rows(
@@ -99,42 +97,35 @@ def kept_rows(
         if layer.kind != "block":
             continue
         work = np.array(_work_of(layer, settings, size))
-        kept = float(np.dot(kind.kept_bytes, work))
-        fused = None if kind.fused_bytes is None else float(np.dot(kind.fused_bytes, work))
         found.append(
             KeptRow(
                 name=layer.name,
                 num_layers=sum(x.alike == layer.alike for x in model.layers),
                 rows=float(work[find_columns(layer, settings).rows]),
-                kept_bytes=kept,
+                kept_bytes=float(np.dot(kind.kept_bytes, work)),
                 recomputed_bytes=float(np.dot(kind.recomputed_bytes, work)),
                 transient_bytes=float(np.dot(kind.transient_bytes, work)),
-                fused_bytes=fused,
-                fused_share=None if fused is None or kept == 0 else 1 - fused / kept,
             )
         )
     return tuple(found)
 
 
 def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
-    """Bytes of one layer of each kind, and what fused norms and gates would save before any recompute."""
+    """Bytes of one layer of each kind."""
     table = Table(
         title="Bytes that one layer keeps for backward",
-        columns=(Column("Layer"), *numeric("Like it", "Rows", "Keeps", "Recomputed", "Transient", "Fused")),
+        columns=(Column("Layer"), *numeric("Like it", "Rows", "Keeps", "Recomputed", "Transient")),
         rows=[
             (
                 row.name.removeprefix("model."),
                 str(row.num_layers),
                 f"{row.rows:.0f}",
                 *map(format_bytes, (row.kept_bytes, row.recomputed_bytes, row.transient_bytes)),
-                "" if row.fused_share is None else f"-{row.fused_share:.1%}",
             )
             for row in rows
         ],
     )
     print_table(table, console)
-    if any(row.fused_share is not None for row in rows):
-        console.print("Fused: norms and gates as single kernels, before anything is recomputed.")
 
 
 def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]:

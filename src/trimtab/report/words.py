@@ -85,8 +85,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
-    """The first and the last variant by title."""
-    return {"Baseline": details.variants[0], "Plan": details.variants[-1]}
+    """The baseline and the plan, by title."""
+    return {"Baseline": details.baseline, "Plan": details.variants[-1]}
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:

@@ -305,7 +305,7 @@ class _Sizer:
                 lines.append(record.line)
                 ids.append(name)
             except BadRecordError as error:
-                bad.append(_bad(chunk.file, record.line, name, error.kind, str(error)))
+                bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
             if len(chats) == _BATCH:
                 tokens += self._counter.count(chats)
                 chats.clear()
@@ -412,7 +412,7 @@ def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -
     keep = np.ones(len(part.lines), np.bool_)
     keep[list(reasons)] = False
     bad = [
-        _bad(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
+        BadSample.of(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
         for row, reason in reasons.items()
     ]
     return replace(
@@ -424,7 +424,3 @@ def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -
         source=part.source[keep] if part.source is not None else None,
         bad=tuple(sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)),
     )
-
-
-def _bad(file: Path, line: int, name: str | None, kind: BadKind, reason: str) -> BadSample:
-    return BadSample(file=str(file), line=line, id=name, kind=kind, reason=reason)

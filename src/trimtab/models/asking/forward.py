@@ -185,9 +185,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = run_operation(func, args, kwargs or {})
+        name = func._overloadpacket.__name__
+        if name == "_to_copy" and _is_weight(args[0]):
+            result.is_cast_weight = True  # a router that multiplies in fp32
         if not self.watch.stack or self.watch.in_attention:
             return result
-        name = func._overloadpacket.__name__
         ran = self.watch.now.ran[self.watch.stack[-1]]
         if name == "_grouped_mm":
             ran.weight_flops += 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
@@ -226,7 +228,8 @@ def _cache_bytes(given: Any) -> int:
 
 def _is_weight(tensor: Tensor) -> bool:
     """In a dispatch mode a parameter is seen as it is, and its views by their base."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter) or hasattr(base, "is_cast_weight")
 
 
 def _shape_of(module: Any) -> tuple[object, ...]:

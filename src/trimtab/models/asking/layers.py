@@ -177,6 +177,8 @@ def _other(unit: Unit, kind: LayerKind, seen: _Seen | None, width: int) -> Layer
         leaving = entering = next(iter(unit.parameters.values())).numel()
     elif ran is not None and kind == "embed":
         leaving = ran.width_out or leaving
+    elif ran is not None and not matmuls:  # a bare matrix
+        entering, leaving = ran.width_in or entering, ran.width_out or leaving
     if kind == "embed" and unit.tower != "language":
         entering = leaving
     if kind == "head":

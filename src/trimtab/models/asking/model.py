@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from trimtab.models.asking.layers import Passes, describe_units, main_lists
 from trimtab.models.asking.units import Unit, find_head, forward_order, split_units
 from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
-from trimtab.models.images.build import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.specs import LayerSpec, ModelSpec
 
 NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half
@@ -89,16 +90,13 @@ def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
     return describe_model(model)
 
 
-def described_bytes(fields: Mapping[str, object]) -> bytes:
-    """`describe_fields` as a description file."""
-    return description_bytes(describe_fields(fields))
-
-
-def completed_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """The fields with the class defaults of Transformers where they were silent."""
+def described(fields: Mapping[str, object]) -> dict[str, Any]:
+    """The content of a description file; its `config` has the class defaults where the fields were silent."""
     with quietly():
-        written: dict[str, object] = complete(fields).to_dict()
-    return written
+        whole = complete(fields)
+        written = json.dumps(whole.to_dict(), default=str)
+        model = build(whole)
+    return {**json.loads(description_bytes(describe_model(model))), "config": json.loads(written)}
 
 
 # -- running --------------------------------------------------------------------------------------------------------

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from trimtab.models.families import (
     gemma3,
-    glm4v_moe,
+    glm4v,
     hunyuan_vl,
     internvl,
     llava,
     mllama,
     paligemma,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
+    qwen_vl,
 )
 from trimtab.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     **internvl.FAMILIES,
-    **qwen2_vl.FAMILIES,
-    **qwen2_5_vl.FAMILIES,
-    **qwen3_vl.FAMILIES,
+    **qwen_vl.FAMILIES,
     **llava.FAMILIES,
     **gemma3.FAMILIES,
-    **glm4v_moe.FAMILIES,
+    **glm4v.FAMILIES,
     **mllama.FAMILIES,
     **hunyuan_vl.FAMILIES,
     **paligemma.FAMILIES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from trimtab import __version__
@@ -243,11 +244,11 @@ def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
 def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
     """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from."""
     parallel, cluster = decisions.parallel, inputs.cluster
-    baseline, ours = estimates.variants[0], estimates.variants[-1]
+    baseline, *_, ours = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
     gains = [
         f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
-        for earlier, later in zip(estimates.variants, estimates.variants[1:], strict=False)
+        for earlier, later in itertools.pairwise(estimates.compared)
     ]
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     per_step = num_drawn / decisions.packing.num_steps

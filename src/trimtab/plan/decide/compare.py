@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
+from trimtab.options import RecomputeMode
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
-from trimtab.plan.decide.work import PATCHES, TOKENS, padded_work, select_rows
+from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
 from trimtab.plan.file.details import Variant
+from trimtab.plan.plan import BASELINE
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -66,8 +69,9 @@ def compare_variants(
     Where ranks share images, that is the last one, and the rows above are those of the case without it.
 
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
-    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
-    all variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if
+    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Or it is
+    the fastest that fits of those that were asked for; the others stand before it. Steps of all variants hold about
+    equally many samples. `without`: what `choose_split` found for the case without sharing, if
     it ran.
     """
     shared, case = case, case.without_vision()
@@ -88,7 +92,7 @@ def compare_variants(
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     runs = [
-        _baseline(case, problem, even),
+        *_baselines(case, problem, even, one_switch),
         _uniform(replace(plain, name="balanced packs"), even),
         _balanced_stages(replace(plain, name="balanced stages"), case, one_switch),
         replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
@@ -103,17 +107,57 @@ def compare_variants(
     return tuple(variants)
 
 
-def _baseline(case: Case, problem: SplitProblem, even: Sequence[Stage]) -> _Run:
-    """The fastest batch size that fits, of 1, 2, 4, ... samples up to a pack's mean; single samples if none fits."""
+def _baselines(
+    case: Case, problem: SplitProblem, even: Sequence[Stage], one_switch: Sequence[PricedSplit] | None
+) -> list[_Run]:
+    """Those that were asked for, the fastest that fits last, as the one that the plan is told against."""
+    asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline()]
+    runs = [_baseline(case, problem, even, one_switch, baseline) for baseline in asked]
+    best = _fastest(runs, case.cluster)
+    return [*(replace(run, name=f"other {BASELINE}") for run in runs if run is not best), replace(best, name=BASELINE)]
+
+
+def _baseline(
+    case: Case,
+    problem: SplitProblem,
+    even: Sequence[Stage],
+    one_switch: Sequence[PricedSplit] | None,
+    baseline: Baseline,
+) -> _Run:
+    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
     if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
     per_pack = max(1.0, len(samples) / case.packing.num_packs)
-    sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
-    runs = [_baseline_of(per_pack, size, samples, samples_work, problem, even, case.options.seed) for size in sizes]
+    if baseline.batch is not None or not baseline.is_padded:
+        sizes = [baseline.batch or per_pack]
+    else:
+        sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    runs = []
+    for size in sizes:
+        run = _batched(case, baseline, per_pack, size, samples, samples_work, problem)
+        if baseline.stages == "balanced-stages":
+            run = _balanced_stages(run, case, one_switch)
+        else:
+            run = _uniform(run, even)
+        runs.append(_switch(run, baseline.recompute))
+    return _fastest(runs, case.cluster)
+
+
+def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
+    """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
+    if recompute == "auto":
+        return run
+    full = recompute == "full"
+    stages = tuple(_recompute_all(run.problem, x) if full else replace(x, recompute=()) for x in run.stages)
+    return replace(run, stages=stages, rules=(run.rules[0], recompute))
+
+
+def _fastest(runs: Sequence[_Run], cluster: ClusterSpec) -> _Run:
+    """Of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
-    return min(fitting, key=lambda run: _estimate_s(run, case.cluster), default=runs[0])
+    return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
 def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
@@ -126,37 +170,39 @@ def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
     return float(steps_of(times, slots, run.stages, run.problem).mean()) * len(table)
 
 
-def _baseline_of(
+def _batched(
+    case: Case,
+    baseline: Baseline,
     per_pack: float,
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
     problem: SplitProblem,
-    even: Sequence[Stage],
-    seed: int,
 ) -> _Run:
-    """Batches of `size` samples, so many a step that steps hold as many samples as the plan's."""
+    """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
     unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
-    random = pack_samples(
+    largest = (int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1)
+    made = pack_samples(
         samples,
-        limits=(int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1),
+        limits=largest if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
         dp=problem.profile.dims.dp,
         num_microbatches=num_microbatches,
-        method="random",
+        method=baseline.method,
         batch_size=size,
-        seed=seed,
+        oversize=case.options.oversize,
+        seed=case.options.seed,
     )
-    work = padded_work(random.packing, samples_work)
-    run = _Run(
-        name="baseline",
+    work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
+    name = baseline.method.replace("_", "-")
+    return _Run(
+        name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"random, padded, {size:.3g} a batch",
+        packs=f"{name}, padded, {size:.3g} a batch" if baseline.is_padded else f"{name}, packed",
         work=work,
-        schedule=random.schedule,
+        schedule=made.schedule,
     )
-    return _uniform(run, even)
 
 
 def _uniform(run: _Run, stages: Sequence[Stage]) -> _Run:

@@ -40,7 +40,7 @@ def profile_from_logs(
     Raises `TrimtabError` with every problem of the file at once. Format of the file: `costs.logs.read_runs`.
     """
     runs = read_runs(path, model, device, **settings)
-    target = profile_model(model, device, dims=dims, **settings)
+    target = profile_model(model, device, dims=dims or ParallelDims(), **settings)
     return calibrate_profile(target, runs, terms=terms)
 
 

@@ -20,6 +20,7 @@ from trimtab.models.images import UnsettledRule, rule_in_sample
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.plan import ModelInput
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
@@ -68,16 +69,8 @@ def open_conversations(
         ),
         folder,
         options=options,
-        limits=_Limits(max_pixels=given.max_pixels, max_tiles=given.max_tiles),
+        limits=given,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    """The user's own limits of an image."""
-
-    max_pixels: int | None = None
-    max_tiles: int | None = None
 
 
 @dataclass(slots=True)
@@ -107,14 +100,14 @@ class PlannedConversations:
         preprocessor: Path,
         *,
         options: ReadingOptions,
-        limits: _Limits | None = None,
+        limits: ModelInput,
     ) -> None:
         self.records = records
         self.model = model
         self._tokenizer = tokenizer
         self._preprocessor = preprocessor
         self._options = options
-        self._limits = limits or _Limits()
+        self._limits = limits
         self._keys = _pack_keys(model, preprocessor)
         self._opened: _Opened | None = None
 
@@ -185,7 +178,7 @@ def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
     return pack_format(complete(read_config(folder))).joined
 
 
-def _image_processor(folder: Path, limits: _Limits) -> Any:
+def _image_processor(folder: Path, limits: ModelInput) -> Any:
     """The model's image processor under the user's own limits; nothing is fetched, and no code of the folder runs."""
     processor = AutoImageProcessor.from_pretrained(
         folder, backend="pil", trust_remote_code=False, local_files_only=True

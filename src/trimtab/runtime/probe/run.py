@@ -32,10 +32,10 @@ from trimtab.plan.measured.probed import (
     with_budget,
     with_profile,
 )
-from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, open_bench
+from trimtab.runtime.probe.bench import Bench, ProbeRun, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
 from trimtab.runtime.probe.settings import ProbeSettings
-from trimtab.runtime.probe.trial import Reading, frozen_heap
+from trimtab.runtime.probe.trial import CURES, Reading, frozen_heap
 from trimtab.runtime.training.ranks import process_group
 from trimtab.specs import Profile, Stage
 from trimtab.units import format_bytes
@@ -89,7 +89,7 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     Alone or on torchrun's ranks, as `train` runs the plan; collective. Every run is of whole training steps, learning
     rate 0, on the heaviest packs. First everything recomputes, without a limit. Then, kind by kind and tier by tier,
     one layer a stage keeps more, which tells its bytes. The choice is the exact one at the plan's own limits with the
-    probed profile, and has run within memory less reserve; a choice that runs out of memory is stepped back from.
+    probed profile, and has run within memory less reserve; a choice whose peak is above it is stepped back from.
     Raises `PlanError` where not even full recompute fits, with the bytes that are missing (not under split backwards:
     there recompute may need more than none). Writes nothing.
     """
@@ -128,9 +128,9 @@ class Settled:
 def settle(bench: Bench, case: Case) -> Settled:
     """The best recompute by the case's profile that runs within the limit; `PlanError` if none does.
 
-    Where a device runs out of memory its layers' transients are raised, first by as much as changes its choice, then by
-    half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in the
-    profile: it was needed.
+    Where a device's peak is above the limit its layers' transients are raised, first by as much as changes its choice,
+    then by half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in
+    the profile: it was needed.
     """
     problem = case.problem
     P = problem.num_stages
@@ -142,7 +142,7 @@ def settle(bench: Bench, case: Case) -> Settled:
             priced = _raise_transients(case, bench, raised)
             split = recompute_stages(priced.problem, bench.stages)
             readings = {pack: bench.run(CHOICE, split.stages, pack) for pack in bench.batches}
-            failed = {d for found in readings.values() for d, reading in enumerate(found) if reading.failed}
+            failed = {device for found in readings.values() for device in bench.above_limit(found)}
             if not failed:
                 return Settled(case=priced, stages=split.stages, readings=readings)
             for device in failed:

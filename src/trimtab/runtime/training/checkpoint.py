@@ -186,18 +186,16 @@ def _broken(path: Path, reason: object) -> str:
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State by parameter name and key; plain numbers as float64 of no dimension."""
+    """State by parameter name and key."""
     found = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer/{name}/{key}"] = value
-            elif isinstance(value, int | float):
-                found[f"optimizer/{name}/{key}#number"] = torch.tensor(float(value), dtype=torch.float64)
             elif value is not None:
                 raise PlanError(
                     f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no checkpoint "
-                    "here holds: use one whose state is tensors and numbers"
+                    "here holds: use one whose state is tensors"
                 )
     return found
 
@@ -207,14 +205,8 @@ def _restore_optimizer(
 ) -> None:
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        prefix = f"optimizer/{name}/"
-        for full, value in tensors.items():
-            if full.startswith(prefix):
-                key = full.removeprefix(prefix)
-                plain = key.endswith("#number")
-                state.setdefault(numbers[id(parameter)], {})[key.removesuffix("#number")] = (
-                    value.item() if plain else value
-                )
+    for full, value in tensors.items():
+        _, name, key = full.split("/")
+        state.setdefault(numbers[id(parameters[name])], {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
