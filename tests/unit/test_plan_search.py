@@ -14,7 +14,7 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.partition.bmp import bmp_anchor, bmp_candidates
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.candidates import candidate_splits
+from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.measured.check import check_plan

@@ -98,7 +98,6 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         packing=case.packing,
         schedule=case.schedule,
         profile=case.setting.profile,
-        saved_profile=case.options.profile,
         memory_cap_bytes=case.budget.total_bytes,
         variants=variants,
         tables=tables,

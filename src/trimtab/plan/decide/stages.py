@@ -11,7 +11,7 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts, simulated_seconds
-from trimtab.partition.search import SearchResult, search_makespan
+from trimtab.partition.search import SearchResult, search_makespan, top_candidates
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.times import stage_link, steps_of, times_of
@@ -77,7 +77,7 @@ def choose_split(case: Case) -> SplitChoice:
         return _omnibal_split(case)
     splits = [split_stages(problem)]
     found: SearchResult | None = None
-    packs = full_rows(case.schedule.table)
+    packs = _full_rows(case.schedule.table)
     if problem.num_stages > 1 and len(packs):
         found = search_makespan(
             problem,
@@ -96,7 +96,7 @@ def choose_split(case: Case) -> SplitChoice:
 
 def timed_near_anchor(case: Case, num_timed: int) -> BmpResult:
     """OmniBal's search on this case, with the simulated step on sampled rows of packs as its clock."""
-    packs = full_rows(case.schedule.table)
+    packs = _full_rows(case.schedule.table)
     if case.problem.num_stages < 2 or not len(packs):
         raise PlanError(
             f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
@@ -173,7 +173,44 @@ def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
 
 
-def full_rows(table: IntArray) -> IntArray:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Stages, and the mean simulated step of the whole data set on them."""
+
+    stages: tuple[Stage, ...]
+    step_s: float
+
+
+def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
+    """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
+    found = [tuple(stages)]
+    packs = _full_rows(case.schedule.table)
+    if case.options.search == "omnibal":
+        found += [x.stages for x in timed_near_anchor(case, k).splits if cuts_of(x.stages) != cuts_of(stages)]
+    elif k > 1 and case.problem.num_stages > 1 and len(packs):
+        best = top_candidates(
+            case.problem,
+            case.work[packs],
+            k,
+            link_bytes_per_s=stage_link(case.cluster),
+            latency_s=case.cluster.latency_s,
+        )
+        cuts = {cuts_of(stages)}
+        for candidate in best:
+            if cuts_of(candidate.split.stages) not in cuts:
+                cuts.add(cuts_of(candidate.split.stages))
+                found.append(candidate.split.stages)
+    num_steps = case.schedule.num_steps
+    priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
+    return tuple(sorted(priced, key=lambda candidate: candidate.step_s))
+
+
+def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """First layers of all stages but the first."""
+    return tuple(stage.start for stage in stages[1:])
+
+
+def _full_rows(table: IntArray) -> IntArray:
     """(n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
     rows = table.reshape(-1, table.shape[2])
     rows = rows[(rows >= 0).all(axis=1)]
