@@ -215,10 +215,8 @@ class VisionDataParallel:
         as_tuple = kwargs.get("return_dict") is False
         inputs, problem = self._read(seam, args, kwargs)
         if self.settings.check:
-            if self.settings.exchange == "dispatch":
-                agree_on_inputs(self.control, seam.name, self._words(seam, inputs), None, problem)
-            else:
-                agree_on_inputs(self.control, seam.name, self._words(seam), inputs, problem)
+            own, shared = (inputs, None) if self.settings.exchange == "dispatch" else (None, inputs)
+            agree_on_inputs(self.control, seam.name, self._words(seam, own), shared, problem)
         elif problem is not None:
             raise problem
         assert inputs is not None
