@@ -315,7 +315,17 @@ def test_bad_samples_and_settings_are_refused():
         ask_format(transformers.SiglipVisionConfig())
 
 
-@pytest.mark.parametrize("module", ["runtime.data.packing", "models.families.family", "runtime.data.state_layers"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "runtime.data.packing",
+        "models.families.family",
+        "runtime.data.state_layers",
+        "runtime.recompute.apply",
+        "runtime.pipeline.layout",
+        "runtime.vision.apply",
+    ],
+)
 def test_examples_in_docstrings_run(module):
     found = doctest.testmod(importlib.import_module(f"trimtab.{module}"), optionflags=doctest.ELLIPSIS)
     assert found.attempted >= 1

@@ -18,7 +18,7 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.dispatch import move_images, pool_images
-from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
+from trimtab.runtime.vision.exchange import RowLayout, lay_out_rows, route_rows
 from trimtab.runtime.vision.families import PIXELS, Family, Kind
 from trimtab.runtime.vision.gradients import Loss, Reduction
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
@@ -273,11 +273,11 @@ class VisionDataParallel:
         features, num_rows = self._encode_own(seam, inputs.take(shares.atoms_of(control.rank)), inputs, shares, control)
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         self.load.add(inputs.patches, shares, control.rank)
-        if self.settings.exchange == "routed":
-            rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
-            return write_features(features, rows, num_rows, whole=False)
-        rows = gather_rows(features.rows, layout, self.group)
-        return write_features(features, rows, _sum_entries(num_rows, inputs.entries))
+        is_routed = self.settings.exchange == "routed"
+        wanted = self._find_wanted(seam, layout) if is_routed else [np.arange(len(layout))] * self.num_ranks
+        rows = route_rows(features.rows, layout, wanted, self.group)
+        entries = num_rows if is_routed else _sum_entries(num_rows, inputs.entries)
+        return write_features(features, rows, entries, whole=not is_routed)
 
     def _encode_dispatched(self, seam: Seam, inputs: VisionInputs | None) -> Any:
         """Every rank holds images of its own; one without (None) takes part and gets a zero that depends on it."""
