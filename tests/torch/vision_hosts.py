@@ -160,6 +160,13 @@ def run_conventions(rank: int, _folder: str) -> None:
                 own_loss(loss).backward()
                 if how == "none":
                     handle.reduce_gradients()
+                    held = [p.grad for p in handle.vision_parameters()]
+                    for p in handle.vision_parameters():
+                        p.grad = None
+                    with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the back"):
+                        handle.reduce_gradients()
+                    for p, gradient in zip(handle.vision_parameters(), held, strict=True):
+                        p.grad = gradient
                 else:
                     reduce(how)
                 assert_close(case.gradients(), expected, (loss, how), part="visual")

@@ -28,7 +28,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayout:
-    """Make one by hand to run stages of your own choice: module paths in forward order, and the schedule; checks itself.
+    """Make one by hand to run stages of your own: module paths in forward order, and the schedule; checks itself.
 
     >>> layout = PipelineLayout(stages=(("embed", "block"), ("head",)), schedule="1F1B", num_microbatches=4)
     >>> layout.num_devices, layout.modules
