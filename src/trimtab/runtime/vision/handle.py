@@ -49,7 +49,6 @@ class Load:
     calls: int = 0
     patches: int = 0  # here
     group_patches: int = 0  # by all ranks of the group
-    last: ImageShares | None = None
 
     @property
     def share(self) -> float:
@@ -60,7 +59,6 @@ class Load:
         self.calls += 1
         self.patches += int(patches[shares.atoms_of(rank)].sum())
         self.group_patches += int(patches.sum())
-        self.last = shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
