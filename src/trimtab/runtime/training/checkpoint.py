@@ -33,7 +33,7 @@ from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
-_TYPES = {"step": int, "loader": dict, "num_tokens": int, "optimizer": str, "world_size": int, "num_tensors": int}
+_TYPES = {"step": int, "loader": dict, "optimizer": str, "num_tensors": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,7 @@ class Progress:
 
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
-    num_tokens: int  # LLM tokens seen, of all ranks
     optimizer: str
-    world_size: int
     num_tensors: int = 0  # of the whole checkpoint; `save_checkpoint` counts them
 
 
