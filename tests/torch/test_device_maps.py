@@ -18,10 +18,10 @@ from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory  # noqa: E402
 from trimtab.errors import UnsupportedPlanError  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
-from trimtab.placement.bytes import Workload  # noqa: E402
 from trimtab.placement.machine import Gpu, Machine, machine_of  # noqa: E402
 from trimtab.placement.place import place  # noqa: E402
 from trimtab.placement.split_model import assess_map  # noqa: E402
+from trimtab.placement.workload import Workload  # noqa: E402
 from trimtab.units import GIB  # noqa: E402
 
 

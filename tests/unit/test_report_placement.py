@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 from rich.console import Console
 
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import Workload
 from trimtab.placement.machine import parse_machine
 from trimtab.placement.place import place
 from trimtab.placement.split_model import Assessed, assess_map, split_model_map
+from trimtab.placement.workload import Workload
 from trimtab.report.placement_html import placement_html
 from trimtab.report.placement_text import print_placement
 

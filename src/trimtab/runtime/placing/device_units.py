@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems
 from trimtab.models.quote import quote
-from trimtab.placement.placed import DeviceKey
+from trimtab.placement.device_bytes import DeviceKey
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
-from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
 from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
