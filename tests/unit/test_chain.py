@@ -12,7 +12,7 @@ from placement_cases import small_model
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
 from trimtab.models.images import UnsettledRule
-from trimtab.placement.chain import arrangements, device_changes, modules_of, parts_of
+from trimtab.placement.chain import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
@@ -124,8 +124,3 @@ def test_hidden_states_that_are_joined_stay_on_one_device():
     joined = parts_of(describe({**config, "vision_feature_layer": [-3, -1]})).vision
     assert len(one) == 4
     assert len(joined) == 2  # blocks 1 and 3 are read: everything behind block 1 stays with it
-
-
-def test_changes_are_the_places_where_the_device_differs():
-    assert device_changes([0, 0, "cpu", 1, 1]) == [2, 3]
-    assert device_changes([0]) == []

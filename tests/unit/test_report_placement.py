@@ -92,10 +92,6 @@ def test_foreign_strings_are_escaped():
     assert "&lt;script&gt;" in text
 
 
-def test_the_same_placement_gives_the_same_page():
-    assert page() == page()
-
-
 def test_the_terminal_shows_bytes_modules_and_the_public_maps():
     machine = parse_machine("2x9GiB", cpu="16GiB")
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
