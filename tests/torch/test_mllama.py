@@ -20,10 +20,11 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.image_rules import image_rule
-from trimtab.placement.bytes import Workload, count_batch, inference_table
+from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import parts_of
 from trimtab.placement.machine import Gpu, Machine
 from trimtab.placement.place import place
+from trimtab.placement.workload import Workload, count_batch
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
