@@ -46,7 +46,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from trimtab.errors import ImageError
 from trimtab.models.image_rules import image_rule
-from trimtab.models.images import SmartResize, rule_in_sample
+from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.native import SmartResize
 from trimtab.specs import ImageRule
 
 pytestmark = pytest.mark.torch

@@ -18,7 +18,7 @@ from trimtab.models.describe import describe as describe_or_ask
 from trimtab.models.families.architecture import Architecture
 from trimtab.models.families.family import Family
 from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.images import count_many, with_limits
+from trimtab.models.images.apply import count_many, with_limits
 from trimtab.models.shipped import shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 

@@ -18,13 +18,9 @@ from hypothesis import strategies as st
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models.families.known import family_of
 from trimtab.models.image_rules import image_rule, image_rule_or_reason
-from trimtab.models.images import (
-    DynamicTiling,
-    FixedImage,
-    SmartResize,
-    count_many,
-    with_limits,
-)
+from trimtab.models.images.apply import count_many, with_limits
+from trimtab.models.images.native import SmartResize
+from trimtab.models.images.tiles import DynamicTiling, FixedImage
 from trimtab.specs import ImageCounts, ImageRule
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"

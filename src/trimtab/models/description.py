@@ -13,18 +13,11 @@ from typing import Any
 
 from trimtab.errors import ConfigError, join_problems
 from trimtab.files import write_atomically
-from trimtab.models.images import (
-    AnyRes,
-    AskedImages,
-    DynamicTiling,
-    FixedImage,
-    GlmSmartResize,
-    PaddedTiles,
-    PanAndScan,
-    SmartResize,
-    UnsettledRule,
-)
+from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.size import MAX_TILES
+from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.layer_checks import find_layer_problems
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec, ModelSpec
