@@ -11,7 +11,7 @@ from placement_cases import small_model
 
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
-from trimtab.models.images import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.placement.chain import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
