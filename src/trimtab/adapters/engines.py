@@ -3,7 +3,7 @@
 Both read one environment variable: decoder layers of each pipeline rank, separated by commas, their number and sum
 checked against `--pipeline-parallel-size` and the model (vllm/distributed/utils.py and
 sglang/srt/distributed/utils.py, `get_pp_indices`). Vision tower and embedding run on the first rank, the head on the
-last. What an engine takes besides (paged cache, graphs) is its own; the counts balance what a placement knows of.
+last. What an engine needs beyond that (paged cache, graphs) is its own; the counts balance what a placement knows of.
 """
 
 from __future__ import annotations
