@@ -40,10 +40,6 @@ class PlanTables:
         return len(self.offsets) - 1
 
     @property
-    def num_steps(self) -> int:
-        return int(self.schedule.shape[0])
-
-    @property
     def dp(self) -> int:
         return int(self.schedule.shape[1])
 
