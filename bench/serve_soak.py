@@ -60,9 +60,9 @@ def ask(port: int, body: dict[str, Any]) -> tuple[int, str]:
     if not body.get("stream"):
         return 200, json.loads(content)["choices"][0]["message"]["content"]
     lines = content.decode().strip().split("\n\n")
-    if lines[-1] != "data: [DONE]":
+    chunks = [json.loads(line[6:]) for line in lines]
+    if "choices" not in chunks[-1] or not chunks[-1]["choices"][0].get("finish_reason"):
         return 599, lines[-1]
-    chunks = [json.loads(line[6:]) for line in lines[:-1]]
     return 200, "".join(x["choices"][0]["delta"].get("content", "") for x in chunks)
 
 

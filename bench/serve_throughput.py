@@ -54,7 +54,7 @@ def batch_of_generate_s(folder: Path, count: int, tokens: int) -> float:
     """CPU seconds of one static batch in plain Transformers, its preparation not counted."""
     from transformers import AutoModelForImageTextToText
 
-    from trimtab.serve.load import load_processor
+    from trimtab.serve.processor import load_processor
 
     model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), load_processor(folder)
     shown = [

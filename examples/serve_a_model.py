@@ -18,10 +18,10 @@ import openai
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from trimtab import load_placed, move_inputs
+from trimtab import load_placed
 from trimtab.demo.draw import draw_dataset
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.load import load_processor
+from trimtab.serve.processor import load_processor
 from trimtab.serve.server import ModelServer, open_port, url_of
 
 QUESTION = "what is in the picture?"
@@ -30,12 +30,11 @@ QUESTION = "what is in the picture?"
 def main(folder: Path, image: Path) -> None:
     opened = open_port("127.0.0.1", 0, api_key=None)
     server = ModelServer(
-        lambda: load_placed(folder, {"": 0 if torch.accelerator.is_available() else "cpu"}),
+        load_placed(folder),
         load_processor(folder),
         opened,
         ServeLimits(max_new_tokens=32),
         name=folder.name,
-        move_inputs=move_inputs,
     )
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(lambda _: ready.set(),))

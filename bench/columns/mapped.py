@@ -27,10 +27,11 @@ from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_model
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
-from trimtab.placement.bytes import Workload
+from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.machine import machine_of
 from trimtab.placement.place import place
-from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.placement.placed import Placement
+from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
@@ -45,7 +46,7 @@ CONSISTENT = {
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
 }
-"""Fields whose class defaults contradict each other, as hand-written families notice."""
+"""Fields whose class defaults contradict each other, or that images of the usual size need."""
 
 WORKLOAD = Workload(batch=2, seq_len=512, max_new_tokens=64)
 ROOMY, TIGHT = (0.7, 0.5, 0.4, 0.6), (0.3, 0.2)  # of the weights, on each GPU

@@ -17,7 +17,7 @@ from trimtab.models.describe import (
     read_config as read_config,
 )
 from trimtab.models.description import save_description as save_description
-from trimtab.models.images import image_rule as image_rule
+from trimtab.models.image_rules import image_rule as image_rule
 from trimtab.samples.size import size_samples as size_samples
 from trimtab.balance.columns import (
     ColumnCost as ColumnCost,
@@ -39,17 +39,15 @@ from trimtab.costs.devices import (
     find_device as find_device,
     parse_cluster as parse_cluster,
 )
-from trimtab.placement.bytes import Workload as Workload
+from trimtab.placement.workload import Workload as Workload
 from trimtab.costs.profile import (
     load_profile as load_profile,
     profile_model as profile_model,
     save_profile as save_profile,
 )
 from trimtab.placement.machine import parse_machine as parse_machine
-from trimtab.placement.place import (
-    place as place,
-    Placement as Placement,
-)
+from trimtab.placement.place import place as place
+from trimtab.placement.placed import Placement as Placement
 from trimtab.partition.simulate import simulate as simulate
 from trimtab.partition.stages import (
     split_stages as split_stages,

@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 from tiny_chat import picture, question, save_chat_model
 
 from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve
-from trimtab.serve.load import load_model, load_processor
+from trimtab.runtime.placing.load import load_placed
+from trimtab.serve.processor import load_processor
 
 WHAT = "what is in the picture?"
 
@@ -146,7 +147,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, home: Path) ->
 
 
 def test_tokens_are_those_of_the_plain_model(server: Server, model_dir: Path) -> None:
-    model, processor = load_model(model_dir), load_processor(model_dir)
+    model, processor = load_placed(model_dir, {"": "cpu"}), load_processor(model_dir)
     for images in ([], [picture(1)], [picture(2), picture(3, 90, 70)]):
         shown = [{"type": "image", "image": image} for image in images]
         inputs = processor.apply_chat_template(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.load import load_model, load_processor
+from trimtab.serve.processor import load_processor
 from trimtab.serve.server import ModelServer, open_port, url_of
 
 CHAT = "/v1/chat/completions"
@@ -41,11 +42,12 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """Server-sent events; the last must be [DONE]."""
+        """Server-sent events; the last must say why the answer ends."""
         lines = [line for line in self.content.decode().split("\n\n") if line]
         assert all(line.startswith("data: ") for line in lines)
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line[6:]) for line in lines[:-1]]
+        events = [json.loads(line[6:]) for line in lines]
+        assert events[-1]["choices"][0]["finish_reason"]
+        return events
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Running:
     """A server and where it is."""
 
     server: ModelServer
-    processor: Any  # as Transformers knows it
+    plain: Any  # the model and its processor as Transformers knows them
+    processor: Any
     url: str
     thread: threading.Thread
 
@@ -64,7 +67,7 @@ class Running:
         path: str = CHAT,
         method: str = "POST",
         headers: dict[str, str] | None = None,
-        timeout_s: float = 300,
+        timeout_s: float = 120,
     ) -> Reply:
         address = urllib.parse.urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
@@ -76,33 +79,24 @@ class Running:
         finally:
             connection.close()
 
-    @property
-    def plain(self) -> Any:
-        """The model as Transformers knows it."""
-        return self.server.model
-
     def get(self, path: str, **headers: str) -> Reply:
         return self.send(path=path, method="GET", headers=headers)
 
     @property
     def num_accepted(self) -> int:
-        return self.server.gate.num_accepted
-
-    @property
-    def num_running(self) -> int:
-        return len(self.server.thread.running)
+        """Requests from acceptance to their last token."""
+        return len(self.server.thread.wanted)
 
 
 @contextmanager
 def running_server(folder: Path, *, api_key: str | None = None, **limits: Any) -> Iterator[Running]:
     processor = load_processor(folder)
     opened = open_port("127.0.0.1", 0, api_key=api_key)
-    server = ModelServer(
-        lambda: load_model(folder), processor, opened, ServeLimits(**limits), name="tiny", api_key=api_key
-    )
+    model = load_placed(folder)
+    server = ModelServer(model, processor, opened, ServeLimits(**limits), name="tiny", api_key=api_key)
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(lambda _url: ready.set(),))
-    running = Running(server, processor, url_of(opened), thread)
+    running = Running(server, model, processor, url_of(opened), thread)
     thread.start()
     try:
         assert ready.wait(300)

@@ -314,9 +314,9 @@ def damage(folder, what):
     ("what", "message"),
     [
         ("shard missing", r"names model-00002-of-\d+\.safetensors, which is missing: download the folder again"),
-        ("shard cut short", r"was cut short or is damaged at .*: download it again"),
-        ("header cut short", r"is no safetensors file or was cut short"),
-        ("no header", r"has a header that is not JSON"),
+        ("shard cut short", r"is no safetensors file, was cut short or is damaged"),
+        ("header cut short", r"is no safetensors file, was cut short or is damaged"),
+        ("no header", r"is no safetensors file, was cut short or is damaged"),
         ("tensor missing", r"puts model\.extra into .*, which lacks it"),
         ("outside", r"names '\.\./x\.safetensors', no safetensors file of its own folder"),
         ("pickle", r"names 'pytorch_model\.bin', no safetensors file of its own folder"),
@@ -342,7 +342,6 @@ def test_a_weight_of_another_shape_is_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"is quantised \(awq\), and the parts of its"),
         ({"text_config": {"model_type": "qwen2", "num_hidden_layers": "four"}}, r"has no config\.json that"),
     ],
 )

@@ -18,12 +18,12 @@ pytest.importorskip("openai", reason="has the types of the answers: pip install 
 
 from tiny_chat import FAMILIES, picture, question, save_chat_model
 
-from trimtab.serve.batch import depends_on_length, join_rows, rows_agree
+from trimtab.runtime.placing.load import load_placed
+from trimtab.serve.batch import join_rows, rows_agree
 from trimtab.serve.chat import ChatProcessor
-from trimtab.serve.job import Job
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.worker import ModelThread, to_hooked_device
+from trimtab.serve.processor import load_processor
+from trimtab.serve.worker import Job, ModelThread
 
 pytestmark = pytest.mark.torch
 ALIKE = {"do_sample": False, "max_new_tokens": 8}
@@ -34,11 +34,11 @@ class Loaded:
 
     def __init__(self, folder: Path, family: str, **limits: Any) -> None:
         save_chat_model(folder, family)
-        self.model, processor = load_model(folder), load_processor(folder)
+        self.model, processor = load_placed(folder, {"": "cpu"}), load_processor(folder)
         self.chat = ChatProcessor(processor, ServeLimits(**limits), name=family)
         self.processor = processor
-        self.thread = ModelThread(self.model, to_hooked_device, ServeLimits(**limits))
-        self.batching = self.thread.try_batches(*self.chat.examples())
+        self.thread = ModelThread(self.model, ServeLimits(**limits))
+        self.thread.try_batch(self.chat.examples())
 
     def inputs(self, text: str, *images: Any) -> Any:
         shown = [{"type": "image", "image": image} for image in images]
@@ -50,17 +50,19 @@ class Loaded:
             return_tensors="pt",
         )
 
-    def job(self, inputs: Any, **settings: Any) -> Job:
+    def job(self, inputs: Any, *, seed: int | None = None, **settings: Any) -> Job:
         own = copy.deepcopy(self.model.generation_config)
         own.update(**{**ALIKE, **settings})
-        return Job(request_id="", inputs=inputs, settings=own, decode=self.processor.tokenizer.decode)
+        own.seed = seed
+        decode = self.processor.tokenizer.decode
+        return Job(request_id="it", wanted={"it"}, inputs=inputs, settings=own, decode=decode)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_a_batch_are_those_given_alone(family: str, tmp_path: Path) -> None:
     """No image, one and two; unlike lengths; under a repetition penalty, which looks at padding too."""
     loaded = Loaded(tmp_path, family)
-    assert loaded.batching == "up to 16 requests together"
+    assert loaded.thread.together
     rows = [
         loaded.inputs("hello"),
         loaded.inputs("what is in the picture? " * 3, picture(1)),
@@ -86,11 +88,12 @@ def test_a_model_that_reads_padding_answers_one_at_a_time(loaded: Loaded, monkey
         return generate(attention_mask=torch.ones_like(attention_mask), **named)
 
     monkeypatch.setattr(loaded.model, "generate", deaf)
-    thread = ModelThread(loaded.model, to_hooked_device, ServeLimits())
-    assert thread.try_batches(*loaded.chat.examples()) == "one request at a time"
+    assert not rows_agree(loaded.model, loaded.chat.examples())
     monkeypatch.undo()
-    rows = loaded.chat.examples()[1]
-    assert rows_agree(loaded.model, rows, loaded.model.generation_config, to_hooked_device)
+    assert rows_agree(loaded.model, loaded.chat.examples())
+    # rotary frequencies that follow the longest row of a batch
+    monkeypatch.setattr(loaded.model.config.get_text_config(), "rope_parameters", {"rope_type": "longrope"})
+    assert not rows_agree(loaded.model, loaded.chat.examples())
 
 
 def test_padding_repeats_the_rows_own_last_token() -> None:
@@ -106,11 +109,12 @@ def test_padding_repeats_the_rows_own_last_token() -> None:
 
 def test_only_like_requests_go_together_and_the_oldest_goes_first(loaded: Loaded) -> None:
     row, long = loaded.inputs("hello"), loaded.inputs("hello " * 60)
-    oldest = loaded.job(row)
+    oldest, gone = loaded.job(row), loaded.job(row)
+    gone.wanted.clear()
     jobs = {
         "other settings": loaded.job(row, do_sample=True, temperature=0.5),
         "same": loaded.job(row, max_new_tokens=3),
-        "a seed": Job(request_id="", inputs=row, settings=oldest.settings, decode=oldest.decode, seed=1),
+        "a seed": loaded.job(row, seed=1),
         "too long beside the others": loaded.job(long),
         "with a picture": loaded.job(loaded.inputs("hello", picture(1))),
         "n-grams": loaded.job(row, no_repeat_ngram_size=2),
@@ -118,24 +122,11 @@ def test_only_like_requests_go_together_and_the_oldest_goes_first(loaded: Loaded
         "more than fit": loaded.job(row),
     }
     thread = loaded.thread
-    thread._jobs.extend([oldest, *jobs.values()])
-    assert thread._pick() == [oldest, jobs["same"], jobs["with a picture"], jobs["same again"]]
-    assert thread._pick() == [jobs["other settings"]]
-    assert thread._pick() == [jobs["a seed"]]
-    assert thread._pick() == [jobs["too long beside the others"]]
-    assert thread._pick() == [jobs["n-grams"]]
-    assert thread._pick() == [jobs["more than fit"]]
-
-
-def test_a_request_given_up_while_its_prompt_was_made_is_not_answered(loaded: Loaded) -> None:
-    settings = copy.deepcopy(loaded.model.generation_config)
-    settings.update(**ALIKE)
-    loaded.thread.preparing |= {"gone", "stays"}
-    loaded.thread.abandon("gone")
-    jobs = [loaded.thread._submit(loaded.chat, loaded.inputs("hello"), settings, x, None) for x in ("gone", "stays")]
-    assert loaded.thread._take() == jobs[1:]
-    assert jobs[0].done.exception(0) is not None
-    assert not loaded.thread.preparing
+    thread._jobs = [gone, oldest, *jobs.values()]
+    assert thread._take() == [oldest, jobs["same"], jobs["with a picture"], jobs["same again"]]
+    for name in ("other settings", "a seed", "too long beside the others", "n-grams", "more than fit"):
+        assert thread._take() == [jobs[name]]
+    assert not thread._jobs
 
 
 def test_a_request_that_fails_fails_alone(loaded: Loaded) -> None:
@@ -148,13 +139,6 @@ def test_a_request_that_fails_fails_alone(loaded: Loaded) -> None:
     assert loaded.thread._failures == 0
 
 
-def test_rotary_frequencies_that_follow_the_longest_row_are_not_batched(loaded: Loaded) -> None:
-    config = copy.deepcopy(loaded.model.config)
-    assert not depends_on_length(config)
-    config.get_text_config().rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    assert depends_on_length(config)
-
-
 @pytest.mark.parametrize(
     "places", [{"": 0}, {"model.visual": 1, "model.language_model": 0, "lm_head": 0}, {"": "cpu", "lm_head": 1}]
 )
@@ -163,27 +147,27 @@ def test_a_batch_of_a_placed_model_is_that_of_the_whole_one(tmp_path: Path, plac
     pytest.importorskip("accelerate", reason="hooks modules")
     from simulated_devices import simulated
 
-    from trimtab.runtime.placing.load import load_placed, move_inputs
-
     whole = Loaded(tmp_path, "qwen2_5_vl")
     rows = [whole.inputs("hello"), whole.inputs("what is it?", picture(5))]
     expected = [whole.job(row) for row in rows]
     whole.thread._generate(expected)
     with simulated():
         model = load_placed(tmp_path, places)
-        thread = ModelThread(model, move_inputs, ServeLimits())
-        assert thread.try_batches([], rows) == "up to 16 requests together"
+        thread = ModelThread(model, ServeLimits())
+        thread.try_batch(rows)
+        assert thread.together
         found = [whole.job(row) for row in rows]
         thread._generate(found)
     assert [job.tokens for job in found] == [job.tokens for job in expected]
 
 
-def test_torchserves_handler_answers_as_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("places", [{"": "cpu"}, "auto"])
+def test_torchserves_handler_answers_as_the_model(tmp_path: Path, places: Any) -> None:
     """A batch of three: whole answers, and a refusal with its status."""
     from trimtab.serve.torchserve_handler import ChatHandler
 
     whole = Loaded(tmp_path / "model", "llava")
-    setup = {"model_path": str(tmp_path / "model"), "device_map": {"": "cpu"}, "max_memory": None}
+    setup = {"model_path": str(tmp_path / "model"), "device_map": places, "max_memory": {"cpu": "1GiB"}}
     (tmp_path / "setup_config.json").write_text(json.dumps({**setup, "offload_folder": None, "max_new_tokens": 8}))
 
     class Context:
@@ -206,4 +190,4 @@ def test_torchserves_handler_answers_as_the_model(tmp_path: Path) -> None:
         text = whole.processor.tokenizer.decode(tokens, skip_special_tokens=True)
         assert answer["choices"][0]["message"]["content"] == text
     assert context.statuses == {2: 400}
-    assert answers[2]["error"]["message"] == "max_tokens must be from 1 to 8"
+    assert answers[2]["error"]["message"] == "max_tokens must be a number from 1 to 8"

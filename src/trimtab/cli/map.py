@@ -17,9 +17,9 @@ from trimtab.errors import TrimtabError
 from trimtab.placement.workload import Workload
 
 if TYPE_CHECKING:
+    from trimtab.placement.device_bytes import DeviceUse
     from trimtab.placement.machine import Machine
-    from trimtab.placement.place import Placement
-    from trimtab.placement.placed import DeviceUse
+    from trimtab.placement.placed import Placement
     from trimtab.placement.split_model import Assessed
     from trimtab.specs import ModelSpec
 
@@ -77,7 +77,7 @@ def map_model(
     if as_json:
         print_json(_as_json(placement, compared))
         return
-    from trimtab.report.placement_text import print_placement
+    from trimtab.report.placement_tables import print_placement
 
     print_placement(placement, compared, console())
     if out is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,33 +36,22 @@ def serve(
 
     Prints also what vLLM and SGLang need for the same placement: use them for throughput.
     """
-    from trimtab.runtime.placing.load import load_placed, move_inputs
+    from trimtab.runtime.placing.load import load_placed
     from trimtab.serve.config_check import check_config
-    from trimtab.serve.device_map import read_device_map
-    from trimtab.serve.load import load_model, load_processor
+    from trimtab.serve.device_map import WrittenMap, read_device_map
+    from trimtab.serve.processor import load_processor
     from trimtab.serve.server import ModelServer, open_port
 
     key = None if api_key_file is None else _read_key(api_key_file)
-    written = None if device_map is None else read_device_map(device_map)
-
-    def load() -> Any:
-        if written is None:
-            return load_model(model_dir)
-        return load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
-
+    written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
     check_config(model_dir)
     with open_port(host, port, api_key=key) as opened:
-        server = ModelServer(
-            load,
-            load_processor(model_dir),
-            opened,
-            limits,
-            name=name or model_dir.resolve().name,
-            **({} if written is None else {"move_inputs": move_inputs}),
-            api_key=key,
-        )
+        model = load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
+        processor = load_processor(model_dir)
+        server = ModelServer(model, processor, opened, limits, name=name or model_dir.resolve().name, api_key=key)
         _log_requests()
-        log(f"{server.batching}; {_engines(model_dir, None if written is None else written.device_map)}")
+        together = f"up to {limits.max_batch} requests together" if server.thread.together else "one request at a time"
+        log(f"{together}; {_engines(model_dir, written.device_map)}")
         server.run(lambda url: log(f"serving {server.name} on {url}/v1"))
     log("stopped")
 
@@ -80,7 +69,7 @@ def _engines(model_dir: Path, device_map: Mapping[str, int | str] | None) -> str
 
 def _log_requests() -> None:
     """One line for each request on stderr."""
-    requests = logging.getLogger("trimtab.serve.requests")
+    requests = logging.getLogger("uvicorn.access")
     requests.setLevel(logging.INFO)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from trimtab.runtime.placing.load import move_inputs
 
 Inputs = Mapping[str, Tensor]
 
@@ -25,15 +26,18 @@ def prompt_length(inputs: Inputs) -> int:
     return int(inputs["input_ids"].shape[1])
 
 
-def items_of(inputs: Inputs) -> dict[str, Tensor]:
+def _items_of(inputs: Inputs) -> dict[str, Tensor]:
     """The inputs that are lists of items: pixels and what describes them."""
-    return {name: x for name, x in inputs.items() if not _along_sequence(x, prompt_length(inputs))}
+    along_sequence = (1, prompt_length(inputs))
+    return {name: x for name, x in inputs.items() if x.shape[:2] != along_sequence}
 
 
 def fit_together(rows: Sequence[Inputs]) -> bool:
     """Whether items of the same name have the same shape, so that they can be listed one behind the other."""
     shapes: dict[str, Any] = {}
-    return all(shapes.setdefault(name, x.shape[1:]) == x.shape[1:] for row in rows for name, x in items_of(row).items())
+    return all(
+        shapes.setdefault(name, x.shape[1:]) == x.shape[1:] for row in rows for name, x in _items_of(row).items()
+    )
 
 
 def join_rows(rows: Sequence[Inputs]) -> dict[str, Tensor]:
@@ -44,17 +48,18 @@ def join_rows(rows: Sequence[Inputs]) -> dict[str, Tensor]:
     if len(rows) == 1:
         return dict(rows[0])
     longest = max(map(prompt_length, rows))
-    items = [items_of(row) for row in rows]
+    items = {name for row in rows for name in _items_of(row)}
     joined: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        if any(name in found for found in items):
-            joined[name] = torch.cat([found[name] for found in items if name in found])
+        given = [row[name] for row in rows if name in row]
+        if name in items:
+            joined[name] = torch.cat(given)
             continue
         padded = []
         for row in rows:
-            tokens, found = row["input_ids"], row.get(name)
+            tokens = row["input_ids"]
             # a row without this input has none of what it marks
-            x = torch.zeros_like(tokens, dtype=_dtype(rows, name)) if found is None else found
+            x = row[name] if name in row else torch.zeros_like(tokens, dtype=given[0].dtype)
             # Padding repeats the row's own last token: a repetition penalty looks at every token, masked or not, and
             # so finds the same set as without padding. (The last token of a prompt stands for no image.)
             value = int(tokens[0, -1]) if name == "input_ids" else 0
@@ -64,29 +69,18 @@ def join_rows(rows: Sequence[Inputs]) -> dict[str, Tensor]:
     return joined
 
 
-def _along_sequence(x: Tensor, length: int) -> bool:
-    return x.dim() >= 2 and x.shape[0] == 1 and x.shape[1] == length
-
-
-def _dtype(rows: Sequence[Inputs], name: str) -> torch.dtype:
-    return next(row[name].dtype for row in rows if name in row)
-
-
 # -- what the model makes of it -------------------------------------------------------------------------------------
 
 
-def rows_agree(
-    model: Any,
-    rows: Sequence[Inputs],
-    settings: Any,
-    move_inputs: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]],
-) -> bool:
+def rows_agree(model: Any, rows: Sequence[Inputs]) -> bool:
     """Whether a batch gives every row the logits it gets alone, for its first two tokens.
 
     A mask that is not honoured, or positions that count padding, move logits by about their own size; rounding moves
     them by some units of the type's epsilon.
     """
-    settings = copy.deepcopy(settings)
+    if _depends_on_length(model.config) or not fit_together(rows):
+        return False
+    settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=2, min_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     settings.output_logits, settings.eos_token_id = True, None
 
@@ -95,8 +89,6 @@ def rows_agree(
         return torch.stack(found.logits, 1).float().cpu(), found.sequences[:, -2:].cpu()
 
     try:
-        if not fit_together(rows):
-            return False
         alone = [logits_of(dict(row)) for row in rows]
         together, tokens = logits_of(join_rows(rows))
     except Exception as error:  # the families' code raises whatever it likes at a batch it cannot take
@@ -111,22 +103,9 @@ def rows_agree(
     return True
 
 
-def depends_on_length(config: Any) -> bool:
+def _depends_on_length(config: Any) -> bool:
     """Whether rotary frequencies change with the longest row of a batch: then each row changes with the others."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = {ropes.get("rope_type"), *(x.get("rope_type") for x in ropes.values() if isinstance(x, dict))}
     return bool(kinds & {"dynamic", "longrope"})
-
-
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Sampling that repeats, and leaves later requests as unforeseeable as they were."""
-    if seed is None:
-        yield
-        return
-    device = torch.accelerator.current_accelerator()
-    kind = "cuda" if device is None else device.type
-    with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=kind):
-        torch.manual_seed(seed)
-        yield

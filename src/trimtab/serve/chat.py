@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import json
 from typing import Any
 
 from jinja2 import TemplateError
+from PIL import Image
+from starlette.exceptions import HTTPException
 
 from trimtab.errors import ConfigError
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.pictures import decode_picture, read_data_url
-from trimtab.serve.problems import RequestError
+from trimtab.serve.pictures import open_picture
 
 _PROBE = "trimtab asks whether this text arrives"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -22,118 +22,70 @@ class ChatProcessor:
     opens nothing, and reads special tokens within texts as text (Transformers' `sanitize_control_tokens`)."""
 
     def __init__(self, processor: Any, limits: ServeLimits, *, name: str) -> None:
-        self.tokenizer = processor.tokenizer
-        self._processor, self._limits = processor, limits
-        added = [str(x) for x in self.tokenizer.added_tokens_decoder.values()]
-        longest_first = sorted((x for x in added if not x.isspace()), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._processor, self._limits, self.tokenizer = processor, limits, processor.tokenizer
         self._check_template(name)
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], *, tools: Any = None, **named: Any) -> Any:
-        """Inputs of the model for one conversation; `RequestError` 400 where a limit is passed."""
-        self._check_texts([conversation, tools])
-        shown, images, pixels_left = [], 0, self._limits.max_pixels
+        """Inputs of the model for one conversation; `HTTPException` 400 where a limit is passed."""
+        shown, urls = [], []
         for turn in conversation:
             if turn["role"] not in _ROLES:
-                raise RequestError(400, f"a message's role must be one of {', '.join(_ROLES)}", param="messages")
-            parts = []
-            for part in turn["content"]:
-                if part["type"] == "image":
-                    images += 1
-                    if images > self._limits.max_images:
-                        raise RequestError(400, f"a request may hold {self._limits.max_images} images: send fewer")
-                    picture = read_data_url(part["url"], param="messages", max_pixels=pixels_left)
-                    pixels_left -= picture.num_pixels
-                    parts.append({"type": "image", "image": decode_picture(picture)})
-                elif part["type"] == "text":
-                    parts.append(part)
-                else:
-                    raise RequestError(400, f"{part['type']} is not taken: send texts and images", param="messages")
-            self._check_joined(parts)
-            shown.append({**turn, "role": _ROLES[turn["role"]], "content": parts})
+                raise HTTPException(400, f"a message's role must be one of {', '.join(_ROLES)}")
+            if other := {part["type"] for part in turn["content"]} - {"text", "image"}:
+                raise HTTPException(400, f"{other.pop()} is not taken: send texts and images")
+            urls += [part.pop("url") for part in turn["content"] if part["type"] == "image"]
+            shown.append({**turn, "role": _ROLES[turn["role"]]})
+        self.check_length(json.dumps([shown, tools], ensure_ascii=False))
+        if len(urls) > self._limits.max_images:
+            raise HTTPException(400, f"a request may hold {self._limits.max_images} images: send fewer")
+        left = self._limits.max_pixels
+        for part in (part for turn in shown for part in turn["content"] if part["type"] == "image"):
+            part["image"] = open_picture(urls.pop(0), max_pixels=left)
+            left -= part["image"].width * part["image"].height
         try:
             return self._processor.apply_chat_template(shown, tools=tools, sanitize_control_tokens=True, **named)
         except (ValueError, TemplateError, NotImplementedError) as error:  # of templates and image processors
             reason = " ".join(str(error).split())[:300]
-            raise RequestError(400, f"the model's processor refuses this conversation: {reason}") from None
+            raise HTTPException(400, f"the model's processor refuses this conversation: {reason}") from None
 
-    def _check_texts(self, values: Any) -> None:
-        """Refuses more text than the limit, and special tokens where `sanitize_control_tokens` does not look: in the
-        names of JSON fields."""
-        characters = 0
-        for text, is_name in _texts(values):
-            characters += len(text)
-            if is_name and self._control.search(text):
-                raise RequestError(400, f"the field {text[:100]!r} names a special token: give it another name")
-        if characters > self._limits.max_characters:
-            raise RequestError(400, f"the texts hold more than {self._limits.max_characters:,} characters: send less")
+    def check_length(self, text: str) -> None:
+        """Refuses more text than is templated and tokenised in one go."""
+        if len(text) > self._limits.max_characters:
+            raise HTTPException(400, f"the texts hold more than {self._limits.max_characters:,} characters: send less")
 
-    def _check_joined(self, parts: list[dict[str, Any]]) -> None:
-        """Refuses texts that the template would join into a special token."""
-        texts = [part["text"] for part in parts if part["type"] == "text"]
-        alone = sum(len(self._control.findall(text)) for text in texts)
-        if len(texts) > 1 and len(self._control.findall("".join(texts))) != alone:
-            raise RequestError(400, "texts make a special token together: leave it out", param="messages")
-
-    def check_prompt(self, prompt: str) -> None:
-        """A prompt without a template: its special tokens would be read as such."""
-        self._check_texts([prompt])
-        if found := self._control.search(prompt):
-            raise RequestError(400, f"the prompt holds {found[0]!r}, which is a command and no text: leave it out")
-
-    def examples(self) -> tuple[list[Any], list[Any]]:
-        """Short conversations of unlike lengths, without pictures and with none, one and two: for trying batches."""
-        from PIL import Image
-
-        def example(text: str, *colours: str) -> Any:
+    def examples(self) -> list[Any]:
+        """Short conversations of unlike lengths with no, one and two pictures, for trying a batch; none where this
+        processor does not take them."""
+        asked: dict[str, tuple[str, ...]] = {
+            "Name three colours of the rainbow, please.": (),
+            "What is this?": ("red",),
+            "And which are these two?": ("blue", "red"),
+        }
+        found = []
+        for text, colours in asked.items():
             shown = [{"type": "image", "image": Image.new("RGB", (96, 64), colour)} for colour in colours]
             turn = {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
-            return self._processor.apply_chat_template(
-                [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-            )
-
-        texts = [example("What is 2 + 2?"), example("Name three colours of the rainbow, please.")]
-        try:
-            return texts, [
-                texts[0],
-                example("What is this?", "red"),
-                example("And which are these two?", "blue", "red"),
-            ]
-        except Exception:  # families' processors raise whatever they like, as at two images where they take one
-            return texts, []
+            named = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            try:
+                found.append(self._processor.apply_chat_template([turn], **named))
+            except Exception:  # families' processors raise whatever they like, as at two images where they take one
+                return []
+        return found
 
     def decode(self, tokens: Any, **named: Any) -> str:
         return str(self.tokenizer.decode(tokens, **named))
 
     def _check_template(self, name: str) -> None:
-        """Whether the folder's chat template can write a message given as parts."""
+        """Whether the folder's tokenizer knows words, and its chat template writes a message given as parts."""
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         try:
             text = self._processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         except (ValueError, TypeError, TemplateError) as error:
-            raise ConfigError(
-                f"the chat template of {name} cannot be used: {error}; put a chat_template.jinja beside the model"
-            ) from None
+            text = f"it says: {error}"
         if not self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:  # Transformers makes empty ones
-            raise ConfigError(
-                f"the tokenizer of {name} knows no words: put tokenizer.json and tokenizer_config.json beside the model"
-            )
+            text = "the tokenizer knows no words"
         if _PROBE not in text or "'type'" in text:
             raise ConfigError(
-                f"the chat template of {name} does not write messages whose content is a list of parts: put one that "
-                "does into chat_template.jinja beside the model"
+                f"{name} cannot write a message whose content is a list of parts ({' '.join(text.split())[:200]}): put "
+                "its tokenizer.json and a chat_template.jinja that can beside the model"
             )
-
-
-def _texts(value: Any) -> Iterator[tuple[str, bool]]:
-    """Every text in nested lists and objects, images left out, and whether it is a field's name."""
-    if isinstance(value, str):
-        yield value, False
-    elif isinstance(value, list):
-        for x in value:
-            yield from _texts(x)
-    elif isinstance(value, dict):
-        for name, x in value.items():
-            yield name, True
-            if not (name == "url" and value.get("type") == "image"):
-                yield from _texts(x)

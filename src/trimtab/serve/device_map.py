@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trimtab.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenMap:
-    """A device map as a file has it."""
+    """A device map as a file has it; whether it fits a model is seen when that is loaded."""
 
-    device_map: dict[str, int | str]  # module path -> a GPU's number, "cpu" or "disk"
+    device_map: dict[str, int | str] | None  # module path -> a GPU's number, "cpu" or "disk"; None: all on one device
     runs_on: dict[str, int | str]  # of modules on "cpu" or "disk": the GPU they are copied to, or "cpu"
 
 
@@ -22,28 +21,10 @@ def read_device_map(path: Path) -> WrittenMap:
     """A JSON file's map: the bare mapping, or what `trimtab map` wrote with where the rest runs."""
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; write it with trimtab map --json") from None
-    found: dict[str, Any] = content if isinstance(content, dict) else {}
-    whole = "device_map" in found
-    placed = _devices(found["device_map"] if whole else found, path)
-    if not placed:
-        raise ConfigError(f"{path} holds no device map: write it with trimtab map --json")
-    if not whole:
-        return WrittenMap(placed, {})
-    computed = found.get("run_on_cpu", [])
-    runs_on = _devices(found.get("runs_on", {}), path)
-    if not isinstance(computed, list) or not all(isinstance(x, str) for x in computed):
-        raise ConfigError(f"{path} has a run_on_cpu that is no list of modules: write it with trimtab map --json")
-    return WrittenMap(placed, {**runs_on, **dict.fromkeys(computed, "cpu")})
-
-
-def _devices(places: object, path: Path) -> dict[str, int | str]:
-    if not isinstance(places, dict):
-        raise ConfigError(f"{path} holds no device map: write it with trimtab map --json")
-    for module, device in places.items():
-        if isinstance(device, bool) or not isinstance(device, int | str):
-            raise ConfigError(
-                f"{path} places {module!r} on {device!r}, which is no device: write a number, cpu or disk"
-            )
-    return places
+        placed = content.get("device_map", content)
+        runs_on = {**content.get("runs_on", {}), **dict.fromkeys(content.get("run_on_cpu", []), "cpu")}
+        if not placed or not all(type(x) in (int, str) for x in [*placed.values(), *runs_on.values()]):
+            raise ValueError("its devices are neither numbers, cpu nor disk")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} holds no device map ({error}): write it with trimtab map --json") from None
+    return WrittenMap(placed, runs_on)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from trimtab.errors import TrimtabError
-from trimtab.serve.application import PlacedGeneration, PlacedModel, build_application, quiet_transformers
+from trimtab.serve.application import PlacedModel, build_application
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.connection import connection_class
-from trimtab.serve.gate import Gate, is_loopback
+from trimtab.serve.gate import Gate
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.worker import ModelThread, to_hooked_device
+from trimtab.serve.worker import ModelThread
 
 
 def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
@@ -31,7 +29,7 @@ def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise TrimtabError(f"{host} is no address of this machine ({error.strerror}): serve on 127.0.0.1") from None
-    if api_key is None and not is_loopback(str(address[0])):
+    if api_key is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         raise TrimtabError(
             f"{host} can be reached from other machines, and no key is asked for: "
             "serve on 127.0.0.1, or name a file with a key as --api-key-file"
@@ -42,21 +40,10 @@ def open_port(host: str, port: int, *, api_key: str | None) -> socket.socket:
         opened.bind(address)
     except OSError as error:
         opened.close()
-        raise TrimtabError(_unservable(host, port, error)) from None
+        raise TrimtabError(
+            f"cannot serve on {host} port {port} ({error.strerror}): name another with --port, or 0 for a free one"
+        ) from None
     return opened
-
-
-def _listen(opened: socket.socket) -> None:
-    """Refuses where another server took the port while both still loaded: two may bind it, one may listen."""
-    try:
-        opened.listen()
-    except OSError as error:
-        host, port = opened.getsockname()[:2]
-        raise TrimtabError(_unservable(host, port, error)) from None
-
-
-def _unservable(host: str, port: int, error: OSError) -> str:
-    return f"cannot serve on {host} port {port} ({error.strerror}): name another with --port, or 0 for a free one"
 
 
 def url_of(opened: socket.socket) -> str:
@@ -65,84 +52,56 @@ def url_of(opened: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _Server(uvicorn.Server):  # type: ignore[misc] # uvicorn is not read by the type checker
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._captured_signals.clear()  # uvicorn (0.54) raises them once more when it is done, and the process dies
+
+
 class ModelServer:
     """One placed model on one port. `run` returns after SIGTERM, SIGINT or `stop` once every accepted request is
-    answered; a second SIGINT, or `drain_s` after the first, ends the requests that are left at their next token.
-
-    `load` gives the model (as `load_placed` does), `move_inputs` puts inputs where it wants them.
-    """
+    answered; a second SIGINT, or `drain_s` after the first, ends the requests that are left at their next token."""
 
     def __init__(
         self,
-        load: Callable[[], Any],
+        model: Any,
         processor: Any,
         opened: socket.socket,
         limits: ServeLimits,
         *,
         name: str,
-        move_inputs: Callable[..., Any] = to_hooked_device,
         api_key: str | None = None,
     ) -> None:
-        quiet_transformers()
         chat = ChatProcessor(processor, limits, name=name)
-        placed = PlacedModel(name, load, chat)
-        self.name, self.model, self._socket = name, placed.model, opened
-        self.placed = placed
-        self.thread = ModelThread(placed.model, move_inputs, limits)
-        self.batching = self.thread.try_batches(*chat.examples())
-        self._generation = PlacedGeneration(self.thread, limits)
-        app = build_application(placed, self._generation)
-        self.gate = Gate(app, limits, abandon=self.thread.abandon, api_key=api_key)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                self.gate,
-                http=connection_class(limits.max_transfer_s),
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                log_level="error",  # not a line for every scanner that sends no HTTP
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_graceful_shutdown=math.ceil(limits.drain_s),
-            )
+        self.name, self.thread, self._socket = name, ModelThread(model, limits), opened
+        self.thread.try_batch(chat.examples())
+        app = build_application(PlacedModel(name, model, chat), self.thread)
+        config = uvicorn.Config(
+            Gate(app, self.thread, limits, api_key=api_key),
+            http=connection_class(limits.max_transfer_s),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # not a line for every scanner that sends no HTTP
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(limits.drain_s),
         )
+        self._uvicorn = _Server(config)
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Serves; `on_ready` gets the server's URL once the port listens."""
-        url = url_of(self._socket)
-        with _signals_to(self.stop):
+        with self._socket:
+            self._socket.listen()
+            self.thread.start()
             try:
-                _listen(self._socket)
-                self.thread.start()
-                try:
-                    if on_ready is not None:
-                        on_ready(url)
-                    self._uvicorn.run(sockets=[self._socket])
-                finally:
-                    self._generation.shutdown()
+                if on_ready is not None:
+                    on_ready(url_of(self._socket))
+                self._uvicorn.run(sockets=[self._socket])
             finally:
-                self._socket.close()
+                self.thread.shutdown()
 
     def stop(self) -> None:
         """As SIGTERM does, from another thread."""
         self._uvicorn.should_exit = True
-
-
-@contextmanager
-def _signals_to(stop: Callable[[], None]) -> Iterator[None]:
-    """uvicorn raises the signals it caught once more when it is done, to whoever listened before it: nobody may die."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def hear(_signal: int, _frame: FrameType | None) -> None:
-        stop()
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,17 +11,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from fastapi import HTTPException
+from accelerate import infer_auto_device_map
+from starlette.exceptions import HTTPException
+from torch import device
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from trimtab.runtime.placing.load import load_placed, move_inputs
-from trimtab.serve.application import PlacedGeneration, PlacedModel, chat_handler
-from trimtab.serve.body import parse_json
+from trimtab.runtime.placing.load import load_placed
+from trimtab.serve.application import Chat, PlacedModel
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.config_check import check_config
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.load import load_model, load_processor
-from trimtab.serve.problems import RequestError
-from trimtab.serve.worker import ModelThread, to_hooked_device
+from trimtab.serve.problems import refusal
+from trimtab.serve.processor import load_processor
+from trimtab.serve.worker import ModelThread
 
 
 class ChatHandler:
@@ -32,24 +34,19 @@ class ChatHandler:
         archive = Path(context.system_properties["model_dir"])
         setup = json.loads((archive / "setup_config.json").read_text(encoding="utf-8"))
         folder = archive / setup["model_path"]  # an absolute path stays what it is
-        offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
-        placed = setup["device_map"] != "auto"
         check_config(folder)
-
-        def load() -> Any:
-            if placed:
-                return load_placed(folder, setup["device_map"], offload_folder=offload)
-            # JSON has no numbers as keys, and Accelerate knows a GPU by its number alone
-            memory = {int(k) if k.isdigit() else k: v for k, v in (setup["max_memory"] or {}).items()} or None
-            return load_model(folder, "auto", offload_folder=offload, max_memory=memory)
-
+        places = setup["device_map"]
+        if places == "auto":
+            places = _accelerates_map(folder, setup["max_memory"])
+        offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
+        model = load_placed(folder, places, offload_folder=offload)
         limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
         chat = ChatProcessor(load_processor(folder), limits, name=context.model_name)
-        model = PlacedModel(context.model_name, load, chat)
-        thread = ModelThread(model.model, move_inputs if placed else to_hooked_device, limits)
-        thread.try_batches(*chat.examples())
-        thread.start()
-        self._limits, self._handler = limits, chat_handler(model, PlacedGeneration(thread, limits))
+        self._thread = ModelThread(model, limits)
+        self._thread.try_batch(chat.examples())
+        self._thread.start()
+        placed = PlacedModel(context.model_name, model, chat)
+        self._handler = Chat(model_manager=placed, generation_state=self._thread)
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[str]:
         """A JSON text for each request of the batch."""
@@ -59,18 +56,27 @@ class ChatHandler:
         return list(await asyncio.gather(*(self._answer(i, body, context) for i, body in enumerate(bodies))))
 
     async def _answer(self, i: int, body: Any, context: Any) -> str:
-        content = bytes(body) if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
+        request_id = uuid.uuid4().hex
         context.set_response_content_type(i, "application/json")
+        self._thread.wanted.add(request_id)
         try:
-            request = parse_json(content, self._limits)
-            if not isinstance(request, dict):
-                raise RequestError(400, "the body must be one JSON object")
-            if request.get("stream"):
-                raise RequestError(400, "a stream was asked for and answers come whole here: leave stream out")
-            answer = await self._handler.handle_request(request, uuid.uuid4().hex)
-            return bytes(answer.body).decode()
-        except (RequestError, HTTPException) as error:
-            if isinstance(error, HTTPException):
-                error = RequestError(error.status_code, str(error.detail))
-            context.set_response_status(code=error.status, phrase="refused", idx=i)
-            return json.dumps(error.body)
+            if not isinstance(body, dict) or body.get("stream"):
+                raise HTTPException(400, "the body must be one JSON object without stream: answers come whole here")
+            answer = await self._handler.handle_request(body, request_id)
+        except HTTPException as error:
+            context.set_response_status(code=error.status_code, phrase="refused", idx=i)
+            answer = refusal(error)
+        finally:
+            self._thread.wanted.discard(request_id)
+        return bytes(answer.body).decode()
+
+
+def _accelerates_map(folder: Path, max_memory: dict[str, str] | None) -> dict[str, int | str]:
+    """Accelerate's own map under `max_memory`, from the names of devices as JSON has them."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
+    model.tie_weights()
+    memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()} or None
+    classes = list(model._no_split_modules or ())
+    return dict(infer_auto_device_map(model, max_memory=memory, no_split_module_classes=classes))

@@ -14,7 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
-from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
 from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
@@ -22,7 +23,7 @@ from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
 
 def load_placed(
     path: str | Path,
-    placement: Placement | Mapping[str, DeviceKey],
+    placement: Placement | Mapping[str, DeviceKey] | None = None,
     *,
     runs_on: Mapping[str, DeviceKey] | None = None,
     dtype: torch.dtype | None = None,
@@ -31,10 +32,10 @@ def load_placed(
 ) -> Any:
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
-    A GPU's number, "cpu" or "disk" for each module. Modules on "cpu" or "disk" run on the GPU that the placement says,
-    or `runs_on` beside a bare map, their weights copied there each time; embeddings run in host memory and only rows
-    move. What is on disk stays in the
-    folder's own files, or is written to `offload_folder` where one is named. `dtype`: that of the config if None.
+    A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
+    "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
+    each time; embeddings run in host memory and only rows move. What is on disk stays in the folder's own files, or is
+    written to `offload_folder` where one is named. `dtype`: that of the config if None.
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
 
@@ -42,8 +43,17 @@ def load_placed(
     device. Runs no code of the folder.
     """
     folder = Path(path)
+    if placement is None:
+        placement = {"": 0 if torch.accelerator.is_available() else "cpu"}
     stored = open_weights(folder)
     config = _read_config(folder, attention)
+    places = placement.device_map if isinstance(placement, Placement) else placement
+    if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(places.values())) > 1:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{folder} is quantised ({method}), and the parts of its weights are not moved by a device map here: use "
+            "the folder that it was made from, or put it whole on one device"
+        )
     kind = _model_class(folder, config)
     with torch.device("meta"):
         skeleton = kind(config)
@@ -85,12 +95,6 @@ def _read_config(folder: Path, attention: str | None) -> Any:
             f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
             f"folder's own code ({reason}): use a folder in Transformers' own format"
         ) from None
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ConfigError(
-            f"{folder} is quantised ({kind}), and the parts of its weights are not moved by a device map here: use the "
-            "folder that it was made from, or load it without a map"
-        )
     if attention is not None:
         config._attn_implementation = attention
     return config
@@ -159,17 +163,22 @@ def _load(
     with warnings.catch_warnings():
         # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
-        model, report = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=lazy.state_dict(),
-            device_map=dict(load_map),
-            dtype=dtype,
-            offload_folder=None if offload_folder is None else str(offload_folder),
-            ignore_mismatched_sizes=True,  # they are refused below, in a sentence
-            output_loading_info=True,
-            **generation,
-        )
+        try:
+            model, report = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=lazy.state_dict(),
+                device_map=dict(load_map),
+                dtype=dtype,
+                offload_folder=None if offload_folder is None else str(offload_folder),
+                ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+                output_loading_info=True,
+                **generation,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"{folder} cannot be loaded ({error}): install what its quantised weights ask for"
+            ) from None
     problems = [f"{folder} holds no weight for {name}: download it again" for name in sorted(report["missing_keys"])]
     problems += [
         f"{folder} holds {name} in another shape than config.json says: use the config.json that came with it"
@@ -186,7 +195,6 @@ def _settle(
 ) -> dict[str, StoredTensor]:
     """Copies into host memory what belongs there; where what belongs on disk lies, by its name in the model."""
     on_disk: dict[str, StoredTensor] = {}
-    lost: list[str] = []
     for unit in placed.units:
         if not isinstance(unit.home, str):
             continue
@@ -200,10 +208,6 @@ def _settle(
                 parameter.data = parameter.data.clone()
             elif unit.home == "disk" and origin is not None:
                 on_disk[name] = origin
-            elif unit.home == "disk":
-                lost.append(name)
-    if lost:
-        raise PartitionError(join_problems([_converted(name) for name in lost]))
     return on_disk
 
 
@@ -221,15 +225,16 @@ def _check_on_disk(
         and tails.get(_tail(name)) != (dtype if parameter.is_floating_point() else parameter.dtype)
     ]
     if lost:
-        raise PartitionError(join_problems([_converted(name) for name in lost]))
+        raise PartitionError(
+            join_problems(
+                [
+                    f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or "
+                    "in parts: name an offload folder, or place it on a GPU or the CPU"
+                    for name in lost
+                ]
+            )
+        )
 
 
 def _tail(name: str) -> str:
     return ".".join(name.split(".")[-2:])
-
-
-def _converted(name: str) -> str:
-    return (
-        f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or in parts: "
-        "name an offload folder, or place it on a GPU or the CPU"
-    )

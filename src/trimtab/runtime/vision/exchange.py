@@ -5,7 +5,7 @@ rank r computes a loss ℓ_r from gathered rows e = (e_1, ..., e_N). With Σ_r �
 
     Σ_s ∂(Σ_r ℓ_r)/∂e_s · ∂e_s/∂θ  =  κ ∂L/∂θ,      and      ∂(Σ_r ℓ_r)/∂e_s  =  Σ_r ∂ℓ_r/∂e_s :
 
-each rank must receive the gradients that *all* ranks have for its rows, added up. The gradients of θ
+each rank must receive the gradients that *all* ranks have for its rows, added up (reduce-scatter). The gradients of θ
 then add up over the ranks to κ ∂L/∂θ, as those of the replicated text parameters do. So a host that sums parameter
 gradients needs κ = 1, one that averages them needs κ = N, and vision is right exactly where text is. Keeping the own
 slice of the own gradient drops the other ranks' terms; multiplying it by N puts the own term in their place: both are
@@ -27,6 +27,12 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.specs import IntArray
 
+MAX_PADDING = 1.25
+"""All-gather pads every rank's rows to the most; past this factor rows go by all-to-all, which pads nothing."""
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second until torch 2.12
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLayout:
@@ -34,9 +40,14 @@ class RowLayout:
 
     owner: IntArray  # (T,)
     position: IntArray  # (T,)
+    counts: IntArray  # (N,) rows each rank made
 
     def __len__(self) -> int:
         return len(self.owner)
+
+    @property
+    def is_padded_cheaply(self) -> bool:
+        return bool(len(self.counts) * self.counts.max() <= MAX_PADDING * max(1, len(self)))
 
 
 def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayout:
@@ -49,14 +60,33 @@ def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayou
     first = np.empty(len(rows), np.int64)  # of each atom, within its rank's rows
     first[order] = ends[:-1] - np.repeat(ends[offsets[:-1]], np.diff(offsets))
     within = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
-    return RowLayout(owner=np.repeat(rank_of, rows), position=np.repeat(first, rows) + within)
+    return RowLayout(
+        owner=np.repeat(rank_of, rows),
+        position=np.repeat(first, rows) + within,
+        counts=ends[offsets[1:]] - ends[offsets[:-1]],
+    )
+
+
+def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
+    """All rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
+
+    One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
+    """
+    num_ranks = dist.get_world_size(group)
+    if not layout.is_padded_cheaply:
+        everything = np.arange(len(layout))
+        return route_rows(rows, layout, [everything] * num_ranks, group)
+    padded = int(layout.counts.max())
+    index = torch.from_numpy(layout.owner * padded + layout.position).to(rows.device)
+    result: Tensor = _GatherRows.apply(rows, index, padded, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any) -> Tensor:
     """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
 
-    One all-to-all forward and one backward: what every rank wants is an all-gather that pads nothing. A row several
-    ranks want gets the sum of their gradients, added in the order of ranks.
+    One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
+    order of ranks.
     """
     rank = dist.get_rank(group)
     send = [layout.position[ids[layout.owner[ids] == rank]] for ids in wanted]
@@ -86,6 +116,29 @@ class _Routes:
     received: list[int]  # rows that come from each rank
     places: Tensor  # where arriving row i goes
     group: Any
+
+
+class _GatherRows(torch.autograd.Function):
+    """All-gather of padded rows, put in order; backward: reduce-scatter (sum)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any) -> Tensor:
+        ctx.index, ctx.padded, ctx.num_rows, ctx.group = index, padded, len(rows), group
+        num_ranks = dist.get_world_size(group)
+        own = rows.new_zeros(padded, rows.shape[1])
+        own[: len(rows)] = rows
+        gathered = rows.new_empty(num_ranks * padded, rows.shape[1])
+        _gather(gathered, own, group=group)
+        return gathered.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        spread = grad.new_zeros(dist.get_world_size(ctx.group) * ctx.padded, grad.shape[1])
+        spread.index_copy_(0, ctx.index, grad)
+        own = grad.new_empty(ctx.padded, grad.shape[1])
+        _reduce_scatter(own, spread, group=ctx.group)
+        return own[: ctx.num_rows], None, None, None
 
 
 class _RouteRows(torch.autograd.Function):

@@ -18,7 +18,7 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.dispatch import move_images, pool_images
-from trimtab.runtime.vision.exchange import RowLayout, lay_out_rows, route_rows
+from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
 from trimtab.runtime.vision.families import PIXELS, Family, Kind
 from trimtab.runtime.vision.gradients import Loss, Reduction
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
@@ -268,8 +268,10 @@ class VisionDataParallel:
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         self.load.add(inputs.patches, shares, control.rank)
         is_routed = self.settings.exchange == "routed"
-        wanted = self._find_wanted(seam, layout) if is_routed else [np.arange(len(layout))] * self.num_ranks
-        rows = route_rows(features.rows, layout, wanted, self.group)
+        if is_routed:
+            rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
+        else:
+            rows = gather_rows(features.rows, layout, self.group)
         entries = num_rows if is_routed else _sum_entries(num_rows, inputs.entries)
         return write_features(features, rows, entries, whole=not is_routed)
 
