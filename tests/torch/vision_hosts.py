@@ -15,12 +15,12 @@ from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import run_odd_uses
 from vision_runs import (
-    BATCHES,
     MODES,
     VIDEO_TOKEN,
     fully_shard_model,
     make_case,
     make_rank_case,
+    run_both_gathers,
     run_dispatched,
     run_groups,
     run_matrix,
@@ -299,7 +299,7 @@ def run_on_two(rank: int, folder: str) -> None:
 
 
 def run_on_three(rank: int, folder: str) -> None:
-    run_matrix(rank, folder, ["qwen3_vl"], list(BATCHES), ["plain"])
+    run_both_gathers(rank, folder)
     run_routed(rank, folder)
     for wrapped in ("plain", "fsdp2", "ddp"):
         run_dispatched(rank, folder, wrapped)
