@@ -55,8 +55,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "test_a_model_has_the_layers_of_the_description_and_reads_those_it_says_are_read": 3,  # 6
     "torch/test_pipeline_build.py::"
     "test_something_crosses_every_cut_with_images_and_text_alone_behind_the_embedding": 3,  # 6
-    "torch/test_pipeline_runs.py::test_one_replica_loses_bit_by_bit_what_one_process_loses": 0,
-    "torch/test_pipeline_runs.py::test_twenty_optimizer_steps_lose_what_one_process_loses": 0,  # 10
     "torch/test_placement_families.py::test_every_map_gives_the_whole_models_answer": 2,  # 95
     "torch/test_placement_load.py::test_a_written_map_runs_what_is_copied_where_the_plan_says": 0,  # 3
     "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
