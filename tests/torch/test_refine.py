@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.build import write_plan
-from trimtab.plan.decide.candidates import candidate_splits
+from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.reload import load_details, reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.training.refine import RefineSettings, refine

@@ -10,6 +10,7 @@ from plans import small_plan
 
 from trimtab.costs.devices import find_device
 from trimtab.partition.assess import DeviceMemory
+from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
@@ -59,47 +60,6 @@ def make_model(num_vision: int = 45, num_language: int = 48, name: str = "Intern
     return ModelSpec(name=name, family="internvl_chat", layers=tuple(layers), image_rule=_Rule(), vocab_size=92553)
 
 
-def simulate_step(forward: np.ndarray, backward: np.ndarray, num_devices: int) -> Timeline:
-    """Greedy backward-first pipeline over (num_stages, num_microbatches) seconds: legal, not claimed to be best."""
-    S, M = forward.shape
-    P = num_devices
-    end = np.full((2, S, M), np.nan)
-    free = np.zeros(P)
-    next_f, next_b = np.zeros(S, int), np.zeros(S, int)
-    rows: list[tuple[int, int, int, float, float]] = []
-    for _ in range(2 * S * M):
-        best: tuple[float, int, int, int] | None = None
-        for s in range(S):
-            d = s % P
-            if (m := int(next_b[s])) < M and m < next_f[s]:
-                ready = end[0, s, m] if s == S - 1 else end[1, s + 1, m]
-                if not np.isnan(ready):
-                    key = (max(free[d], ready), 0, -s, m)
-                    best = key if best is None or key < best else best
-            if (m := int(next_f[s])) < M and m - next_b[s] < S - s + (0 if S == P else P):
-                ready = 0.0 if s == 0 else end[0, s - 1, m]
-                if not np.isnan(ready):
-                    key = (max(free[d], ready), 1, s, m)
-                    best = key if best is None or key < best else best
-        assert best is not None
-        start, is_forward, s, m = best
-        s = abs(s)
-        took = (forward if is_forward else backward)[s, m]
-        end[1 - is_forward, s, m] = free[s % P] = start + took
-        (next_f if is_forward else next_b)[s] += 1
-        rows.append((s, m, 1 - is_forward, start, start + took))
-    stage, mb, kind, start_s, end_s = (np.array(c) for c in zip(*rows, strict=True))
-    return Timeline(
-        stage=stage.astype(np.int32),
-        microbatch=mb.astype(np.int32),
-        kind=kind.astype(np.int8),
-        start_s=start_s.astype(float),
-        end_s=end_s.astype(float),
-        num_devices=P,
-        makespan_s=float(end_s.max()),
-    )
-
-
 def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     cuts = np.linspace(0, num_layers, num_stages + 1).round().astype(int).tolist()
     return tuple(Stage(index=i, start=cuts[i], stop=cuts[i + 1]) for i in range(num_stages))
@@ -137,7 +97,9 @@ def make_variant(
         stages = tuple(_recompute_third(s) if s.index < S // 2 else s for s in stages)
     f = 0.036 / S * 4 * (1 + skew * np.linspace(1, -1, S)) if S > 1 else np.array([0.12])
     weight = np.resize(fill / fill.mean(), num_microbatches)
-    line = simulate_step(f[:, None] * weight, 2.1 * f[:, None] * weight, pp)
+    forward, none = f[:, None] * weight, np.zeros((S, num_microbatches))
+    times = StageTimes(forward_s=forward, backward_s=2.1 * forward, send_forward_s=none, send_backward_s=none)
+    line = simulate(times, schedule="Interleaved1F1B" if chunks > 1 else "1F1B", num_devices=pp)
     in_flight = np.arange(pp, 0, -1)
     memory = tuple(
         DeviceMemory(

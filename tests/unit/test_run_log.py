@@ -141,15 +141,12 @@ def test_a_run_of_another_plan_is_refused(tmp_path):
     [
         ("NVIDIA A100-SXM4-80GB", "A100-80GB", True),
         ("NVIDIA H200", "H200", True),
-        ("NVIDIA H100 80GB HBM3", "A100-80GB", False),
         ("CPU, x86_64", "A100-80GB", False),
         ("CPU, x86_64", "cpu", True),
-        ("cpu", "cpu", True),
         ("NVIDIA H20", "H200", False),
         ("NVIDIA H200", "H20", False),
         ("NVIDIA A100-SXM4-40GB", "A100-80GB", False),
         ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090", True),
-        ("NVIDIA GeForce RTX 4090", "H100-80GB", False),
     ],
 )
 def test_times_are_compared_on_the_planned_device_alone(device, planned, same):
@@ -166,12 +163,6 @@ def test_the_comparison_is_step_by_step_and_leaves_the_first_out():
     narrow = compare_times(fixtures.make_run(40), band=0.04)
     assert narrow is not None
     assert narrow.share_inside == 0.0
-
-
-def test_nothing_is_compared_where_nothing_was_simulated():
-    run = fixtures.make_run(4)
-    bare = replace(run, steps=tuple(replace(record, planned_s=None) for record in run.steps))
-    assert compare_times(bare, band=0.1) is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,14 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes_section, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
-from trimtab.report.plan_tables import packing_note, packing_table, stages_table, variants_table
+from trimtab.report.plan_tables import (
+    SEARCHED_NOTE,
+    packing_note,
+    packing_table,
+    searched_table,
+    stages_table,
+    variants_table,
+)
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
@@ -42,6 +49,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         vision_section(details),
         pack_sizes_section(details),
         _stages(details),
+        _searched(details),
         _packing(details),
         _decisions(details),
         _inputs(details),
@@ -55,7 +63,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
 
 
 def _header(details: PlanDetails, *, beside_run: bool) -> str:
-    plan, rows = details.plan, details.plan.estimates.variants
+    plan = details.plan
     cluster = plan.inputs.cluster
     num_devices = cluster.num_nodes * cluster.devices_per_node
     return (
@@ -64,50 +72,37 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
         f"<h1>{esc(plan.inputs.model.name, 120)}</h1>"
         f'<p class="lead">{esc(plan.summary, 600)}</p>'
         f'<dl class="tiles">{"".join(_tiles(details))}</dl>'
-        f'<p class="note">{escape(error_sentence(details, beside_run=beside_run))}'
-        + (
-            " Steps of two variants may hold different numbers of samples: compare samples per second."
-            * (len(rows) > 1)
-        )
-        + "</p></header>\n"
+        f'<p class="note">{escape(error_sentence(details, beside_run=beside_run))} Steps of two variants may hold '
+        "different numbers of samples: compare samples per second.</p></header>\n"
     )
 
 
 def _tiles(details: PlanDetails) -> list[str]:
     estimates = details.plan.estimates
     first, last = estimates.compared[0], estimates.compared[-1]
-    compared = len(estimates.variants) > 1
-    rate, step = count_scale([last.samples_per_s]), time_scale([first.step_ms / 1e3, last.step_ms / 1e3])
-    cap = memory_scale([details.memory_cap_bytes])
+    step, cap = time_scale([first.step_ms / 1e3, last.step_ms / 1e3]), memory_scale([details.memory_cap_bytes])
+    rate = count_scale([last.samples_per_s])
     band = f'<span class="nw">± {percent(estimates.time_error, digits=0)}</span>'
-    base = '<br>baseline <span class="nw">{}</span>' if compared else ""
-    rates = f"{rate.number(last.samples_per_s)} samples/s {band}"
-    speed = (
-        ratio_text(last.samples_per_s / first.samples_per_s),
-        f"{rates}{base.format(rate.number(first.samples_per_s))}",
-    )
-    alone = (rate.number(last.samples_per_s), rates)
     gains = last.samples_per_s > (1 + GAIN_NOISE) * first.samples_per_s
     fits = "" if first.fits else ' <span class="bad">(does not fit)</span>'
-    peak = f"{last.peak_memory_gib:.1f} GiB"
     over = "" if last.fits else ' <span class="bad">does not fit:</span>'
+
+    def beside(words: str, baseline: str) -> str:
+        return f'{words}<br>baseline <span class="nw">{baseline}</span>'
+
     return [
-        tile("Samples per second, predicted", *(speed if compared else alone), look="main" if gains else ""),
         tile(
-            "Step time, predicted",
-            step.text(last.step_ms / 1e3),
-            f"{band}{base.format(step.text(first.step_ms / 1e3))}",
+            "Samples per second, predicted",
+            ratio_text(last.samples_per_s / first.samples_per_s),
+            beside(f"{rate.number(last.samples_per_s)} samples/s {band}", rate.number(first.samples_per_s)),
+            look="main" if gains else "",
         ),
-        tile(
-            "Devices idle",
-            percent(last.idle_share),
-            f"of their time{base.format(percent(first.idle_share))}",
-        ),
+        tile("Step time, predicted", step.text(last.step_ms / 1e3), beside(band, step.text(first.step_ms / 1e3))),
+        tile("Devices idle", percent(last.idle_share), beside("of their time", percent(first.idle_share))),
         tile(
             "Peak memory per device",
-            peak,
-            f"{over} of {cap.text(details.memory_cap_bytes)}{base.format(f'{first.peak_memory_gib:.1f} GiB')}"
-            + (fits if compared else ""),
+            f"{last.peak_memory_gib:.1f} GiB",
+            beside(f"{over} of {cap.text(details.memory_cap_bytes)}", f"{first.peak_memory_gib:.1f} GiB") + fits,
         ),
     ]
 
@@ -116,10 +111,9 @@ def _tiles(details: PlanDetails) -> list[str]:
 
 
 def _variants(details: PlanDetails) -> str:
-    note = "The whole data set, run once in each way" + (
-        "; each row adds one decision to the row above, and the last is this plan."
-        if len(details.variants) > 1
-        else "."
+    note = (
+        "The whole data set, run once in each way; each row adds one decision to the row above, and the last is this "
+        "plan."
     )
     return section("Before and after", note, on_page(variants_table(details)))
 
@@ -133,6 +127,12 @@ def _stages(details: PlanDetails) -> str:
         f"The slowest stage is {percent(over)} above the mean."
     )
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
+
+
+def _searched(details: PlanDetails) -> str:
+    if not details.plan.estimates.searched:
+        return ""
+    return section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
 
 
 def _packing(details: PlanDetails) -> str:

@@ -48,7 +48,6 @@ class PlanDetails:
     packing: Packing
     schedule: Schedule
     profile: Profile
-    saved_profile: Profile | None = None  # whose seconds `profile` carries; None: the formulas'
     memory_cap_bytes: float  # per device, reserve included
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
     # file name -> content of what lies beside the plan file, as its hashes name it

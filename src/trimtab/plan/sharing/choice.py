@@ -9,7 +9,7 @@ from trimtab.options import Option, Rule, VisionExchange, VisionGroup, VisionObj
 
 if TYPE_CHECKING:
     from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
-    from trimtab.specs import ModelSpec
+    from trimtab.specs import ModelSpec, ParallelDims
 
 GroupChoice = Literal["none", "auto", "tp", "dp"]
 
@@ -48,13 +48,16 @@ def exchange_of(group: VisionGroup) -> VisionExchange:
     return "gather" if group == "tp" else "dispatch"
 
 
-def group_degree(group: VisionGroup, parallel: "ParallelDecision") -> int:
+def group_degree(group: VisionGroup, parallel: "ParallelDecision | ParallelDims") -> int:
     """Ranks of the group."""
     return parallel.tp if group == "tp" else parallel.dp
 
 
 def decision_problems(
-    decision: "VisionDecision", parallel: "ParallelDecision", schedule: "ScheduleDecision", model: "ModelSpec"
+    decision: "VisionDecision",
+    parallel: "ParallelDecision | ParallelDims",
+    schedule: "ScheduleDecision",
+    model: "ModelSpec",
 ) -> Iterator[str]:
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)

@@ -145,7 +145,7 @@ def _summarise(
         exchange_ms=_ms(exchange_s),
         update_ms=_ms(_update_s(profile)),
         update_without_ms=_ms(_update_s(case.setting.profile)),
-        exchange_mib=round_digits((exchange.forward_bytes + exchange.backward_bytes) / num_steps / MIB),
+        exchange_mib=round_digits(exchange.received_bytes / num_steps / MIB),
         features_mib=round_digits(exchange.largest_rows / MIB),
         state_gib=0.0,
         state_without_gib=0.0,

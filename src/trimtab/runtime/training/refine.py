@@ -25,8 +25,8 @@ from trimtab.files import write_atomically
 from trimtab.models.asking.inputs import quietly
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import describe_decisions
-from trimtab.plan.decide.candidates import Candidate, candidate_splits
 from trimtab.plan.decide.expressible import replan
+from trimtab.plan.decide.stages import Candidate, candidate_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.file.yaml import plan_to_yaml
