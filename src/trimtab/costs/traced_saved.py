@@ -47,7 +47,6 @@ class Trace:
     layers: tuple[TracedLayer, ...]
     storages: tuple[SavedStorage, ...]
     recomputed: frozenset[str]  # while it was traced
-    forward_bytes: int  # live when the forward was over, parameters, buffers and the batch left out
     peak_bytes: int  # largest live at any time of the step: gradients of parameters pile up in it
 
     def saved_bytes(self, recomputed: Collection[str] = ()) -> int:

@@ -64,7 +64,6 @@ def trace_step(
             loss = module(**inputs).loss
         gc.collect(0)
         recorder.end_forward()
-        forward_bytes = mode.live_bytes
         storages = recorder.list_storages()
         recorder.begin_backward()
         loss.backward()
@@ -75,7 +74,6 @@ def trace_step(
         layers=tuple(recorder.records),
         storages=storages,
         recomputed=frozenset(recomputed),
-        forward_bytes=forward_bytes,
         peak_bytes=mode.step_peak_bytes,
     )
 
@@ -296,7 +294,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 @contextmanager
-def checkpointed(module: nn.Module, random_state: Callable[[], Tensor] | None = None) -> Iterator[None]:
+def checkpointed(module: nn.Module, random_state: Callable[[], Tensor]) -> Iterator[None]:
     """`module` under non-reentrant checkpointing while the context lasts; its hooks stay outside.
 
     `random_state` makes a tensor of a random-number state's size: one lives with each call, one more while it is
@@ -305,7 +303,7 @@ def checkpointed(module: nn.Module, random_state: Callable[[], Tensor] | None = 
     forward = module.forward
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _RandomStates(random_state) if random_state is not None else nullcontext()
+        return nullcontext(), _RandomStates(random_state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
