@@ -29,7 +29,6 @@ class TracedLayer:
     """One layer in the traced step; sums over its calls where it ran more than once, except for the transients."""
 
     name: str
-    num_params: int
     num_calls: int = 0
     keeps: bool = False  # autograd kept something for it: recompute has something to free
     output_bytes: int = 0
@@ -64,10 +63,6 @@ class Trace:
             )
         chosen = self._find(recomputed)
         return sum(x.num_bytes for x in self.storages if _is_held(x, chosen))
-
-    def freed_bytes(self, name: str) -> int:
-        """What recomputing this layer alone frees."""
-        return self.saved_bytes() - self.saved_bytes([name])
 
     def _find(self, names: Collection[str]) -> frozenset[int]:
         places = {layer.name: place for place, layer in enumerate(self.layers)}

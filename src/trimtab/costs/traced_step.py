@@ -50,11 +50,11 @@ def trace_step(
                 parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
     mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
-    parts = {name: module.get_submodule(name) for name in layers}
-    recorder = _Recorder(mode, parts, fixed)
+    recorder = _Recorder(mode, layers, fixed)
     state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
     with ExitStack() as stack:
-        for place, (name, part) in enumerate(parts.items()):
+        for place, name in enumerate(layers):
+            part = module.get_submodule(name)
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
@@ -146,12 +146,9 @@ class _Call:
 class _Recorder:
     """Hooks around layers, and what they saw."""
 
-    def __init__(self, mode: StepMode, layers: Mapping[str, nn.Module], fixed: Iterable[Tensor]) -> None:
+    def __init__(self, mode: StepMode, layers: Sequence[str], fixed: Iterable[Tensor]) -> None:
         self.mode = mode
-        self.records = [
-            TracedLayer(name=name, num_params=sum(p.numel() for p in part.parameters()))
-            for name, part in layers.items()
-        ]
+        self.records = [TracedLayer(name=name) for name in layers]
         self.storages: dict[int, SavedStorage] = {}  # by number
         self.open_calls: list[_Call] = []
         self.calls: list[_Call] = []
