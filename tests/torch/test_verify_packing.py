@@ -318,6 +318,7 @@ def test_bad_samples_and_settings_are_refused():
 WITH_EXAMPLES = (
     *("runtime.data.packing", "runtime.data.state_layers", "runtime.data.collate", "runtime.data.dataset"),
     *("runtime.data.loss", "models.families.family", "adapters.frameworks", "samples.headers"),
+    *("runtime.recompute.apply", "runtime.pipeline.layout", "runtime.vision.apply"),
 )
 
 

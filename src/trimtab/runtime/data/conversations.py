@@ -16,7 +16,8 @@ from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.asking.build import complete
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import family_of
-from trimtab.models.images import UnsettledRule, rule_in_sample
+from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
