@@ -20,12 +20,12 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.baselines import even_stages, parameter_stages
+from trimtab.partition.baselines import even_stages
 from trimtab.partition.bmp import bmp_split, simulated_seconds
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
-from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage, stages_between
 
 LINK_BYTES_PER_S, LATENCY_S = 25e9, 10e-6
 
@@ -69,6 +69,32 @@ def fitted(problem: SplitProblem, stages: Sequence[Stage]) -> SplitResult | None
         return recompute_stages(problem, stages)
     except PartitionError:
         return None
+
+
+def parameter_stages(
+    profile: Profile, num_stages: int, *, forbidden_cuts: frozenset[int] = frozenset()
+) -> tuple[Stage, ...]:
+    """The contiguous split whose largest stage has fewest parameters (exact; earliest cuts on ties).
+
+    What DeepSpeed's partition_method="parameters" asks for. Dynamic programme over cuts, O(P L^2).
+    """
+    L = len(profile.layers)
+    cuts = np.array([c for c in range(L + 1) if c not in forbidden_cuts])
+    before = np.concatenate([[0.0], np.cumsum([layer.num_params for layer in profile.layers])])[cuts]
+    largest = np.full(len(cuts), np.inf)
+    largest[0] = 0.0
+    came_from = np.zeros((num_stages, len(cuts)), int)
+    for stage in range(num_stages):
+        reached = np.full(len(cuts), np.inf)
+        for b in range(stage + 1, len(cuts)):
+            candidates = np.maximum(largest[:b], before[b] - before[:b])
+            came_from[stage, b] = int(np.argmin(candidates))
+            reached[b] = candidates[came_from[stage, b]]
+        largest = reached
+    chosen = [len(cuts) - 1]
+    for stage in range(num_stages - 1, -1, -1):
+        chosen.append(int(came_from[stage, chosen[-1]]))
+    return stages_between(int(cuts[k]) for k in reversed(chosen))
 
 
 def ratio(split: SplitResult | None, best: SplitResult) -> str:

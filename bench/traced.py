@@ -105,11 +105,12 @@ def print_sizes() -> None:
             seconds = time.process_time() - start
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             print(f"{name}, {attention}: {seconds:.1f} CPU s, process {resident:.2f} GiB")
-            for kind in traced.kinds:
+            with_fused = profile_traced(config, model, DEVICES["H200"], attention=attention, fused_kernels=True)  # type: ignore[arg-type]
+            for kind, other in zip(traced.kinds, with_fused.kinds, strict=True):
                 layer = model.layers[kind.layer]
                 kept, again, fused = (
-                    evaluate(x or kind.kept_bytes, work)[0]  # type: ignore[arg-type]
-                    for x in (kind.kept_bytes, kind.recomputed_bytes, kind.fused_bytes)
+                    evaluate(x, work)[0]  # type: ignore[arg-type]
+                    for x in (kind.kept_bytes, kind.recomputed_bytes, other.kept_bytes)
                 )
                 flops, more = (evaluate(x, work)[0] for x in (kind.forward_flops, kind.recompute_flops))  # type: ignore[arg-type]
                 if layer.kind == "block":

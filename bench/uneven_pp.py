@@ -5,15 +5,13 @@ Run: python bench/uneven_pp.py
 
 from __future__ import annotations
 
-from trimtab.partition.flops_rule import UnevenModel, best_split, first_stage_memory, flops_split
+from trimtab.partition.flops_rule import UnevenModel, best_split, flops_split, stage_memory
 
 
 def model(vision_hidden: int) -> UnevenModel:
     return UnevenModel(
-        image_width=224,
-        image_height=224,
-        image_channels=3,
-        patch_size=14,
+        vision_tokens=16 * 16,  # 224 x 224 in patches of 14 x 14
+        patch_values=3 * 14 * 14,
         vision_layers=28,
         vision_hidden=vision_hidden,
         vision_ffn=4 * vision_hidden,
@@ -44,11 +42,11 @@ def main() -> None:
             f"{1 + best.imbalance:.4f}",
         )
     print("\nfirst stage's memory by the rule, ViT width 4096, 10 language layers, GB = 10**9 bytes")
-    print_row("tp", "vision", "language", "stage")
-    for tp in (1, 2):
-        memory = first_stage_memory(model(4096), first=10, tp=tp)
-        parts = (memory.vision_bytes, memory.llm_bytes, memory.total_bytes)
-        print_row(tp, *(f"{part / 1e9:.3f}" for part in parts))
+    print_row("tp", "fp8", "vision", "language", "stage")
+    for tp, fp8 in ((1, False), (2, False), (2, True)):
+        stage = stage_memory(model(4096), (10, 18), tp=tp, fp8=fp8)[0]
+        parts = (stage.vision_bytes, stage.llm_bytes, stage.vision_bytes + stage.llm_bytes)
+        print_row(tp, fp8, *(f"{part / 1e9:.3f}" for part in parts))
 
 
 if __name__ == "__main__":

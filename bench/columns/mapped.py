@@ -46,7 +46,7 @@ CONSISTENT = {
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
 }
-"""Fields whose class defaults contradict each other, as hand-written families notice."""
+"""Fields whose class defaults contradict each other, or that images of the usual size need."""
 
 WORKLOAD = Workload(batch=2, seq_len=512, max_new_tokens=64)
 ROOMY, TIGHT = (0.7, 0.5, 0.4, 0.6), (0.3, 0.2)  # of the weights, on each GPU

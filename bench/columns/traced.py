@@ -49,9 +49,7 @@ def check(family: str) -> Cell:
     wrong = _compare_subsets(family, spec)
     if wrong:
         return Cell(yes=False, note=wrong)
-    found = profile_traced(
-        config.to_dict(), spec, DEVICES["H200"], attention="sdpa", compare_fused=False, rows=(256, 512)
-    )
+    found = profile_traced(config.to_dict(), spec, DEVICES["H200"], attention="sdpa", rows=(256, 512))
     return Cell(yes=True, note="; ".join(found.warnings))
 
 

@@ -17,7 +17,7 @@ from trimtab.models.describe import (
     read_config as read_config,
 )
 from trimtab.models.description import save_description as save_description
-from trimtab.models.images import image_rule as image_rule
+from trimtab.models.image_rules import image_rule as image_rule
 from trimtab.samples.size import size_samples as size_samples
 from trimtab.balance.columns import (
     ColumnCost as ColumnCost,

@@ -6,6 +6,7 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import PartitionError, TrimtabError
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 
@@ -501,6 +502,26 @@ class Stage:
 
     def num_offloaded(self) -> int:
         return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+
+
+def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
+    """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
+    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    found = []
+    for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
+        tier = layer.tier(names.get(i, layer.tiers[0].name))
+        if tier is None:
+            raise PartitionError(
+                f"layer {layer.name} is to take the tier {names[i]!r}, which its profile does not offer: "
+                f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+            )
+        found.append(tier)
+    return found
+
+
+def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
+    """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
+    return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

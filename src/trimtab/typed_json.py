@@ -1,10 +1,10 @@
-"""Parsed JSON -> frozen dataclasses: every missing, unknown or wrongly typed field is noted with its place."""
+"""Parsed JSON or YAML -> frozen dataclasses: every missing, unknown or wrongly typed field is noted with its place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.errors import TrimtabError
@@ -25,11 +25,13 @@ def read_typed(
     *,
     read_number: ReadNumber,
     optional: Callable[[Field[Any]], bool] = has_default,
+    unknown: list[str] | None = None,
 ) -> Any:
     """`value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place.
 
     Use it for files that came from outside: nothing is converted but whole numbers to floats, which `read_number`
-    (place, kind, value, problems) judges and returns. `optional` says which fields of a dataclass may be absent.
+    (place, kind, value, problems) judges and returns. `optional` says which fields of a dataclass may be absent;
+    places of fields that it does not have go to `unknown` (None: they are problems).
 
     >>> from trimtab.typed_json import read_typed
     >>> problems = []
@@ -38,15 +40,19 @@ def read_typed(
     >>> problems
     ['sizes1: expected int, found str']
     """
-    again: dict[str, Any] = {"read_number": read_number, "optional": optional}
+    again: dict[str, Any] = {"read_number": read_number, "optional": optional, "unknown": unknown}
     if hasattr(kind, "__dataclass_fields__"):
         if not isinstance(value, dict):
             problems.append(f"{where or 'file'}: expected an object")
             return None
         hints, known = get_type_hints(kind), {f.name: f for f in fields(kind) if f.init}
         may_lack = {name for name, f in known.items() if optional(f)}
-        for name in sorted((set(known) ^ set(value)) - may_lack):
-            problems.append(f"{where}{str(name)[:60]}: {'missing' if name in known else 'unknown'}")
+        problems += [f"{where}{name}: missing" for name in sorted(set(known) - set(value) - may_lack)]
+        strange = [f"{where}{str(name)[:60]}" for name in value if name not in known]
+        if unknown is None:
+            problems += [f"{place}: unknown" for place in strange]
+        else:
+            unknown += strange
         before = len(problems)
         parts = {
             n: read_typed(hints[n], value[n], f"{where}{n}.", problems, **again)
@@ -60,8 +66,11 @@ def read_typed(
             problems.append(f"{where}: {error}")
             return None
     place = where.rstrip(".")
-    if get_origin(kind) in (UnionType, Union):  # X | None
-        return None if value is None else read_typed(get_args(kind)[0], value, where, problems, **again)
+    if get_origin(kind) in (UnionType, Union):  # X | None, or int | str
+        kinds = [x for x in get_args(kind) if x is not NoneType]
+        if value is None and len(kinds) < len(get_args(kind)):
+            return None
+        return read_typed(type(value) if type(value) in kinds else kinds[0], value, where, problems, **again)
     if get_origin(kind) is tuple:
         return _read_tuple(kind, value, where, problems, again)
     if get_origin(kind) is Literal:

@@ -63,6 +63,16 @@ def format_count(value: float) -> str:
     return f"{value:g}"
 
 
+def round_digits(value: float) -> float:
+    """To four significant digits, as estimates stand in a plan."""
+    return float(f"{value:.4g}")
+
+
+def round_gib(num_bytes: float) -> float:
+    """GiB to two decimals."""
+    return round(num_bytes / GIB, 2)
+
+
 def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"

@@ -39,20 +39,6 @@ def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path
     assert "length" not in record
 
 
-def test_xtuner_refuses_images_unless_told(run: Run, planned: Path, tmp_path: Path) -> None:
-    result = run("export", "xtuner", planned, "--out", tmp_path / "preset", "--json")
-    assert result.code == 2
-    assert "drop the pixels" in result.json["error"]
-    result = run("export", "xtuner", planned, "--out", tmp_path / "preset", "--allow-images", "--json")
-    assert result.code == 0, result.err
-    assert sorted(p.name for p in (tmp_path / "preset").iterdir()) == [
-        "boundaries.npy",
-        "order.npy",
-        "paths.json",
-        "samples.npy",
-    ]
-
-
 def test_a_plan_of_saved_sizes_asks_for_its_data(run: Run, drawn: Path, tmp_path: Path) -> None:
     sizes = tmp_path / "sizes.npz"
     words = ["--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json", "--out", sizes]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.adapters.deepspeed import deepspeed_export
+from trimtab.adapters.deepspeed import export
+from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
 from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice, Stage
@@ -107,10 +108,9 @@ BLOCK = MODEL.indices("language", "block")[0]
 
 
 def run(folder: Path, stages: tuple[Stage, ...]) -> list[dict[str, object]]:
-    export = deepspeed_export(
-        model=MODEL, stages=stages, dims=ParallelDims(pp=len(stages)), schedule="1F1B", num_microbatches=4, zero_stage=0
-    )
-    (folder / "planned.py").write_text(export.python, encoding="utf-8")
+    dims = ParallelDims(pp=len(stages))
+    plan = Decided(model=MODEL, stages=stages, dims=dims, schedule="1F1B", num_microbatches=4, zero_stage=0)
+    (folder / "planned.py").write_text(export(plan, None).text, encoding="utf-8")
     (folder / "worker.py").write_text(WORKER, encoding="utf-8")
     environment = {
         **os.environ,
@@ -163,14 +163,14 @@ def test_deepspeed_holds_trains_and_recomputes_what_the_plan_says(tmp_path: Path
 
 
 def test_the_module_refuses_other_layers_and_other_stages(tmp_path: Path) -> None:
-    export = deepspeed_export(
+    plan = Decided(
         model=MODEL,
         stages=as_stages((INSIDE_THE_TOWER,), len(MODEL.layers)),
         dims=ParallelDims(pp=2),
         schedule="1F1B",
         num_microbatches=4,
     )
-    (tmp_path / "planned.py").write_text(export.python, encoding="utf-8")
+    (tmp_path / "planned.py").write_text(export(plan, None).text, encoding="utf-8")
     script = """
 import deepspeed, torch
 from planned import LAYERS, PlannedPipelineModule

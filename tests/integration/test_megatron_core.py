@@ -10,22 +10,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 from typing import Any
 
 import pytest
 
+from export_cases import by_counts, cut, make_model
+from trimtab.adapters.blocks import blocks_of
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, split_problems
-from trimtab.errors import UnsupportedPlanError
-from trimtab.options import Tower
+from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, stage_counts
+from trimtab.adapters.running import Decided
+from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.specs import (
-    AttentionSpec,
-    ImageCounts,
-    LayerKind,
-    LayerSpec,
     MlpSpec,
     ModelSpec,
     ParallelDims,
@@ -48,7 +46,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 # TransformerConfig's fields where their names differ from the flags', as Megatron-LM's argument parser maps them
 FIELDS = {
@@ -57,46 +54,6 @@ FIELDS = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 NOT_OF_THE_CONFIG = {"micro_batch_size", "global_batch_size", "use_distributed_optimizer"}
-
-
-class NoImages:
-    name = "none"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        raise NotImplementedError
-
-
-def make_model(num_vision: int, num_language: int, *, heads: int = 8, kv: int = 2) -> ModelSpec:
-    def layer(name: str, tower: Tower, kind: LayerKind) -> LayerSpec:
-        attention = None
-        if kind == "block":
-            attention = AttentionSpec(num_heads=heads, num_kv_heads=kv, head_dim=8, value_head_dim=8, causal=True)
-        return LayerSpec(
-            name=name,
-            tower=tower,
-            kind=kind,
-            hidden_size=64,
-            output_size=64,
-            num_params=10,
-            num_matmul_params=10,
-            attention=attention,
-        )
-
-    layers = [layer("patch_embed", "vision", "embed")]
-    layers += [layer(f"visual.{i}", "vision", "block") for i in range(num_vision)]
-    layers += [layer("merger", "projector", "projector"), layer("embed_tokens", "language", "embed")]
-    layers += [layer(f"layers.{i}", "language", "block") for i in range(num_language)]
-    layers += [layer("norm", "language", "norm"), layer("lm_head", "language", "head")]
-    return ModelSpec(name="tiny", family="tiny", layers=tuple(layers), image_rule=NoImages(), vocab_size=1000)
-
-
-def stages_of(model: ModelSpec, cuts: list[int]) -> list[Stage]:
-    bounds = [0, *cuts, len(model.layers)]
-    return [Stage(index=s, start=a, stop=b) for s, (a, b) in enumerate(pairwise(bounds))]
-
-
-def num_blocks(model: ModelSpec, stage: Stage) -> int:
-    return len(set(model.indices("language", "block")) & set(range(stage.start, stage.stop)))
 
 
 def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: int = 2, **more) -> TransformerConfig:
@@ -125,10 +82,11 @@ def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: in
         )
 
 
-def export(model: ModelSpec, stages: list[Stage], pp: int, num_chunks: int = 1, **options) -> MegatronExport:
+def export(model: ModelSpec, stages: Sequence[Stage], pp: int, num_chunks: int = 1, **options) -> MegatronExport:
     options = {"dims": ParallelDims(pp=pp), "num_microbatches": 4 * pp} | options
     schedule = "1F1B" if num_chunks == 1 else "Interleaved1F1B"
-    return megatron_flags(model=model, stages=stages, schedule=schedule, num_chunks=num_chunks, **options)
+    plan = Decided(model=model, stages=tuple(stages), schedule=schedule, num_chunks=num_chunks, **options)
+    return megatron_flags(plan)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -142,8 +100,8 @@ def test_megatron_reads_from_our_layout_the_stages_that_we_planned(seed):
     if wanted > len(allowed):
         num_chunks, wanted = 1, min(pp - 1, len(allowed))
         pp = wanted + 1
-    stages = stages_of(model, sorted(rng.sample(allowed, wanted)))
-    planned = [num_blocks(model, stage) for stage in stages]
+    stages = cut(model, *sorted(rng.sample(allowed, wanted)))
+    planned = [len(blocks_of(model, stage)) for stage in stages]
     result = export(model, stages, pp, num_chunks)
 
     layout = PipelineParallelLayerLayout(result.layout, pp)
@@ -157,39 +115,11 @@ def test_megatron_reads_from_our_layout_the_stages_that_we_planned(seed):
     if pp > 1:
         assert config.pipeline_model_parallel_layout.layout == layout.layout
         assert config.virtual_pipeline_model_parallel_size == (num_chunks if num_chunks > 1 else None)
-    if result.simple_flags is not None:
-        simple = configure(result.simple_flags, num_language)
-        built = [get_num_layers_to_build(simple, s // pp, s % pp) for s in range(len(stages))]
-        assert built == planned
 
 
-def stages_with(model: ModelSpec, counts: list[int]) -> list[Stage]:
-    """Stages with these numbers of decoder blocks, vision side on the first, norm and head on the last."""
-    block = model.indices("language", "block")[0]
-    return stages_of(model, [block + sum(counts[:s]) for s in range(1, len(counts))])
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(40))
-def test_simple_flags_build_the_same_layers_at_the_same_places(seed, num_chunks):
-    rng = Random(seed)
-    pp, middle = rng.randint(2, 8), rng.randint(1, 5)
-    first, last = rng.choice((middle, rng.randint(1, 5))), rng.choice((middle, rng.randint(1, 5)))
-    counts = [first, *[middle] * (pp - 2), last] * num_chunks
-    model = make_model(2, sum(counts))
-    result = export(model, stages_with(model, counts), pp, num_chunks)
-    assert result.simple_flags is not None
-    config = configure(result.simple_flags, sum(counts))
-    places = [(s // pp if num_chunks > 1 else None, s % pp) for s in range(len(counts))]
-    assert [get_num_layers_to_build(config, chunk, rank) for chunk, rank in places] == counts
-    offsets = [get_transformer_layer_offset(config, chunk, rank) for chunk, rank in places]
-    assert offsets == [sum(counts[:s]) for s in range(len(counts))]
-
-
-def test_an_empty_first_stage_has_a_layout_and_no_simple_flags_in_megatron_or_here():
+def test_an_empty_first_stage_has_a_layout_and_no_count():
     model = make_model(2, 12)
-    result = export(model, stages_with(model, [0, 6, 6]), 3)
-    assert result.simple_flags is None
+    result = export(model, by_counts(model, 0, 6, 6), 3)
     assert configure(result.flags, 12).pipeline_model_parallel_layout.layout[0] == [[LayerType.embedding]]
     with pytest.raises(ValueError, match="num_layers_in_first_pipeline_stage must be larger than 0"):
         configure(("--pipeline-model-parallel-size", "3"), 12, num_layers_in_first_pipeline_stage=0)
@@ -200,7 +130,7 @@ def test_megatron_takes_our_recompute_flags(tiers):
     model = make_model(4, 12)
     blocks = model.indices("language", "block")
     choices = tuple(RecomputeChoice(tier=tier, layers=(blocks[i],)) for i, tier in enumerate(tiers))
-    plain = stages_of(model, [blocks[6]])
+    plain = cut(model, blocks[6])
     stages = [Stage(index=0, start=0, stop=plain[0].stop, recompute=choices), plain[1]]
     config = configure(export(model, stages, 2).flags, 12)
     if tiers == ("selective",):
@@ -215,7 +145,7 @@ def test_megatron_takes_our_recompute_flags_of_experts():
     experts = MlpSpec(intermediate_size=64, gated=True, num_experts=8, experts_per_token=2)
     model = replace(model, layers=tuple(replace(x, mlp=experts) if x.kind == "block" else x for x in model.layers))
     block = model.indices("language", "block")[0]
-    stages = stages_of(model, [block + 6])
+    stages = [*cut(model, block + 6)]
     stages[0] = replace(stages[0], recompute=(RecomputeChoice(tier="selective", layers=(block,)),))
     config = configure(
         export(model, stages, 2).flags, 12, num_moe_experts=8, moe_grouped_gemm=True, moe_ffn_hidden_size=64
@@ -227,7 +157,7 @@ def test_megatron_takes_our_recompute_flags_of_experts():
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_we_refuse_the_tensor_degrees_that_megatron_refuses(heads, kv, tp):
     model = make_model(0, 4, heads=heads, kv=kv)
-    stages = stages_of(model, [model.indices("language", "block")[2]])
+    stages = cut(model, model.indices("language", "block")[2])
 
     def build() -> None:
         with warnings.catch_warnings():
@@ -271,20 +201,17 @@ def on_first_rank():
 @pytest.mark.parametrize("counts", [(8, 20), (0, 28)])
 def test_the_vision_tower_is_truncated_by_a_copied_split_and_whole_with_our_fields(on_first_rank, counts):
     model = make_model(24, 28)
-    result = export(model, stages_with(model, list(counts)), 2)
-    for flags in (result.flags, result.simple_flags):
-        if flags is None:
-            continue
-        vision = copy.deepcopy(configure(flags, 28))
-        vision.num_layers = 24
-        # what Megatron-LM's examples/multimodal/model.py resets: the names of an older Megatron-Core
-        vision.pipeline_model_parallel_size = 1
-        vision.first_pipeline_num_layers = None
-        vision.last_pipeline_num_layers = None
-        assert get_num_layers_to_build(vision) == counts[0] < 24
-        exec(result.vision_python(), {"vision_config": vision})
-        assert get_num_layers_to_build(vision) == 24
-        vision.__post_init__()  # and the configuration as a whole stands Megatron's own checks
+    result = export(model, by_counts(model, *counts), 2)
+    vision = copy.deepcopy(configure(result.flags, 28))
+    vision.num_layers = 24
+    # what Megatron-LM's examples/multimodal/model.py resets: the names of an older Megatron-Core
+    vision.pipeline_model_parallel_size = 1
+    vision.first_pipeline_num_layers = None
+    vision.last_pipeline_num_layers = None
+    assert get_num_layers_to_build(vision) == counts[0] < 24
+    exec(result.vision_python(), {"vision_config": vision})
+    assert get_num_layers_to_build(vision) == 24
+    vision.__post_init__()  # and the configuration as a whole stands Megatron's own checks
 
 
 # -- `trimtab check --for megatron` ---------------------------------------------------------------------------------
@@ -344,13 +271,15 @@ def test_our_reading_of_the_flags_is_megatrons():
     rng, agreed, refused = Random(0), 0, 0
     for _ in range(1500):
         flags = random_flags(rng)
-        model = make_model(4, flags.num_layers)
-        ours = list(split_problems(model, flags))
-        counts = next((found for found in ours if isinstance(found, tuple)), None)
+        ours: list[int] | PlanError
+        try:
+            ours = list(stage_counts(flags, flags.num_layers))
+        except PlanError as error:
+            ours = error
         theirs = megatron_counts(flags)
         if theirs is not None and (sum(theirs) != flags.num_layers or min(theirs) < 0):
             theirs = None  # it starts, and trains other layers than declared, or a stage of less than none
-        assert (None if counts is None else list(counts)) == theirs, (flags, ours)
+        assert (None if isinstance(ours, PlanError) else ours) == theirs, (flags, ours)
         agreed += theirs is not None
         refused += theirs is None
     assert agreed > 300

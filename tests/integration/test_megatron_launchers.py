@@ -21,6 +21,7 @@ import pytest
 from trimtab.adapters.megatron import MegatronExport, megatron_flags
 from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python
 from trimtab.adapters.ms_swift import swift_arguments, swift_shell
+from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
 from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice
@@ -43,14 +44,15 @@ def exported(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> M
         first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(*VISION, BLOCK)),))
         stages = (first, *stages[1:])
     return megatron_flags(
-        model=MODEL,
-        stages=stages,
-        dims=ParallelDims(dp=2, pp=4, tp=2, cp=2),
-        schedule="1F1B" if num_chunks == 1 else "Interleaved1F1B",
-        num_microbatches=8,
-        num_chunks=num_chunks,
-        zero_stage=zero_stage,
-        sequence_parallel=True,
+        Decided(
+            model=MODEL,
+            stages=stages,
+            dims=ParallelDims(dp=2, pp=4, tp=2, cp=2),
+            schedule="1F1B" if num_chunks == 1 else "Interleaved1F1B",
+            num_microbatches=8,
+            num_chunks=num_chunks,
+            zero_stage=zero_stage,
+        )
     )
 
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.adapters.torchtitan import _ATTENTION_POLICY, titan_export, titan_names, titan_unsupported_cuts
+from trimtab.adapters.running import Decided
+from trimtab.adapters.torchtitan import _ATTENTION_POLICY, export, titan_names, titan_unsupported_cuts
 from trimtab.models.describe import describe
 from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims, RecomputeChoice
@@ -60,13 +61,12 @@ def test_torchtitan_splits_a_model_as_the_plan_does(seed):
     allowed = [c for c in range(1, len(MODEL.layers)) if c not in titan_unsupported_cuts(MODEL)]
     schedule, chunks = rng.choice((("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)))
     stages = as_stages(sorted(rng.sample(allowed, pp * chunks - 1)), len(MODEL.layers))
-    export = titan_export(
-        model=MODEL, stages=stages, dims=ParallelDims(dp=2, pp=pp), schedule=schedule, num_microbatches=4 * pp
-    )
-    config = ParallelismConfig(**dict(export.parallelism))
+    dims = ParallelDims(dp=2, pp=pp)
+    plan = Decided(model=MODEL, stages=stages, dims=dims, schedule=schedule, num_microbatches=4 * pp)
+    config = ParallelismConfig(**export(plan, None).fields["parallelism"])
     parts = config.module_fqns_per_model_part
     assert parts is not None
-    names = titan_names(MODEL, ("vision_encoder",))
+    names = titan_names(MODEL)
     whole, seen = Stand(), []
     for stage, part in zip(stages, parts, strict=True):
         held = held_by(_split_module(whole, part))
@@ -115,8 +115,8 @@ def run_again(policy: str | None) -> tuple[int, int, torch.Tensor]:
     (whole,) = as_stages((), len(MODEL.layers))
     if policy is not None:
         whole = dataclasses.replace(whole, recompute=(RecomputeChoice(tier=policy, layers=(block,)),))
-    export = titan_export(model=MODEL, stages=[whole], dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
-    exec(export.python(), {"cfg": model})
+    plan = Decided(model=MODEL, stages=(whole,), dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
+    exec(export(plan, None).text, {"cfg": model})
     layers = torch.nn.Module()
     layers.layers = ModuleDict({"0": Block()})
     if model.activation_checkpoint is not None:
@@ -159,10 +159,11 @@ def test_torchtitan_has_the_recompute_policies_that_we_name(tier):
     if tier is not None:
         first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(block,)),))
         stages = (first, stages[1])
-    export = titan_export(model=MODEL, stages=stages, dims=ParallelDims(pp=2), schedule="1F1B", num_microbatches=4)
+    plan = Decided(model=MODEL, stages=stages, dims=ParallelDims(pp=2), schedule="1F1B", num_microbatches=4)
+    found = export(plan, None)
     cfg = SimpleNamespace(parallelism=ParallelismConfig(), training=SimpleNamespace())
-    exec(export.python(), {"cfg": cfg})
-    assert {f.name for f in dataclasses.fields(cfg.parallelism)} >= {name for name, _ in export.parallelism}
+    exec(found.text, {"cfg": cfg})
+    assert {f.name for f in dataclasses.fields(cfg.parallelism)} >= set(found.fields["parallelism"])
     expected = {"full": "FullAC", "attention": "SelectiveAC", "selective": "SelectiveAC"}.get(tier or "")
     if expected is None:
         assert cfg.activation_checkpoint is None

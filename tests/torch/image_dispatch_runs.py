@@ -64,11 +64,11 @@ def run_step(rank: int, own: Any, family: str, contents: Sequence[Sequence[Seque
     model = packs.model
     family_of, held, encoded, calls = find_family(model.config), np.zeros(2, int), np.zeros(2, int), []
     for pair in zip(*(collate(packs, each) for each in contents), strict=True):
-        read = [read_images(batch, family_of, model.config) for batch in pair]
-        both = join_inputs([inputs for inputs in read if inputs is not None])
+        read = [list(read_images(batch, family_of, model.config).values()) for batch in pair]
+        both = join_inputs([*read[0], *read[1]])
         if both is None:
             continue
-        home = np.repeat([0, 1], [0 if inputs is None else len(inputs) for inputs in read])
+        home = np.repeat([0, 1], [sum(map(len, inputs)) for inputs in read])
         cost = tower_flops(model.config).of(both.patches, None, both.windowed)
         shares = keep_at_home(share_images(cost, 2), home, both.patches)
         held += np.bincount(home, both.patches, 2).astype(int)

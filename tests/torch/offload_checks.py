@@ -6,11 +6,9 @@ import gc
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from live_bytes import LiveBytes
-from recompute_checks import count_forwards, gradients, make_model, trace_of
 from torch import nn
-from traced_families import Family, find_layers
+from traced_families import Family
 
 from trimtab.runtime.recompute.apply import apply
 
@@ -26,30 +24,6 @@ class DeviceBytes(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.device_peak = max(self.device_peak, self.live)
         return out
-
-
-def assert_offload_holds(name: str, attention: str) -> None:
-    """Every second layer and two neighbours offloaded: bit-equal gradients, one forward each, nothing left behind."""
-    family, model = make_model(name, attention)
-    expected = gradients(model, family.inputs)
-    before = trace_of(model)
-    layers = find_layers(model)
-    chosen = sorted({*layers[::2], *layers[-2:]}, key=layers.index)
-    with apply(model, chosen, granularity="offload") as handle:
-        assert handle.granularity == dict.fromkeys(chosen, "offload")
-        assert {**trace_of(model), "attributes": None} == {**before, "attributes": None}
-        found = gradients(model, family.inputs)
-        assert handle.host.most_bytes > 0
-        gc.collect()
-        assert handle.host.held_bytes == 0
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        assert torch.equal(found[key], gradient), key
-    assert trace_of(model) == before
-    with apply(model, chosen, granularity="offload"):
-        counts = count_forwards(model, layers)
-        gradients(model, family.inputs)
-    assert set(counts.values()) == {1}
 
 
 @dataclass(frozen=True)

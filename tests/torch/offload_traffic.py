@@ -15,9 +15,8 @@ import accelerate
 import torch
 import transformers
 from simulated_devices import Traffic, counted, simulated
-from tiny_models import IMAGE_TOKEN, INTERNVIT, QWEN25_VIT, SIGLIP, TEXT, as_saved, preprocessor_of
+from tiny_models import IMAGE_TOKEN, INTERNVIT, QWEN25_VIT, SIGLIP, TEXT, describe_here, preprocessor_of
 
-from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Gpu, Machine
 from trimtab.placement.place import place
@@ -63,7 +62,7 @@ def open_shop(family: str, folder: Path, *, num_new: int) -> Shop:
     config = transformers.AutoConfig.for_model(
         family, vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, **outer
     )
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(family, vision))
+    spec = describe_here(config, preprocessor=preprocessor_of(family, vision))
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder, max_shard_size="1MB")
     inputs = _request(family)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tiny_models import ODD_CONFIGS, as_saved, make_config, preprocessor_of
+from tiny_models import ODD_CONFIGS, as_saved, describe_here, make_config, preprocessor_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +24,6 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.traced import profile_traced
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
-from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.plan import RecomputeDecision
@@ -171,10 +170,8 @@ def draw_model(rng: np.random.Generator, case: str, attention: str, dtype: str) 
         },
     )
     saved = as_saved(config)
-    spec = describe(saved, preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]))
-    traced = profile_traced(
-        saved, spec, DEVICES["H200"], dtype=dtype, attention=attention, packed=True, compare_fused=False
-    )
+    spec = describe_here(config, preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]))
+    traced = profile_traced(saved, spec, DEVICES["H200"], dtype=dtype, attention=attention, packed=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation=attention, dtype=DTYPES[dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,75 +38,63 @@ def run_ranks(folder: Path) -> list[dict[str, Any]]:
     return [row for rank in range(RANKS) for row in json.loads((folder / f"rows{rank}.json").read_text())]
 
 
-def run_offloaded(folder: Path) -> list[dict[str, Any]]:
-    on_ranks(one_offloaded_rank, str(folder), num_ranks=RANKS)
-    return [row for rank in range(RANKS) for row in json.loads((folder / f"rows{rank}.json").read_text())]
+WAYS = (("before", "full"), ("after", "full"), ("before", "offload"))  # set before or after the wrapper
 
 
-def one_offloaded_rank(rank: int, folder: str) -> None:
-    rows = []
-    for wrapper in ("ddp", "fsdp2"):
-        found = []
-        for offloaded in (False, True):
-            family, model = make_model("qwen2_5_vl", "sdpa")
-            handle = apply(model, find_layers(model) if offloaded else [], granularity="offload")
-            wrapped: nn.Module = model
-            if wrapper == "ddp":
-                wrapped = DistributedDataParallel(model)
-            else:
-                for name in find_layers(model):
-                    fully_shard(model.get_submodule(name).mlp)  # its weights are gathered within the layer
-                    fully_shard(model.get_submodule(name))
-                fully_shard(model)
-            found.append({k: as_whole(x) for k, x in gradients(wrapped, family.inputs).items()})
-        plain, moved = found
-        equal = plain.keys() == moved.keys() and all(torch.equal(moved[k], plain[k]) for k in plain)
-        rows.append({"wrapper": wrapper, "rank": rank, "equal": equal, "moved": handle.host.most_bytes})
-    Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
+@dataclass(frozen=True)
+class Step:
+    gradients: dict[str, torch.Tensor]
+    num_gathers: int
+    forwards: dict[str, int]
+    moved_bytes: int
 
 
 def one_rank(rank: int, folder: str) -> None:
     rows = []
     for wrapper in ("ddp", "fsdp2"):
-        expected, gathers = step(wrapper, None)[:2]
-        for when in ("before", "after"):
-            found, again, forwards, wanted = step(wrapper, when)
-            equal = found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in expected)
+        plain = step(wrapper, None, "full")
+        expected = plain.gradients
+        for when, granularity in WAYS:
+            found = step(wrapper, when, granularity)
+            own = found.gradients
+            equal = own.keys() == expected.keys() and all(torch.equal(own[k], expected[k]) for k in expected)
+            again = 1 if granularity == "offload" else 2
             rows.append(
                 {
                     "wrapper": wrapper,
                     "when": when,
+                    "granularity": granularity,
                     "rank": rank,
                     "equal": equal and len(expected) > 20,
-                    "forwards": forwards,
-                    "wanted": wanted,
-                    "gathers": (gathers, again),
+                    "forwards": list(found.forwards.values()),
+                    "wanted": [again if i % 2 == 0 else 1 for i in range(len(found.forwards))],
+                    "gathers": (plain.num_gathers, found.num_gathers),
+                    "moved": found.moved_bytes,
                 }
             )
     Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
 
 
-def step(wrapper: str, when: str | None) -> tuple[dict[str, torch.Tensor], int, dict[str, int], dict[str, int]]:
+def step(wrapper: str, when: str | None, granularity: str) -> Step:
+    """Every second layer recomputes or is offloaded; `when` None: none does."""
     family, model = make_model("qwen2_5_vl", "sdpa")
     layers = find_layers(model)
-    chosen = layers[::2]
-    if when == "before":
-        apply(model, chosen)
+    handle = apply(model, layers[::2] if when == "before" else [], granularity=granularity)
     wrapped: nn.Module = model
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(model)
     else:
         for name in layers:
+            fully_shard(model.get_submodule(name).mlp)  # its weights are gathered within the layer
             fully_shard(model.get_submodule(name))
         fully_shard(model)
     if when == "after":
-        apply(wrapped, chosen)
-    counts = count_forwards(model, layers)
+        apply(wrapped, layers[::2], granularity=granularity)
+    forwards = count_forwards(model, layers)
     with Gathers() as gathers:
         found = gradients(wrapped, family.inputs)
     whole = {name.removeprefix("module."): as_whole(gradient) for name, gradient in found.items()}
-    wanted = {name: 2 if when is not None and name in chosen else 1 for name in layers}
-    return whole, gathers.count, dict(counts), wanted
+    return Step(whole, gathers.count, {name: forwards[name] for name in layers}, handle.host.most_bytes)
 
 
 def as_whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -21,21 +21,17 @@ from trimtab.errors import ConfigError, PartitionError  # noqa: E402
 from trimtab.models import ask  # noqa: E402
 from trimtab.models.asking import child, model  # noqa: E402
 from trimtab.models.asking.build import complete  # noqa: E402
-from trimtab.models.asking.model import completed_fields, describe_fields, describe_model, described_bytes  # noqa: E402
+from trimtab.models.asking.model import describe_fields, describe_model, described  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.models.description import description_bytes  # noqa: E402
-from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec  # noqa: E402
+from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, ParallelDims  # noqa: E402
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Questions are answered here instead of in a child process, which takes seconds to start."""
 
-    def answer(config, question):
-        fields = json.loads(json.dumps(config))
-        return completed_fields(fields) if question == "complete" else json.loads(described_bytes(fields))
-
-    monkeypatch.setattr("trimtab.models.describe.ask_transformers", answer)
+    monkeypatch.setattr("trimtab.models.describe.ask_transformers", lambda config, _: described(config))
 
 
 def build(config) -> nn.Module:
@@ -80,74 +76,69 @@ def test_families_without_a_line_here_are_described_by_their_folder(model_type, 
     profile_model(spec, DEVICES["H200"])  # every layer has a price
 
 
-HAND_WRITTEN = (
-    *("llava llama", "llava mistral, window, three taps, siglip with head", "llava phi3", "llava qwen3"),
-    *("llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense", "qwen2_vl", "qwen2_5_vl"),
-    *("qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v_moe"),
-)
+BY_HAND = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+GAPS = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense", *BY_HAND)
+GAPS += ("gemma3", "llava mistral, window, three taps, siglip with head", "llava qwen3")
 
 
-@pytest.mark.parametrize("case", HAND_WRITTEN)
-def test_gaps_of_hand_written_families_are_filled_with_what_stood_there(case, tmp_path, in_process):
+def small_config(case: str) -> transformers.PretrainedConfig:
     model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+    return transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
+
+
+@pytest.mark.parametrize("case", GAPS)
+def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process):
+    config = small_config(case)
     config.save_pretrained(tmp_path)
-    settings = preprocessor_of(model_type, vision)
-    whole = describe(as_saved(config), preprocessor=settings, ask=False)
+    settings = preprocessor_of(config.model_type, ODD_CONFIGS[case][1])
+    whole = describe(as_saved(config), preprocessor=settings)
     gaps = json.loads((tmp_path / "config.json").read_text())
     gaps.pop("image_seq_length", None)  # as `as_saved`: the class's, for an image of its own size
     (tmp_path / "config.json").write_text(json.dumps(gaps))
     by_folder = describe(tmp_path, preprocessor=settings)
-    assert by_folder.layers == whole.layers
-    assert (by_folder.tied, by_folder.vocab_size, by_folder.forbidden_cuts) == (
-        whole.tied,
-        whole.vocab_size,
-        whole.forbidden_cuts,
-    )
-    if any("filled by Transformers" in note for note in by_folder.notes):
+    for name in ("layers", "tied", "vocab_size", "forbidden_cuts", "image_rule"):
+        assert getattr(by_folder, name) == getattr(whole, name), name
+    if case in BY_HAND and by_folder.asked_of:
         with pytest.raises(ConfigError, match="the configuration lacks"):
             describe(gaps, preprocessor=settings, ask=False)
-    else:  # what it leaves out has one meaning in its family
-        assert describe(gaps, preprocessor=settings, ask=False).layers == whole.layers
 
 
 def test_the_folders_above_are_twenty_and_most_have_gaps():
-    assert len(ASKED) + len(HAND_WRITTEN) >= 20
+    assert len(ASKED) + len(GAPS) >= 20
 
 
-@pytest.mark.parametrize(
-    "case", ["llava llama", "internvl qwen3, rms, qk norm, mask token, pooled by class token, tied", "qwen3_vl_moe"]
-)
+@pytest.mark.parametrize("case", [x for x in ODD_CONFIGS if x.startswith("qwen") and "sliding" not in x])
 def test_asking_finds_what_was_written_by_hand(case):
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    written = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), ask=False)
+    config = small_config(case)
+    written = describe(
+        as_saved(config), preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]), ask=False
+    )
     asked = describe_fields(as_saved(config))
-    assert [x.name for x in asked.layers] == [x.name for x in written.layers]
-    for one, other in zip(asked.layers, written.layers, strict=True):
-        if one.unread:  # a class token alone leaves the last norm of CLIP; by hand all rows do
-            assert (one.num_params, one.kind, other.unread) == (other.num_params, other.kind, True)
-        else:
-            assert one == other
-    assert (asked.tied, asked.forbidden_cuts) == (written.tied, written.forbidden_cuts)
+    assert asked.layers == written.layers
+    assert (asked.tied, asked.vocab_size, asked.forbidden_cuts) == (
+        written.tied,
+        written.vocab_size,
+        written.forbidden_cuts,
+    )
 
 
 def test_a_known_family_with_a_part_of_another_kind_is_asked_for(in_process):
-    vision = {"model_type": "pixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
-    spec = describe(config)
-    assert layer(spec, "transformer.layers.1").tower == "vision"
-    with pytest.raises(ConfigError, match=r"vision_config\.model_type is 'pixtral': one of"):
+    vision = {"depth": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 2}
+    config = {"model_type": "qwen3_vl_moe", "vision_config": vision, "text_config": text}
+    assert describe(config).asked_of
+    with pytest.raises(
+        ConfigError, match=r"text_config\.model_type is 'qwen3_vl_text': qwen3_vl_moe_text is described"
+    ):
         describe(config, ask=False)
 
 
 def test_a_class_s_own_token_count_does_not_contradict_another_image_size(in_process):
     vision = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "num_hidden_layers": 2}
-    spec = describe({"model_type": "llava", "vision_config": vision, "text_config": {"num_hidden_layers": 2}})
-    assert spec.image_rule.count(100, 100).tokens == 16
+    config = {"model_type": "llava", "vision_config": vision, "text_config": {"num_hidden_layers": 2}}
+    assert describe(config).image_rule.count(100, 100).tokens == 16
     with pytest.raises(ConfigError, match="image_seq_length"):
-        describe({"model_type": "llava", "vision_config": vision, "text_config": {}, "image_seq_length": 576})
+        describe({**config, "image_seq_length": 576}).image_rule.count(100, 100)
 
 
 def test_old_files_with_text_fields_at_the_top_are_described(in_process):
@@ -155,18 +146,24 @@ def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     flat = {"model_type": "qwen2_5_vl", **text, "vision_config": {"depth": 2}}
     flat["vision_config"] |= {"out_hidden_size": 512, "fullatt_block_indexes": [1]}
     spec = describe(flat)
-    assert spec.layers == describe(completed_fields(flat), ask=False).layers
+    assert spec.layers == describe(complete(flat).to_dict(), ask=False).layers
     assert [layer(spec, "language_model.layers.1").attention.num_kv_heads, spec.layers[-1].hidden_size] == [2, 512]
 
 
-@pytest.mark.parametrize("case", ["llava mistral, window, three taps, siglip with head", "llava_next"])
-def test_asking_finds_the_cuts_that_were_written_by_hand(case):
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    written = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision), ask=False)
-    asked = describe_fields(as_saved(config))
-    assert asked.forbidden_cuts == written.forbidden_cuts
-    assert asked.forbidden_cut_reason
+@pytest.mark.parametrize(
+    ("case", "first", "behind"),
+    [
+        ("llava mistral, window, three taps, siglip with head", "encoder.layers.0", "multi_modal_projector"),
+        ("llava_next", "multi_modal_projector", "image_newline"),
+    ],
+)
+def test_states_that_are_joined_and_bare_parameters_forbid_cuts(case, first, behind):
+    spec = describe_fields(as_saved(small_config(case)))
+    names = [x.name for x in spec.layers]
+    start, stop = (next(i for i, x in enumerate(names) if x.endswith(end)) for end in (first, behind))
+    # state 0 enters block 0, and must then cross every cut behind it
+    assert spec.forbidden_cuts == set(range(start + 1, stop + 1)) == spec.joined_cuts
+    assert spec.forbidden_cut_reason
 
 
 def test_every_cut_in_front_of_cross_attention_is_forbidden():
@@ -228,13 +225,7 @@ def test_latent_attention_has_its_cache_and_a_measured_price():
     pairs = block.measured.forward_flops[WORK_TERMS.index("tokens_sq")]
     assert pairs == a.num_heads * (a.head_dim + a.value_head_dim)  # half of 2 per pair: masked ones left out
     with pytest.raises(PartitionError, match=r"tp 2 cannot share .*layers\.0: its work was measured whole"):
-        profile_model(spec, DEVICES["H200"], dims=profile_dims(tp=2))
-
-
-def profile_dims(**degrees):
-    from trimtab.specs import ParallelDims
-
-    return ParallelDims(**degrees)
+        profile_model(spec, DEVICES["H200"], dims=ParallelDims(tp=2))
 
 
 def test_audio_towers_take_their_weights_and_no_time():
@@ -253,14 +244,6 @@ def test_layers_that_cannot_be_run_or_explained_have_no_price():
     assert any("they have no price" in note for note in spec.notes)
     with pytest.raises(PartitionError, match=r"1 layers, qformer\.encoder\.layer\.0 the first, is not known"):
         profile_model(spec, DEVICES["H200"])
-
-
-def test_deepstack_features_forbid_cuts_up_to_the_block_that_takes_them():
-    spec = describe_fields({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 4, "hidden_size": 4096}})
-    names = [x.name for x in spec.layers]
-    first = names.index("model.visual.deepstack_merger_list.0")
-    last = names.index("model.language_model.layers.2")
-    assert spec.forbidden_cuts == set(range(first + 1, last + 1))
 
 
 # -- a model of one's own ---------------------------------------------------------------------------------------------

@@ -233,4 +233,5 @@ def test_a_family_of_remote_code_is_refused(tmp_path):
             rows._tokenizer,
             tmp_path,
             options=ReadingOptions(),
+            limits=rows._limits,
         )

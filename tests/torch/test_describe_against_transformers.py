@@ -55,11 +55,10 @@ def test_odd_small_configs_have_the_parameters_of_the_real_model(case):
     assert_same_parameters(spec, build(config))
 
 
-def test_every_family_of_transformers_is_among_the_odd_configs():
+def test_every_family_by_hand_that_transformers_has_is_among_the_odd_configs():
     known = set(transformers.CONFIG_MAPPING)
-    assert {x for x, family in FAMILIES.items() if x in known and family.describe is not None} == {
-        case[0] for case in ODD_CONFIGS.values() if FAMILIES[case[0]].describe is not None
-    }
+    by_hand = {x for x, family in FAMILIES.items() if x in known and family.describe is not None}
+    assert by_hand <= {case[0] for case in ODD_CONFIGS.values()}
 
 
 ZOO_MODELS = [
@@ -67,11 +66,6 @@ ZOO_MODELS = [
     "Qwen2.5-VL-7B",
     "Qwen3-VL-2B",
     "Qwen3-VL-235B-A22B",
-    "LLaVA-1.5-13B",
-    "LLaVA-1.6-34B (LLaVA-NeXT)",
-    "LLaVA-OneVision-0.5B",
-    "Gemma3-27B",
-    "GLM-4.5V (106B-A12B)",
 ]
 
 
@@ -82,55 +76,10 @@ def test_published_models_have_the_parameters_of_the_real_model(name):
     config = transformers.AutoConfig.for_model(
         entry["model_type"],
         vision_config=dict(entry["vision_config"]),
-        text_config={k: v for k, v in entry["text_config"].items() if k not in ("qk_norm", "n_shared_experts")}
-        | (
-            {"n_shared_experts": entry["text_config"]["n_shared_experts"]} if entry["model_type"] == "glm4v_moe" else {}
-        ),
+        text_config={k: v for k, v in entry["text_config"].items() if k not in ("qk_norm", "n_shared_experts")},
         tie_word_embeddings=tied,
     )
-    settings = {"min_pixels": 12544, "max_pixels": 9633792} if entry["model_type"] == "glm4v_moe" else None
-    assert_same_parameters(describe(entry, preprocessor=settings), build(config))
-
-
-@pytest.mark.parametrize("size", ["11B", "90B"])
-def test_mllama_has_the_parameters_of_the_real_model(size):
-    """Llama 3.2 Vision; the table of published models does not hold it."""
-    text = {"num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 14336}
-    if size == "90B":
-        text = {"num_hidden_layers": 100, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
-    text |= {"cross_attention_layers": list(range(3, text["num_hidden_layers"], 5)), "num_key_value_heads": 8}
-    config = transformers.MllamaConfig(vision_config={"image_size": 560}, text_config=text)
-    assert_same_parameters(describe_here(config), build(config))
-
-
-def test_internvl_port_has_the_parameters_of_the_real_26b_model():
-    """InternVL 2.5 with InternViT-6B and Qwen2.5-32B: the zoo knows only the remote code's configuration."""
-    vision = {
-        "model_type": "internvl_vision",
-        "hidden_size": 3200,
-        "num_hidden_layers": 45,
-        "num_attention_heads": 25,
-        "intermediate_size": 12800,
-        "image_size": 448,
-        "patch_size": 14,
-        "norm_type": "rms_norm",
-        "use_qk_norm": True,
-    }
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "intermediate_size": 27648,
-        "vocab_size": 151674,
-    }
-    config = transformers.AutoConfig.for_model(
-        "internvl", vision_config=dict(vision), text_config=dict(text), tie_word_embeddings=False
-    )
-    spec = describe(as_saved(config), preprocessor=preprocessor_of("internvl", vision))
-    assert 38.3e9 < spec.num_params < 38.5e9
-    assert_same_parameters(spec, build(config))
+    assert_same_parameters(describe(entry, ask=False), build(config))
 
 
 # -- what the layers do: order, rows, windows -----------------------------------------------------------------------

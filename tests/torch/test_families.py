@@ -27,7 +27,7 @@ from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.models.asking.model import describe_fields  # noqa: E402
 from trimtab.models.describe import describe, read_config  # noqa: E402
 from trimtab.models.families.known import FAMILIES, family_of  # noqa: E402
-from trimtab.models.images import image_rule  # noqa: E402
+from trimtab.models.image_rules import image_rule  # noqa: E402
 from trimtab.placement.machine import machine_of  # noqa: E402
 from trimtab.placement.place import place  # noqa: E402
 from trimtab.placement.workload import Workload  # noqa: E402
@@ -86,10 +86,9 @@ CAPABILITIES: dict[str, Callable[[Given], object]] = {
     "filler image": lambda x: filler_sample(x.config, with_image=True),
     "images apart": lambda x: find_family(x.config),
 }
-HAND = "known are internvl, internvl_chat, qwen2_vl"
+HAND = "known are internvl_chat, qwen2_vl"
 REFUSED: dict[tuple[str, str], str] = {
-    **{(x, "layers without torch"): HAND for x in ("shieldgemma2", "glm4v", "glm46v", "mllama", "hunyuan_vl")},
-    ("paligemma", "layers without torch"): HAND,
+    **{(x, "layers without torch"): HAND for x, family in FAMILIES.items() if family.describe is None},
     **{(x, "images counted without torch"): "no image rule for" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
     ("mllama", "images apart"): "its class has no get_image_features",
     ("mllama", "work"): "which no cost formula prices: plan another family",

@@ -10,11 +10,11 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
 transformers = pytest.importorskip("transformers", reason="holds the models whose switch is asked")
 
-from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
+from tiny_models import ODD_CONFIGS, describe_here, preprocessor_of  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
-from trimtab.adapters.huggingface import huggingface_export, plain_settings  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
+from trimtab.adapters.huggingface import export, plain_settings  # noqa: E402
+from trimtab.adapters.running import Decided  # noqa: E402
 from trimtab.runtime.recompute.apply import _Recomputed  # noqa: E402
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage  # noqa: E402
 
@@ -27,7 +27,7 @@ def build(case: str) -> tuple[torch.nn.Module, ModelSpec]:
     config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    return model, describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    return model, describe_here(config, preprocessor=preprocessor_of(model_type, vision))
 
 
 def switched_on(model: torch.nn.Module) -> set[str]:
@@ -69,7 +69,8 @@ def test_the_lines_switch_on_exactly_the_planned_layers():
         RecomputeChoice(tier="selective", layers=(language[2],)),
     )
     stages = (Stage(index=0, start=0, stop=len(spec.layers), recompute=chosen),)
-    exec(huggingface_export(model=spec, stages=stages, dims=ParallelDims()).python(), {"model": model})
+    plan = Decided(model=spec, stages=stages, dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
+    exec(export(plan, None).text, {"model": model})
     found = {
         name: module.forward.granularity
         for name, module in model.named_modules()

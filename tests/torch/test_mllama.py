@@ -19,7 +19,7 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.images import image_rule
+from trimtab.models.image_rules import image_rule
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import parts_of
 from trimtab.placement.machine import Gpu, Machine
@@ -95,9 +95,9 @@ def test_every_image_costs_the_same_and_is_one_token():
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ({"max_image_tiles": 6}, "`max_image_tiles` = 6"),
-        ({"size": {"height": 448, "width": 448}}, "`size` ="),
-        ({"do_resize": False}, "`do_resize` = false"),
+        ({"max_image_tiles": 6}, "max_image_tiles is 6"),
+        ({"size": {"height": 448, "width": 448}}, "preprocessor_config.size is"),
+        ({"do_resize": False}, "do_resize is false"),
     ],
 )
 def test_a_processor_file_of_another_checkpoint_is_refused(file, message):

@@ -10,10 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="runs tiny models")
 pytest.importorskip("transformers", reason="holds the models")
 
-from offload_checks import DeviceBytes, assert_offload_holds, held_behind_forward  # noqa: E402
+from offload_checks import DeviceBytes, held_behind_forward  # noqa: E402
 from real_layers import LAYERS, RealLayer  # noqa: E402
-from recompute_checks import gradients, make_model  # noqa: E402
-from recompute_ranks import run_offloaded  # noqa: E402
+from recompute_checks import assert_recompute_holds, gradients, make_model  # noqa: E402
 from test_recompute_memory import profile_of  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 from torch import nn  # noqa: E402
@@ -21,7 +20,7 @@ from traced_families import FAMILIES, find_layers, make_family  # noqa: E402
 
 from trimtab.costs.offload import with_offload  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.partition.assess import assess_stages  # noqa: E402
+from trimtab.partition.assess import SplitProblem  # noqa: E402
 from trimtab.runtime.recompute.apply import apply  # noqa: E402
 from trimtab.specs import RecomputeChoice, Stage  # noqa: E402
 
@@ -31,12 +30,12 @@ pytestmark = pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:.*hidden_state.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_bit_equal_and_nothing_is_left_behind(family):
-    assert_offload_holds(family, "sdpa")
+    assert_recompute_holds(family, "sdpa", "offload")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3", "qwen3_vl_moe"])
 def test_gradients_are_bit_equal_with_eager_attention(family):
-    assert_offload_holds(family, "eager")
+    assert_recompute_holds(family, "eager", "offload")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "llama4"])
@@ -87,7 +86,8 @@ def test_the_double_buffer_is_the_most_that_offloaded_layers_need(name):
     profile = with_offload(profile_of(layer, num_layers, "sdpa"), host_bytes_per_s=1e9)
     choice = RecomputeChoice(tier="offload", layers=tuple(range(num_layers)))
     stage = Stage(index=0, start=0, stop=num_layers, recompute=(choice,))
-    memory = assess_stages(profile, [stage], work_mean=work, work_max=work, num_microbatches=1).memory[0]
+    problem = SplitProblem(profile=profile, num_stages=1, work_mean=work, work_max=work, num_microbatches=1)
+    memory = problem.assess([stage]).memory[0]
     device, host = peaks_of(layer, rows, num_layers)
     row = 2 * rows * layer.spec.hidden_size  # the result, which no layer behind them holds as its input
     planned = memory.saved_bytes + memory.transient_bytes + 2 * row
@@ -190,11 +190,3 @@ def test_beside_recompute_gradients_are_bit_equal():
     apply(model, layers[3::4], granularity="selective")
     found = gradients(model, family.inputs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_under_ddp_and_fsdp2_gradients_are_bit_equal(tmp_path):
-    rows = run_offloaded(tmp_path)
-    assert all(row["equal"] for row in rows), rows
-    # FSDP2's gathered weights are not moved either
-    assert len({row["moved"] for row in rows}) == 1, rows
-    assert rows[0]["moved"] > 0

@@ -20,7 +20,7 @@ from recompute_checks import (  # noqa: E402
     switch_all_on,
     trace_of,
 )
-from recompute_ranks import run_ranks  # noqa: E402
+from recompute_ranks import WAYS, run_ranks  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -319,11 +319,15 @@ def test_transformers_trainer_trains_to_the_same_weights(tmp_path, dtype):
 
 
 def test_under_ddp_and_fsdp2_gradients_are_bit_equal(tmp_path):
+    """Recomputed and offloaded."""
     results = run_ranks(tmp_path)
-    assert {(r["wrapper"], r["when"], r["rank"]) for r in results} == {
-        (wrapper, when, rank) for wrapper in ("ddp", "fsdp2") for when in ("before", "after") for rank in (0, 1)
+    assert {(r["wrapper"], r["when"], r["granularity"], r["rank"]) for r in results} == {
+        (wrapper, *way, rank) for wrapper in ("ddp", "fsdp2") for way in WAYS for rank in (0, 1)
     }
     for r in results:
         assert r["equal"], r
         assert r["forwards"] == r["wanted"], r
         assert r["gathers"][0] >= r["gathers"][1], r  # recompute gathers no weights a further time
+    # FSDP2's gathered weights are not moved either
+    (moved,) = {r["moved"] for r in results if r["granularity"] == "offload"}
+    assert moved > 0

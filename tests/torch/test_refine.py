@@ -1,16 +1,11 @@
-"""`plan --refine`: candidate splits run on this machine, the fastest kept; needs torch, starts torchrun."""
+"""`plan --refine`: candidate splits run on this machine, the fastest kept; needs torch, starts processes."""
 
 # ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +16,19 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
+from gloo_ranks import fail
+
 from train_runs import write_run  # isort: skip
-from report_fixtures import make_header, make_step
+from report_fixtures import make_step
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.build import write_plan
-from trimtab.plan.decide.candidates import candidate_splits
+from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.reload import load_details, reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.measured.run_log import line_of
-from trimtab.runtime.training.refine import RefineSettings, _run, refine
+from trimtab.runtime.training.refine import RefineSettings, refine
 
 pytestmark = pytest.mark.torch
 
@@ -73,108 +71,47 @@ def test_a_split_that_does_not_run_is_told_and_the_fastest_other_kept(folder, mo
     """The runs are made up here: what each candidate takes, by its number."""
     seconds = iter([0.2, None, 0.1])
 
-    def command(_plan, trial, _settings):
+    def launch(_settings, _num):
         takes = next(seconds)
         if takes is None:
-            return [sys.executable, "-c", "import sys; sys.exit('trimtab: out of memory')"]
-        (trial / "run").mkdir()
-        (trial / "run" / "run.jsonl").write_text(
-            "".join(map(line_of, (make_header(), make_step(1, 9.0), make_step(2, takes + 1, data_s=1.0))))
-        )
-        return [sys.executable, "-c", ""]
+            raise failed("PlanError: out of memory")
+        return [make_step(1, 9.0), make_step(2, takes + 1, data_s=1.0)]
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("trimtab.runtime.training.refine._command", command)
+    monkeypatch.setattr("trimtab.runtime.training.refine._launch", launch)
     found = refine(folder / "plan", settings_of(folder, num_candidates=3))
     assert [trial.median_step_s for trial in found.trials] == [pytest.approx(0.2), None, pytest.approx(0.1)]
-    assert [trial.problem for trial in found.trials] == [None, "out of memory", None]
+    assert [trial.problem for trial in found.trials] == [None, "PlanError: out of memory", None]
     assert found.details.variants[-1].stages == found.trials[2].candidate.stages
     (sentence,) = [x for x in found.details.plan.assumptions if x.startswith("Splits were run")]
     assert re.search(r"took 200 ms .* did not run .* took 100 ms \(simulated [^)]*, kept\)", sentence)
 
 
-def test_no_split_that_runs_is_an_error(folder, monkeypatch):
+def failed(message):
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
+    failure.message = {"message": message + "\nbehind it"}
+    return ChildFailedError("train", {0: failure})
+
+
+@pytest.mark.integration
+def test_what_a_process_raised_is_told_where_no_split_runs(folder, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    words = [sys.executable, "-c", "raise ValueError('no such thing')"]
-    monkeypatch.setattr("trimtab.runtime.training.refine._command", lambda *_: words)
-    with pytest.raises(PlanError, match=r"2 splits were to be timed, and none of them ran \(ValueError: no such"):
+    monkeypatch.setattr("trimtab.runtime.training.refine._train", fail)
+    with pytest.raises(PlanError, match=r"2 splits were to be timed, and none of them ran \(ValueError: no such thing"):
         refine(folder / "plan", settings_of(folder))
 
 
-_PARENT = """
-import signal, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-def end(*_):
-    worker.terminate()
-    worker.wait()
-    sys.exit(1)
-signal.signal(signal.SIGTERM, end)
-print(worker.pid, file=open(sys.argv[1] + ".new", "w"), flush=True)
-import os
-os.rename(sys.argv[1] + ".new", sys.argv[1])
-time.sleep(600)
-"""  # a launcher as torchrun is one: its worker has a session of its own, and it ends it when it is told to end
+def test_a_signal_ends_it_and_handlers_are_as_before(folder, monkeypatch):
+    def launch(*_):
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        raise SignalException("as torch's launcher has it", signal.SIGTERM)
 
-
-def worker_of(path):
-    while not path.exists():
-        time.sleep(0.02)
-    return int(path.read_text())
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_run_over_its_time_is_stopped_with_its_workers(tmp_path):
-    pid = tmp_path / "pid"
-    assert _run([sys.executable, "-c", _PARENT, str(pid)], 5.0) == "it had not ended after 5.00 s"
-    assert not is_alive(worker_of(pid))
-
-
-def test_an_interrupt_stops_the_run_and_its_workers(tmp_path, monkeypatch):
-    pid = tmp_path / "pid"
-    communicate = subprocess.Popen.communicate
-
-    def interrupted(process, *words, timeout=None, **more):
-        if timeout == 99.0:
-            worker_of(pid)
-            raise KeyboardInterrupt
-        return communicate(process, *words, timeout=timeout, **more)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _run([sys.executable, "-c", _PARENT, str(pid)], 99.0)
-    assert not is_alive(worker_of(pid))
-
-
-def test_sigterm_stops_the_run_and_its_workers(tmp_path):
-    pid, before = tmp_path / "pid", signal.getsignal(signal.SIGTERM)
-
-    def terminate():
-        worker_of(pid)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=terminate)
-    sender.start()
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("trimtab.runtime.training.refine.elastic_launch", launch)
     with pytest.raises(SystemExit, match="143"):
-        _run([sys.executable, "-c", _PARENT, str(pid)], 99.0)
-    sender.join()
-    assert not is_alive(worker_of(pid))
+        refine(folder / "plan", settings_of(folder))
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.training.refine._GRACE_S", 0.2)
-    pid = tmp_path / "pid"
-    stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    stubborn += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
-    assert _run([sys.executable, "-c", stubborn, str(pid)], 3.0) == "it had not ended after 3.00 s"
-    assert not is_alive(int(pid.read_text()))
 
 
 def test_too_few_devices_are_refused(folder, monkeypatch):

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from trimtab.errors import PlanError, SampleError
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.data.tables import open_tables
 from trimtab.specs import SampleTable
 
 pytestmark = pytest.mark.torch
@@ -91,36 +90,6 @@ def test_a_loop_left_early_goes_on_where_it_stood(folder: Path) -> None:
     assert loader.epoch == 1
     loader.set_epoch(0)
     assert list(loader) == expected
-
-
-def test_dp_changes_from_2_to_4_to_8_inside_an_epoch(folder: Path) -> None:
-    tables = open_tables(folder / "plan")
-    order = tables.schedule.transpose(0, 2, 1).reshape(-1)
-    planned = [tables.rows(int(pack)) for pack in order if pack >= 0]
-    seen: list[list[int]] = []
-    state = None
-    for dp, num_batches in ((2, 4), (4, 2), (8, None)):
-        loaders = [loader_of(folder, dp=dp, rank=rank) if dp < 8 else _eight(folder, rank) for rank in range(dp)]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-        iterators = [iter(loader) for loader in loaders]
-        rows = (
-            zip(*iterators, strict=True)
-            if num_batches is None
-            else [[next(i) for i in iterators] for _ in "12345678"[:num_batches]]
-        )
-        seen += [pack for row in rows for pack in row if pack]
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[0]
-    assert seen == planned
-    assert loaders[0].epoch == 1
-
-
-def _eight(folder: Path, rank: int) -> PlanDataLoader:
-    sampler = PlanBatchSampler(folder / "plan", dp=8, rank=rank, num_microbatches=1)
-    return PlanDataLoader(plan_runs.Rows(), sampler, collate_fn=list)
 
 
 def test_batches_go_to_the_device_asked_for(folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.adapters.torch_pipelining import SCHEDULE_CLASSES, pipelining_export
+from trimtab.adapters.running import Decided
+from trimtab.adapters.torch_pipelining import SCHEDULE_CLASSES, export
 from trimtab.models.describe import describe
 from trimtab.plan.decide.expressible import as_stages
 from trimtab.specs import ParallelDims
@@ -21,7 +22,7 @@ def test_torch_has_the_class_and_lays_the_stages_out_alike(schedule):
     from torch.distributed.pipelining import _utils, schedules
 
     pp, chunks = 2, 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
-    export = pipelining_export(
+    plan = Decided(
         model=MODEL,
         stages=as_stages([10 * s for s in range(1, pp * chunks)], len(MODEL.layers)),
         dims=ParallelDims(pp=pp),
@@ -29,7 +30,8 @@ def test_torch_has_the_class_and_lays_the_stages_out_alike(schedule):
         num_microbatches=4,
         num_chunks=chunks,
     )
-    assert issubclass(getattr(schedules, export.schedule_class), schedules._PipelineSchedule)
+    found = export(plan, None).fields
+    assert issubclass(getattr(schedules, found["schedule_class"]), schedules._PipelineSchedule)
     style = "v" if schedule == "ZBVZeroBubble" else "loop"
     ranks = _utils.generate_stage_to_rank_mapping(pp, pp * chunks, style=style)
-    assert {stage.stage: stage.rank for stage in export.stages} == ranks
+    assert {stage["stage"]: stage["rank"] for stage in found["stages"]} == ranks

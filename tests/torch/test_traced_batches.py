@@ -175,5 +175,5 @@ def test_counted_work_prices_what_no_formula_knows_and_idle_layers_have_none():
 @pytest.mark.integration
 def test_a_tower_whose_like_is_never_run_is_run_itself():
     fields = shrink("video_llava", {}).to_dict()  # blocks for clips come first, and are like those for images
-    found = profile_traced(fields, describe_fields(fields), DEVICES["H200"], compare_fused=False, rows=(256, 512))
+    found = profile_traced(fields, describe_fields(fields), DEVICES["H200"], rows=(256, 512))
     assert not any("No image" in x for x in found.warnings)

@@ -13,7 +13,7 @@ from trimtab.balance.images import keep_at_home, share_images  # noqa: E402
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.vision.control import differing_ranks, fingerprint  # noqa: E402
 from trimtab.runtime.vision.exchange import lay_out_rows  # noqa: E402
-from trimtab.runtime.vision.families import BatchFamily  # noqa: E402
+from trimtab.runtime.vision.families import BatchFamily, GridFamily  # noqa: E402
 from trimtab.runtime.vision.gradients import check_convention  # noqa: E402
 from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs  # noqa: E402
 from trimtab.runtime.vision.outputs import read_features, touch, write_features  # noqa: E402
@@ -43,13 +43,12 @@ def test_a_layout_finds_every_row():
         made = [
             np.concatenate([of_atom[i] for i in shares.atoms_of(r)] or [ids[:0]]).astype(int) for r in range(num_ranks)
         ]
-        assert layout.counts.tolist() == [len(rows) for rows in made]
         assert [made[r][p] for r, p in zip(layout.owner, layout.position, strict=True)] == ids.tolist()
 
 
 def test_parts_give_the_rows_of_chosen_atoms():
     inputs = inputs_of([2, 1, 3])
-    taken = inputs.arguments(np.array([2, 0]))["pixels"][:, 0]
+    taken = inputs.take(np.array([2, 0])).arguments()["pixels"][:, 0]
     assert taken.tolist() == [*range(12, 24), *range(8)]
 
 
@@ -58,8 +57,7 @@ def test_outputs_of_the_tower_of_transformers_4(kind):
     inputs = inputs_of([2, 1, 3])
     rows, deep = torch.randn(6, 4), [torch.randn(6, 4), torch.randn(6, 4)]
     output = rows if kind == "tensor" else (rows, deep)
-    atoms = np.arange(3)
-    features = read_features(output, inputs, 3, atoms)
+    features = read_features(output, inputs)
     assert features.num_rows.tolist() == [2, 1, 3]
     assert features.rows.shape == (6, 4 if kind == "tensor" else 12)
     back = write_features(features, features.rows, features.num_rows)
@@ -75,18 +73,18 @@ def test_outputs_of_the_tower_of_transformers_4(kind):
 
 def test_features_of_images_of_one_size_come_back_image_by_image():
     output = torch.randn(3, 5, 4)
-    features = read_features(output, inputs_of([5, 5, 5]), 3, np.arange(3))
+    features = read_features(output, inputs_of([5, 5, 5]))
     assert (features.num_rows.tolist(), features.rows.shape) == ([5, 5, 5], (15, 4))
     assert torch.equal(write_features(features, features.rows, features.num_rows), output)
 
 
 def test_features_that_cannot_be_told_apart_are_refused():
     with pytest.raises(TrimtabError, match=r"features of 3 images came as shape \(7, 4\), and it cannot be told which"):
-        read_features(torch.randn(7, 4), inputs_of([2, 1, 3]), 3, np.arange(3))
+        read_features(torch.randn(7, 4), inputs_of([2, 1, 3]))
     with pytest.raises(
         TrimtabError, match="the vision tower returned dict, and image features are expected as a tensor"
     ):
-        read_features({}, inputs_of([1]), 1, np.arange(1))
+        read_features({}, inputs_of([1]))
 
 
 def test_micro_batches_of_families_without_grids_are_not_pooled():
@@ -95,11 +93,14 @@ def test_micro_batches_of_families_without_grids_are_not_pooled():
         TrimtabError, match="micro-batches of Linear were to share a call of the tower, which is known for"
     ):
         encode_pooled(handle, [{}])
+    handle = SimpleNamespace(family=GridFamily(), heartbeat=object())
+    with pytest.raises(TrimtabError, match="a pool has no heartbeat that would call the others"):
+        encode_pooled(handle, [])
 
 
 def test_inputs_of_several_micro_batches_join():
     joined = join_inputs([inputs_of([2, 1]), inputs_of([3])])
-    assert joined.arguments(np.array([2, 1]))["pixels"][:, 0].tolist() == [*range(12), *range(8, 12)]
+    assert joined.take(np.array([2, 1])).arguments()["pixels"][:, 0].tolist() == [*range(12), *range(8, 12)]
     assert (joined.patches.tolist(), joined.rows.tolist(), len(joined)) == ([8, 4, 12], [2, 1, 3], 3)
     assert join_inputs([]) is None
 
@@ -125,8 +126,8 @@ def test_fingerprints_see_types_shapes_and_values():
     }
     assert len(marks) == 6
     assert fingerprint(["a"], [x.clone()]) in marks
-    assert differing_ranks(np.array([7, 8, 7, 9])) == [1, 3]
-    assert differing_ranks(np.array([7, 8])) == [1]
+    assert differing_ranks([7, 8, 7, 9]) == [1, 3]
+    assert differing_ranks([7, 8]) == [1]
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,12 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_two_ranks_with_the_other_batches(tmp_path: Path) -> None:
-    """The matrix of hard cases that the test before leaves out."""
-    on_ranks(vision_hosts.run_the_rest_on_two, tmp_path)
-
-
-@pytest.mark.integration
 def test_three_ranks(tmp_path: Path) -> None:
-    """Both gathers, routed rows, dispatch between ranks with other images or none, every convention of gradients."""
+    """Every batch gathered, routed rows, dispatch between ranks with other images or none, conventions of gradients."""
     on_ranks(vision_hosts.run_on_three, tmp_path, num_ranks=3)
 
 
 @pytest.mark.integration
 def test_four_ranks(tmp_path: Path) -> None:
-    """One image for four; a group without images beside one with some."""
+    """A group without images beside one with some."""
     on_ranks(vision_hosts.run_on_four, tmp_path, num_ranks=4)

@@ -67,19 +67,13 @@ def write_variant(
     recompute: bool = False,
     frozen: tuple[Tower, ...] = (),
     images: VisionDecision | None = None,
-    behind: str | None = None,
     **schedule: Any,
 ) -> Path:
-    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any.
-
-    `behind`: two stages, the second of the layers of this module.
-    """
+    """The same packs with the model cut into equally many layers a stage; every layer recomputed, if any."""
     source = folder / "plan"
     plan = load_plan(source)
     layers = [layer.name for layer in describe(folder / "model").layers]
     cuts = [round(len(layers) * i / num_stages) for i in range(num_stages + 1)]
-    if behind is not None:
-        cuts[1] = next(i for i, name in enumerate(layers) if name.startswith(behind))
     stages = tuple(StageDecision(stage=i, modules=fold_modules(layers[a:b])) for i, (a, b) in enumerate(pairwise(cuts)))
     pipeline = replace(plan.decisions.schedule, **schedule)
     decisions = replace(

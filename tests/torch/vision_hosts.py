@@ -15,12 +15,12 @@ from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import run_odd_uses
 from vision_runs import (
+    BATCHES,
     MODES,
     VIDEO_TOKEN,
     fully_shard_model,
     make_case,
     make_rank_case,
-    run_both_gathers,
     run_dispatched,
     run_groups,
     run_matrix,
@@ -160,6 +160,13 @@ def run_conventions(rank: int, _folder: str) -> None:
                 own_loss(loss).backward()
                 if how == "none":
                     handle.reduce_gradients()
+                    held = [p.grad for p in handle.vision_parameters()]
+                    for p in handle.vision_parameters():
+                        p.grad = None
+                    with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the back"):
+                        handle.reduce_gradients()
+                    for p, gradient in zip(handle.vision_parameters(), held, strict=True):
+                        p.grad = gradient
                 else:
                     reduce(how)
                 assert_close(case.gradients(), expected, (loss, how), part="visual")
@@ -200,13 +207,13 @@ def run_slice_only(rank: int, _folder: str) -> None:
     from trimtab.runtime.vision import exchange
 
     def slice_only(ctx: Any, grad: Tensor) -> Any:
-        first = dist.get_rank() * ctx.padded
-        spread = grad.new_zeros(dist.get_world_size() * ctx.padded, grad.shape[1]).index_copy_(0, ctx.index, grad)
-        return spread[first : first + ctx.num_rows], None, None, None
+        routes, own = ctx.routes, grad.new_zeros(ctx.num_rows, grad.shape[1])
+        start = sum(routes.received[:rank])  # rows come rank after rank
+        mine = routes.places[start : start + routes.received[rank]]
+        return own.index_add_(0, routes.send[rank], grad.index_select(0, mine)), None
 
-    right, padding = exchange._GatherRows.backward, exchange.MAX_PADDING
-    exchange.MAX_PADDING = 100.0
-    exchange._GatherRows.backward = staticmethod(slice_only)
+    right = exchange._RouteRows.backward
+    exchange._RouteRows.backward = staticmethod(slice_only)
     case = make_case("qwen2_5_vl", "images")
     mine = shard(rank, dist.get_world_size(), case.num_tokens)
 
@@ -219,7 +226,7 @@ def run_slice_only(rank: int, _folder: str) -> None:
         check = verify_vision_dp(
             handle, lambda: case.loss(case.forward(), mine), reduce_gradients=reduce, raise_problems=False
         )
-    exchange._GatherRows.backward, exchange.MAX_PADDING = right, padding
+    exchange._RouteRows.backward = right
     assert check.gradient_error > 0.1
     assert "the vision gradients by 0." in check.problems[0]
 
@@ -267,14 +274,9 @@ def run_disagreements(rank: int, _folder: str) -> None:
         return inner.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True, **more)
 
     alone = features()
-    with vision_dp(case.model, timeout_s=60) as handle:
-        assert vision_dp(case.model, timeout_s=60) is handle
-        with pytest.raises(TrimtabError, match=r"shared already, with another group or other settings: call remove"):
-            vision_dp(case.model, rule="contiguous")
+    with vision_dp(case.model, timeout_s=60):
         with pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with other images"):
             features(inputs["pixel_values"] + odd)
-        with torch.set_grad_enabled(not odd), pytest.raises(TrimtabError, match="another mode of gradients"):
-            features()
         message = "asks the vision tower for the states" if odd else "rank 1 refused what get_image_features was given"
         with pytest.raises(TrimtabError, match=message):
             features(**({"output_hidden_states": True} if odd else {}))
@@ -293,7 +295,7 @@ def run_disagreements(rank: int, _folder: str) -> None:
         assert isinstance(as_tuple, tuple)
     assert "last_hidden_state" in features()  # the module's own function again
 
-    with vision_dp(case.model, timeout_s=2) as handle:
+    with vision_dp(case.model, timeout_s=2):
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
                 features()
@@ -301,7 +303,7 @@ def run_disagreements(rank: int, _folder: str) -> None:
         if odd:  # late: it is told as well
             with pytest.raises(TrimtabError, match=r"rank 1 of 2 waited \d s at get_image_features for "):
                 features()
-    with vision_dp(case.model) as handle:  # of ten minutes; a rank that leaves is missed at once
+    with vision_dp(case.model):  # of ten minutes; a rank that leaves is missed at once
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited \d s at get_image_features for "):
                 features()
@@ -325,13 +327,8 @@ def run_on_two(rank: int, folder: str) -> None:
     run_disagreements(rank, folder)
 
 
-def run_the_rest_on_two(rank: int, folder: str) -> None:
-    run_matrix(rank, folder, ["qwen2_5_vl"], ["images and clip"], list(MODES))
-    run_matrix(rank, folder, ["qwen3_vl"], ["one image"], list(MODES))
-
-
 def run_on_three(rank: int, folder: str) -> None:
-    run_both_gathers(rank, folder)
+    run_matrix(rank, folder, ["qwen3_vl"], list(BATCHES), ["plain"])
     run_routed(rank, folder)
     for wrapped in ("plain", "fsdp2", "ddp"):
         run_dispatched(rank, folder, wrapped)
@@ -340,8 +337,5 @@ def run_on_three(rank: int, folder: str) -> None:
 
 
 def run_on_four(rank: int, folder: str) -> None:
-    run_matrix(
-        rank, folder, ["qwen2_5_vl", "qwen3_vl"], ["one image"], ["frozen", "autocast", "fsdp2", "tower recompute"]
-    )
     for wrapped in ("plain", "fsdp2"):
         run_groups(rank, folder, wrapped)

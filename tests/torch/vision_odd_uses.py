@@ -163,9 +163,6 @@ def run_handles_over_handles(rank: int) -> None:
 
 def _assert_no_trace(case: Case, handle: VisionDataParallel) -> None:
     handle.remove()
-    assert not handle.is_installed
-    with pytest.raises(TrimtabError, match="a removed handle was to be installed, but its connections are closed"):
-        handle.install()
     for module in case.model.modules():
         assert not {"get_image_features", "get_video_features", "forward"} & module.__dict__.keys()
         assert not module._forward_pre_hooks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec
@@ -44,32 +45,12 @@ def small_model(*, tied: bool = False, num_layers: int = 2, depth: int = 2, voca
     return describe(config, preprocessor=SETTINGS, name="small")
 
 
-def gemma(*, window: int = 64, num_layers: int = 6) -> ModelSpec:
-    config = {
-        "model_type": "gemma3",
-        "mm_tokens_per_image": 4,
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 72,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": 56,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
-        "text_config": {
-            "model_type": "gemma3_text",
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "vocab_size": 203,
-            "sliding_window": window,
-            "sliding_window_pattern": 3,
-        },
-    }
-    settings = {"size": {"height": 56, "width": 56}, "do_pan_and_scan": False, "image_seq_length": 4}
-    return describe(config, preprocessor=settings, name="small gemma")
+def sliding(*, window: int = 64, num_layers: int = 6) -> ModelSpec:
+    """Every third decoder layer sees the whole text."""
+    model = small_model(num_layers=num_layers)
+    blocks = model.indices("language", "block")
+    layers = [
+        replace(x, attention=replace(x.attention, window=window)) if i in blocks and (i - blocks[0]) % 3 < 2 else x
+        for i, x in enumerate(model.layers)
+    ]
+    return replace(model, layers=tuple(layers))

@@ -5,32 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from plan_cases import tile_samples
+from plans import small_plan
 
+from trimtab.costs.devices import find_device
 from trimtab.partition.assess import DeviceMemory
+from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
-from trimtab.plan.plan import (
-    BalanceEstimate,
-    ClusterInput,
-    DataFile,
-    DataInput,
-    Decisions,
-    Estimates,
-    Inputs,
-    ModelInput,
-    PackingDecision,
-    ParallelDecision,
-    Plan,
-    RecomputeDecision,
-    ScheduleDecision,
-    StageDecision,
-    StageEstimate,
-    TableFile,
-    TrainingInput,
-    VariantEstimate,
-)
+from trimtab.plan.plan import DataFile, ParallelDecision, ScheduleDecision, StageDecision, VariantEstimate
 from trimtab.specs import (
-    DeviceSpec,
     ImageCounts,
     LayerSpec,
     ModelSpec,
@@ -38,16 +23,12 @@ from trimtab.specs import (
     ParallelDims,
     Profile,
     RecomputeChoice,
-    SampleTable,
     Schedule,
     Stage,
     Timeline,
 )
 
 GIB = 2**30
-A100 = DeviceSpec(
-    name="A100-80", memory_bytes=80 * GIB, peak_flops=312e12, memory_bytes_per_s=2e12, link_bytes_per_s=3e11, source="t"
-)
 
 
 class _Rule:
@@ -77,47 +58,6 @@ def make_model(num_vision: int = 45, num_language: int = 48, name: str = "Intern
     layers += [layer("language_model.model.norm", "language", "norm", 6144)]
     layers += [layer("language_model.output", "language", "head", 569_000_000)]
     return ModelSpec(name=name, family="internvl_chat", layers=tuple(layers), image_rule=_Rule(), vocab_size=92553)
-
-
-def simulate_step(forward: np.ndarray, backward: np.ndarray, num_devices: int) -> Timeline:
-    """Greedy backward-first pipeline over (num_stages, num_microbatches) seconds: legal, not claimed to be best."""
-    S, M = forward.shape
-    P = num_devices
-    end = np.full((2, S, M), np.nan)
-    free = np.zeros(P)
-    next_f, next_b = np.zeros(S, int), np.zeros(S, int)
-    rows: list[tuple[int, int, int, float, float]] = []
-    for _ in range(2 * S * M):
-        best: tuple[float, int, int, int] | None = None
-        for s in range(S):
-            d = s % P
-            if (m := int(next_b[s])) < M and m < next_f[s]:
-                ready = end[0, s, m] if s == S - 1 else end[1, s + 1, m]
-                if not np.isnan(ready):
-                    key = (max(free[d], ready), 0, -s, m)
-                    best = key if best is None or key < best else best
-            if (m := int(next_f[s])) < M and m - next_b[s] < S - s + (0 if S == P else P):
-                ready = 0.0 if s == 0 else end[0, s - 1, m]
-                if not np.isnan(ready):
-                    key = (max(free[d], ready), 1, s, m)
-                    best = key if best is None or key < best else best
-        assert best is not None
-        start, is_forward, s, m = best
-        s = abs(s)
-        took = (forward if is_forward else backward)[s, m]
-        end[1 - is_forward, s, m] = free[s % P] = start + took
-        (next_f if is_forward else next_b)[s] += 1
-        rows.append((s, m, 1 - is_forward, start, start + took))
-    stage, mb, kind, start_s, end_s = (np.array(c) for c in zip(*rows, strict=True))
-    return Timeline(
-        stage=stage.astype(np.int32),
-        microbatch=mb.astype(np.int32),
-        kind=kind.astype(np.int8),
-        start_s=start_s.astype(float),
-        end_s=end_s.astype(float),
-        num_devices=P,
-        makespan_s=float(end_s.max()),
-    )
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
@@ -157,7 +97,9 @@ def make_variant(
         stages = tuple(_recompute_third(s) if s.index < S // 2 else s for s in stages)
     f = 0.036 / S * 4 * (1 + skew * np.linspace(1, -1, S)) if S > 1 else np.array([0.12])
     weight = np.resize(fill / fill.mean(), num_microbatches)
-    line = simulate_step(f[:, None] * weight, 2.1 * f[:, None] * weight, pp)
+    forward, none = f[:, None] * weight, np.zeros((S, num_microbatches))
+    times = StageTimes(forward_s=forward, backward_s=2.1 * forward, send_forward_s=none, send_backward_s=none)
+    line = simulate(times, schedule="Interleaved1F1B" if chunks > 1 else "1F1B", num_devices=pp)
     in_flight = np.arange(pp, 0, -1)
     memory = tuple(
         DeviceMemory(
@@ -213,171 +155,54 @@ def make_details(
     num_chunks: int = 1,
     data: str = "llava_mix.jsonl",
 ) -> PlanDetails:
-    last, cap = variants[-1], 80 * GIB
-    pp = last.timeline.num_devices
-    rows = tuple(_estimate(v, num_samples) for v in variants)
-    stages = tuple(
-        StageEstimate(
-            stage=s.index,
-            forward_ms=round(1e3 * last.stage_forward_s[s.index], 2),
-            backward_ms=round(1e3 * last.stage_backward_s[s.index], 2),
-            memory_gib=round(last.memory[s.index % pp].total_bytes / GIB, 2),
-            state_gib=31.2,
-            activations_gib=20.0,
-            transient_gib=3.4,
-            reserve_gib=0.0,
-        )
-        for s in last.stages
-    )
-    num_packs = len(last.pack_tokens)
-    table = TableFile(file="packs.npy", blake2b="5f1c0a7e")
-    total = last.stage_forward_s + last.stage_backward_s
-    estimates = Estimates(
-        time_error=0.2,
-        memory_error=0.1,
-        step_ms=rows[-1].step_ms,
-        epoch_s=rows[-1].epoch_s,
-        samples_per_s=rows[-1].samples_per_s,
-        stage_imbalance=float(total.max() / total.mean() - 1),
-        stages=stages,
-        balance=BalanceEstimate(
-            pad_ratio=0.0,
-            dist_ratio_vit=0.0055,
-            dist_ratio_llm=0.016,
-            dist_ratio_cost=0.005,
-            utilisation=0.981,
-            fill_patches=float(last.pack_patches.mean() / limits[0]),
-            fill_tokens=float(last.pack_tokens.mean() / limits[1]),
-            shuffle_chi2=1.003,
-            lower_bound_packs=max(1, num_packs - 12),
+    """The small plan with these variants, on as many stages as the last of them has."""
+    last, plan, cap = variants[-1], small_plan(), 80 * GIB
+    pp, rows = last.timeline.num_devices, tuple(_estimate(v, num_samples) for v in variants)
+    names, total = [layer.name for layer in model.layers], last.stage_forward_s + last.stage_backward_s
+    inputs = replace(
+        plan.inputs,
+        model=replace(plan.inputs.model, name=model.name, family=model.family, num_layers=len(names)),
+        data=replace(
+            plan.inputs.data, files=(DataFile(path=data, num_bytes=48_210_331, blake2b="01"),), num_samples=num_samples
         ),
-        variants=rows,
     )
-    decisions = Decisions(
+    decisions = replace(
+        plan.decisions,
         parallel=ParallelDecision(dp=8, pp=pp, tp=1, cp=1),
         schedule=ScheduleDecision(
             name="Interleaved1F1B" if num_chunks > 1 else "1F1B",
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
         ),
-        stages=tuple(StageDecision(stage=s.index, modules=_ranges(model, s.start, s.stop)) for s in last.stages),
-        recompute=tuple(
-            RecomputeDecision(stage=s.index, granularity=c.tier, modules=_ranges(model, c.layers[0], c.layers[-1] + 1))
-            for s in last.stages
-            for c in s.recompute
-            if c.layers
-        ),
-        packing=PackingDecision(
-            method="balanced",
-            order="random",
-            max_patches=limits[0],
-            max_tokens=limits[1],
-            seed=0,
-            oversize="error",
-            num_packs=num_packs,
-            num_steps=len(last.step_s),
-            num_oversize=0,
-            offsets=table,
-            indices=table,
-            schedule=table,
-        ),
+        stages=tuple(StageDecision(stage=s.index, modules=fold_modules(names[s.start : s.stop])) for s in last.stages),
+        packing=replace(plan.decisions.packing, max_patches=limits[0], max_tokens=limits[1]),
     )
-    inputs = Inputs(
-        model=ModelInput(
-            name=model.name,
-            family=model.family,
-            config="internvl_chat_26b",
-            preprocessor=None,
-            max_pixels=None,
-            max_tiles=None,
-            num_layers=len(model.layers),
-            num_params=model.num_params,
-            layers_blake2b="aa11bb22",
-            forbidden_cuts=(),
-        ),
-        data=DataInput(
-            files=(DataFile(path=data, num_bytes=48_210_331, blake2b="01ab23cd"),),
-            num_samples=num_samples,
-            num_skipped=3,
-            tokens_exact=False,
-            table="samples.npy",
-            table_blake2b="99",
-        ),
-        cluster=ClusterInput(
-            device="A100-80",
-            num_nodes=4,
-            devices_per_node=8,
-            device_blake2b="89abcdef89abcdef",
-            node_link_bytes_per_s=25e9,
-            latency_s=1e-5,
-            memory_bytes=cap,
-            reserve_bytes=4 * GIB,
-        ),
-        training=TrainingInput(
-            dtype="bf16",
-            optimizer="adamw",
-            zero_stage=1,
-            attention="flash",
-            fused_kernels=False,
-            frozen_towers=(),
-            recompute="auto",
-            costs="analytic",
-        ),
+    estimates = replace(
+        plan.estimates,
+        time_error=0.2,
+        stage_imbalance=float(total.max() / total.mean() - 1),
+        balance=replace(plan.estimates.balance, shuffle_chi2=1.003),
+        variants=rows,
     )
-    plan = Plan(
-        plan_version="1.0",
-        created_by="trimtab 0.1.0",
-        command="trimtab plan --model internvl-26b --out plan",
-        summary=(
-            f"{8 * pp} GPUs as dp 8 x pp {pp}. Slowest stage is {100 * estimates.stage_imbalance:.1f} % over the mean. "
-            f"Expected step {rows[-1].step_ms:.0f} ms, equal layers per stage would take {rows[0].step_ms:.0f} ms."
-        ),
-        inputs=inputs,
-        decisions=decisions,
-        estimates=estimates,
-        assumptions=(
-            "Costs are analytic: floating-point operations over 52 % of the published peak of A100-80.",
-            "Token counts are estimated without a tokenizer: 1.35 tokens per word.",
-            "Sends between stages overlap with nothing.",
-        ),
-    )
-    zeros = np.zeros(4, np.int64)
+    plan = replace(plan, inputs=inputs, decisions=decisions, estimates=estimates)
     return PlanDetails(
         plan=plan,
         model=model,
         memory_cap_bytes=float(cap),
         variants=variants,
-        samples=SampleTable(
-            num_images=zeros,
-            num_patches=zeros,
-            num_tokens=zeros,
-            patches_sq=zeros,
-            patches_windowed=zeros,
-            source=np.zeros(4, np.int32),
-        ),
+        samples=tile_samples(4),
         packing=Packing(offsets=np.array([0, 4]), indices=np.arange(4), limits=limits),
         schedule=Schedule(table=np.zeros((1, 1, 1), np.int64)),
         profile=Profile(
             layers=(),
             method="analytic",
-            device=A100,
+            device=find_device("A100-80GB"),
             dims=ParallelDims(dp=8, pp=pp),
-            dtype="bfloat16",
+            dtype="bf16",
             time_error=0.2,
             memory_error=0.1,
         ),
     )
-
-
-def _ranges(model: ModelSpec, start: int, stop: int) -> tuple[str, ...]:
-    runs: list[tuple[str, int, int]] = []
-    for layer in model.layers[start:stop]:
-        stem, _, number = layer.name.rpartition(".")
-        if number.isdigit() and runs and runs[-1][0] == stem:
-            runs[-1] = (stem, runs[-1][1], int(number))
-        else:
-            runs.append((stem, int(number), int(number)) if number.isdigit() else (layer.name, -1, -1))
-    return tuple(name if a < 0 else f"{name}[{a}..{b}]" for name, a, b in runs)
 
 
 def internvl_details() -> PlanDetails:

@@ -8,8 +8,10 @@ import pytest
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models import ask
 from trimtab.models.describe import describe
-from trimtab.models.images import AskedImages, FixedImage, SmartResize, image_rule_by_processor
-from trimtab.models.images.asked import STANDARD
+from trimtab.models.image_rules import image_rule_by_processor
+from trimtab.models.images.asked import STANDARD, AskedImages
+from trimtab.models.images.native import SmartResize
+from trimtab.models.images.tiles import FixedImage
 
 CONFIG = {"model_type": "widget"}
 
@@ -36,7 +38,7 @@ def test_without_transformers_one_sentence_says_what_to_install(monkeypatch):
         with pytest.raises(UnknownModelError, match=r"pip install 'trimtab\[torch\]'.*or give a description file"):
             describe(config)
     with pytest.raises(ConfigError, match=r"lacks .*only Transformers fills them in .*pip install 'trimtab\[torch\]'"):
-        describe({"model_type": "llava", "vision_config": {}, "text_config": {}})
+        describe({"model_type": "qwen2_vl", "vision_config": {}, "text_config": {}})
     with pytest.raises(UnknownModelError, match=r"is not known without help: install Transformers"):
         ask.ask(CONFIG, "describe")
 
@@ -47,7 +49,7 @@ def test_an_answer_is_remembered_by_content_question_and_versions(child, monkeyp
     assert ask.ask(dict(reversed(list({**CONFIG, "b": 2}.items()))), "describe") == {"a": 1}
     assert ask.ask({"b": 2, **CONFIG}, "describe") == {"a": 1}
     assert len(asked) == 2
-    ask.ask(CONFIG, "complete")
+    ask.ask(CONFIG, "images")
     assert len(asked) == 3
     monkeypatch.setattr(ask, "_versions", lambda: ["0", "1", "3"])
     ask.ask(CONFIG, "describe")

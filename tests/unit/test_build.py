@@ -10,7 +10,7 @@ import pytest
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PackingError, PartitionError, PlanError, TrimtabError
+from trimtab.errors import PackingError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.details import PlanDetails
@@ -52,15 +52,6 @@ def test_the_same_inputs_give_the_same_bytes(made: PlanDetails) -> None:
     assert plan_to_yaml(other.plan) != plan_to_yaml(made.plan)
 
 
-def test_a_written_plan_checks_and_simulates_to_the_same_figures(made: PlanDetails, tmp_path: Path) -> None:
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
-    loaded = load_details(tmp_path)
-    assert loaded.plan == made.plan
-    for before, after in zip(made.variants, loaded.variants, strict=True):
-        np.testing.assert_array_equal(before.step_s, after.step_s)
-
-
 def test_what_is_left_open_is_chosen_so_that_it_fits() -> None:
     made = make_plan(MODEL, tile_samples(), CLUSTER)
     parallel = made.plan.decisions.parallel
@@ -71,7 +62,9 @@ def test_what_is_left_open_is_chosen_so_that_it_fits() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        PlanOptions(pp=4, tp=2, schedule="GPipe", num_microbatches=4),
+        OPTIONS,
+        dataclasses.replace(OPTIONS, oversize="alone", max_patches=9225, max_tokens=1500),
+        PlanOptions(pp=4, tp=2, schedule="GPipe", num_microbatches=4, zero_stage=0, optimizer="sgd"),
         PlanOptions(pp=4, tp=2, schedule="Interleaved1F1B", num_chunks=2, num_microbatches=8),
         PlanOptions(pp=4, tp=2, num_microbatches=8, method="isf", order="sorted"),
         PlanOptions(pp=4, tp=2, num_microbatches=8, recompute="full"),
@@ -81,17 +74,17 @@ def test_what_is_left_open_is_chosen_so_that_it_fits() -> None:
     ],
     ids=lambda o: f"{o.schedule}-{o.method}-{o.recompute}-zero{o.zero_stage}-{o.frozen_towers}",
 )
-def test_other_choices_give_plans_that_check(options: PlanOptions, tmp_path: Path) -> None:
-    made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
+def test_other_choices_give_plans_that_check_and_simulate_alike(options: PlanOptions, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(CLUSTER, node_link_bytes_per_s=5e9, latency_s=1e-4)
+    model = dataclasses.replace(MODEL, forbidden_cuts=MODEL.forbidden_cuts | frozenset(range(1, 20)))
+    made = make_plan(model, tile_samples(300), cluster, options)
     write_plan(made, tmp_path)
     assert check_plan(tmp_path) == []
-
-
-def test_a_frozen_tower_is_never_recomputed() -> None:
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8, frozen_towers=("vision", "projector"))
-    made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
-    modules = [m for entry in made.plan.decisions.recompute for m in entry.modules]
-    assert not [m for m in modules if m.startswith(("vision_model", "mlp1"))]
+    loaded = load_details(tmp_path)
+    assert loaded.plan == made.plan
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+        assert before.stages == after.stages
 
 
 def test_a_global_batch_is_met_on_average() -> None:
@@ -125,19 +118,6 @@ def test_fewer_samples_than_ranks_still_make_a_plan(tmp_path: Path) -> None:
     assert check_plan(tmp_path) == []
 
 
-def test_text_alone_makes_a_plan() -> None:
-    samples = tile_samples(100)
-    zeros = np.zeros(100, np.int64)
-    text = dataclasses.replace(samples, num_images=zeros, num_patches=zeros, patches_sq=zeros, patches_windowed=zeros)
-    made = make_plan(MODEL, text, CLUSTER, OPTIONS)
-    assert made.variants[-1].fits
-
-
-def test_too_little_memory_says_how_much_is_missing() -> None:
-    with pytest.raises(PartitionError, match="too many"):
-        make_plan(MODEL, tile_samples(100), CLUSTER, dataclasses.replace(OPTIONS, memory_bytes=4 * 2**30))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -160,8 +140,10 @@ def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int]
         ({"dp": 0}, "dp 0 was asked for"),
         ({"num_microbatches": 2, "global_batch": 4}, "give one of them"),
         ({"reserve": 1.0}, "it is a share"),
-        ({"num_chunks": 2}, "has one stage per device"),
         ({"schedule": "Interleaved1F1B"}, "give --num-chunks 2 or more"),
+        ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per device, and num_chunks is 1: give"),
+        ({"schedule": "ZBH1", "num_chunks": 2}, "num_chunks 2 was asked for with ZBH1, which has one stage per device"),
+        ({"schedule": "zigzag"}, "choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble, auto"),
         ({"schedule": "Interleaved1F1B", "num_chunks": 2, "pp": 1}, "a pipeline of one device"),
         ({"dtype": "bf17"}, "choose one of bf16"),
         ({"method": "random"}, "choose one of balanced, isf"),
@@ -182,12 +164,14 @@ def test_a_model_without_a_file_is_checked_with_the_model_in_hand(tmp_path: Path
     assert "other layers" in check_plan(tmp_path, model=describe("InternVL-Chat-V1-5", max_tiles=3))[0]
 
 
-def test_frozen_towers_exchange_no_gradients() -> None:
+def test_frozen_towers_exchange_no_gradients_and_recompute_nothing() -> None:
     towers = ("vision", "language")
     frozen = make_plan(MODEL, tile_samples(200), CLUSTER, dataclasses.replace(OPTIONS, frozen_towers=towers))
     step_s = [layer.step_s for layer in frozen.profile.layers]
     trained = [layer.tower == "projector" for layer in frozen.profile.layers]
     assert [seconds > 0 for seconds in step_s] == trained
+    modules = [m for entry in frozen.plan.decisions.recompute for m in entry.modules]
+    assert not [m for m in modules if m.startswith("vision_model")]
 
 
 @pytest.mark.parametrize("limits", [(10, 10), (None, 10)])
@@ -208,46 +192,29 @@ def test_open_limits_hold_most_samples_where_the_rest_may_be_skipped() -> None:
     assert made.packing.oversize.tolist() == [7]
 
 
-def test_text_alone_with_one_limit_given_makes_a_plan() -> None:
+@pytest.mark.parametrize("max_patches", [None, 9225])
+def test_text_alone_makes_a_plan(max_patches: int | None) -> None:
     zeros = np.zeros(100, np.int64)
     text = dataclasses.replace(
         tile_samples(100), num_images=zeros, num_patches=zeros, patches_sq=zeros, patches_windowed=zeros
     )
-    made = make_plan(MODEL, text, CLUSTER, dataclasses.replace(OPTIONS, max_patches=9225))
+    made = make_plan(MODEL, text, CLUSTER, dataclasses.replace(OPTIONS, max_patches=max_patches))
+    assert made.variants[-1].fits
     assert made.packing.sums(text.num_tokens).max() <= made.plan.decisions.packing.max_tokens
 
 
-@pytest.mark.parametrize("num_samples", [230, 250, 280])
+@pytest.mark.parametrize("num_samples", [230, 280])
 def test_gpipe_fits_with_the_micro_batches_it_was_priced_with(num_samples: int, tmp_path: Path) -> None:
     options = PlanOptions(pp=8, tp=2, schedule="GPipe", memory_bytes=50 * 2**30)
     write_plan(make_plan(MODEL, tile_samples(num_samples), CLUSTER, options), tmp_path)
     assert check_plan(tmp_path) == []
 
 
-@pytest.mark.parametrize("global_batch", [100, 130, 250])
+@pytest.mark.parametrize("global_batch", [100, 250])
 def test_interleaved_steps_hold_whole_rounds_of_the_pipeline(global_batch: int) -> None:
     options = PlanOptions(pp=4, tp=2, schedule="Interleaved1F1B", num_chunks=2, global_batch=global_batch)
     made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
     assert made.plan.decisions.schedule.num_microbatches % 4 == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dataclasses.replace(OPTIONS, recompute="full"),
-        dataclasses.replace(OPTIONS, oversize="alone", max_patches=9225, max_tokens=1500),
-        PlanOptions(pp=4, tp=2, schedule="GPipe", num_microbatches=4, zero_stage=0, optimizer="sgd"),
-    ],
-)
-def test_other_plans_simulate_to_the_same_figures(options: PlanOptions, tmp_path: Path) -> None:
-    cluster = dataclasses.replace(CLUSTER, node_link_bytes_per_s=5e9, latency_s=1e-4)
-    model = dataclasses.replace(MODEL, forbidden_cuts=frozenset(range(1, 40)))
-    made = make_plan(model, tile_samples(300), cluster, options)
-    write_plan(made, tmp_path)
-    loaded = load_details(tmp_path)
-    for before, after in zip(made.variants, loaded.variants, strict=True):
-        np.testing.assert_array_equal(before.step_s, after.step_s)
-        assert before.stages == after.stages
 
 
 def test_a_device_of_ones_own_is_checked_with_the_cluster_in_hand(tmp_path: Path) -> None:

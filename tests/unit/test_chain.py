@@ -11,7 +11,7 @@ from placement_cases import small_model
 
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
-from trimtab.models.images import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.placement.chain import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
@@ -94,33 +94,10 @@ def test_published_models_have_units_that_cover_them():
 
 
 def test_hidden_states_that_are_joined_stay_on_one_device():
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 72,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "image_size": 56,
-        "patch_size": 14,
-    }
-    text = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 203,
-    }
-    config = {
-        "model_type": "llava",
-        "vision_config": vision,
-        "text_config": text,
-        "vision_feature_select_strategy": "default",
-        "tie_word_embeddings": False,
-        "image_seq_length": 16,
-    }
-    one = parts_of(describe({**config, "vision_feature_layer": -2})).vision
-    joined = parts_of(describe({**config, "vision_feature_layer": [-3, -1]})).vision
-    assert len(one) == 4
-    assert len(joined) == 2  # blocks 1 and 3 are read: everything behind block 1 stays with it
+    model = small_model(depth=4)
+    behind = next(i for i, x in enumerate(model.layers) if x.name.endswith("blocks.2")) + 1
+    joined = replace(model, forbidden_cuts=frozenset(range(behind, model.indices("projector")[-1] + 1)))
+    assert len(parts_of(model).vision) == 4
+    assert (
+        len(parts_of(joined).vision) == 2
+    )  # states behind blocks 1 and 3 are read: what makes or reads both stays together

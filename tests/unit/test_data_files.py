@@ -20,11 +20,10 @@ from trimtab.adapters.data_files import (
     write_arrays,
     write_jsonl,
     write_nested_packs,
-    write_xtuner_packs,
 )
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
@@ -236,11 +235,11 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     assert {record.get("big") for record in written} == {12345678901234567890123, None}
     write_arrays(plan, tmp_path / "npy")
     planned = read_planned(plan)
-    places = find_records([lines, table, listed], planned.samples)
+    numbers, file = find_records([lines, table, listed], planned.samples), planned.samples.file_index
     with open_records([lines, table, listed], planned.samples, folder=tmp_path) as records:
         for row in range(len(planned.samples)):
-            assert json.loads(records.read(row)) == rows[places.file[row]][places.record[row]]
-    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), places.record)
+            assert json.loads(records.read(row)) == rows[file[row]][numbers[row]]
+    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), numbers)
 
 
 def test_samples_without_ids_are_found_by_place(tmp_path: Path) -> None:
@@ -251,25 +250,17 @@ def test_samples_without_ids_are_found_by_place(tmp_path: Path) -> None:
     assert len({r["conversations"][0]["value"] for r in read(tmp_path / "out.jsonl")}) == 30
 
 
-def test_repeated_ids_are_found_where_all_of_them_were_planned(tmp_path: Path) -> None:
+def test_repeated_ids_are_told_apart_by_their_line(tmp_path: Path) -> None:
     rows = records_of(12)
-    for i in (3, 7):
+    for i in (3, 7, 9):
         rows[i]["id"] = "r1"
+    rows[3]["image"] = "gone.png"  # sizing leaves this one out
     data = write_lines(tmp_path / "data.jsonl", rows)
     plan = size_and_plan([data], tmp_path / "plan", unique_ids=False)
     assert {"r1", "r1#2", "r1#3"} <= set(read_planned(plan).samples.ids or ())
     write_jsonl(plan, tmp_path / "out.jsonl")
     texts = sorted(r["conversations"][1]["value"] for r in read(tmp_path / "out.jsonl"))
-    assert texts == sorted(row["conversations"][1]["value"] for row in rows)
-
-
-def test_repeated_ids_of_which_some_were_left_out_are_told_apart_by_their_line(tmp_path: Path) -> None:
-    rows = records_of(12)
-    rows[3]["id"], rows[3]["image"] = "r7", "gone.png"  # sizing leaves this one out and keeps the later
-    plan = size_and_plan([write_lines(tmp_path / "data.jsonl", rows)], tmp_path / "plan")
-    write_jsonl(plan, tmp_path / "out.jsonl")
-    written = {record["id"]: record["conversations"] for record in read(tmp_path / "out.jsonl")}
-    assert written["r7"] == rows[7]["conversations"]
+    assert texts == sorted(row["conversations"][1]["value"] for i, row in enumerate(rows) if i != 3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -419,54 +410,6 @@ def test_the_notes_tell_what_a_loader_would_do_to_a_short_row(tmp_path: Path) ->
         "the last row has 3 packs for 4 ranks: a sampler that fills it up repeats packs, one with drop_last leaves "
         "them out",
     )
-
-
-# -- xtuner -----------------------------------------------------------------------------------------------------------
-
-
-def check_preset(folder: Path, num_lines: dict[str, int], *, max_length: int) -> None:
-    """What xtuner v1's PresetPackDataset asserts of the arrays when it opens them (commit 5081ed2)."""
-    boundaries, samples = np.load(folder / "boundaries.npy"), np.load(folder / "samples.npy")
-    paths = json.loads((folder / "paths.json").read_text(encoding="utf-8"))
-    assert boundaries.dtype == samples.dtype == np.int64
-    assert boundaries[-1] == len(samples)
-    assert samples.ndim == 2
-    assert samples.shape[1] == 6
-    assert set(samples[:, 0]) <= set(range(len(paths)))
-    for number, path in enumerate(paths):
-        lines = samples[samples[:, 0] == number, 1]
-        assert lines.min() >= 0
-        assert lines.max() < num_lines[path]
-    assert (samples[:, 2:4] == -1).all()
-    assert (samples[:, 4] == 0).all()
-    assert (samples[:, 5] > 0).all()
-    assert np.add.reduceat(samples[:, 5], boundaries[:-1]).max() <= max_length
-    order = np.load(folder / "order.npy")
-    assert order.ndim == 1
-    assert sorted(order.tolist()) == list(range(len(boundaries) - 1))
-
-
-def test_xtuner_presets_hold_every_line_once(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "data.jsonl", records_of(40))
-    plan = size_and_plan([data], tmp_path / "plan")
-    write_xtuner_packs(plan, tmp_path / "preset")
-    packing = read_planned(plan).packing
-    check_preset(tmp_path / "preset", {str(data): 40}, max_length=packing.limits[1])
-    assert sorted(np.load(tmp_path / "preset" / "samples.npy")[:, 1].tolist()) == list(range(40))
-
-
-def test_xtuner_presets_refuse_images_and_what_has_no_line_numbers(drawn: Path, planned: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedPlanError, match=r"samples of the plan have images, .* drop the pixels .*: export text"
-    ):
-        write_xtuner_packs(planned, tmp_path / "preset")
-    with pytest.raises(UnsupportedPlanError, match=r"data.jsonl has blank lines, .* numbers .* by line: remove them"):
-        write_xtuner_packs(planned, tmp_path / "preset", allow_images=True)
-    listed = tmp_path / "data.json"
-    listed.write_text(json.dumps([{k: v for k, v in r.items() if k != "big"} for r in records_of(9)]), encoding="utf-8")
-    plan = size_and_plan([listed], tmp_path / "plan")
-    with pytest.raises(UnsupportedPlanError, match=r"data.json is not JSON Lines, and xtuner packs lines: write it as"):
-        write_xtuner_packs(plan, tmp_path / "preset")
 
 
 def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 
 import pytest
-from export_cases import by_counts, cut, first_block, make_model
 
-from trimtab.adapters.deepspeed import deepspeed_export, deepspeed_runs
+from export_cases import by_counts, cut, decide, first_block, make_model
+from trimtab.adapters import deepspeed
+from trimtab.adapters.deepspeed import deepspeed_runs
+from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -15,9 +17,8 @@ MODEL = make_model(tied=True)
 BLOCK = first_block(MODEL)
 
 
-def export(model: ModelSpec, stages: tuple[Stage, ...], **options):
-    options = {"dims": ParallelDims(pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
-    return deepspeed_export(model=model, stages=stages, **options)
+def export(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return deepspeed.export(decide(model, stages, **options), None)
 
 
 def constants(python: str) -> dict[str, object]:
@@ -32,7 +33,7 @@ def constants(python: str) -> dict[str, object]:
 
 def test_the_module_says_every_layer_and_the_plans_bounds():
     stages = cut(MODEL, 3, BLOCK + 2)  # inside the tower: DeepSpeed can
-    found = constants(export(MODEL, stages).python)
+    found = constants(export(MODEL, stages).text)
     assert found["LAYERS"] == [layer.name for layer in MODEL.layers]
     assert found["PARTS"] == [0, 3, BLOCK + 2, len(MODEL.layers)]
     assert found["RECOMPUTE"] == []
@@ -42,7 +43,7 @@ def test_the_module_says_every_layer_and_the_plans_bounds():
         "gradient_accumulation_steps": 8,
         "zero_optimization": {"stage": 1},
     }
-    assert all(len(line) <= 120 for line in export(MODEL, stages).python.splitlines())
+    assert all(len(line) <= 120 for line in export(MODEL, stages).text.splitlines())
 
 
 def test_recompute_is_carried_layer_by_layer_and_selective_becomes_full():
@@ -52,7 +53,7 @@ def test_recompute_is_carried_layer_by_layer_and_selective_becomes_full():
     }
     stages = by_counts(MODEL, 6, 6, recompute=chosen)
     found = export(MODEL, stages)
-    assert constants(found.python)["RECOMPUTE"] == [1, 2, BLOCK + 7, BLOCK + 8]
+    assert constants(found.text)["RECOMPUTE"] == [1, 2, BLOCK + 7, BLOCK + 8]
     for tier in ("selective", "attention"):
         assert any(f"1 layers are planned with {tier} recompute" in w for w in found.warnings)
     assert [c.layers for c in found.runs[0].recompute] == [(1, 2)]

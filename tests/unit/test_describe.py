@@ -18,12 +18,11 @@ from trimtab.models.describe import describe as describe_or_ask
 from trimtab.models.families.architecture import Architecture
 from trimtab.models.families.family import Family
 from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.images import count_many, with_limits
+from trimtab.models.images.apply import count_many, with_limits
 from trimtab.models.shipped import shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
-GLM_LIMITS = {"min_pixels": 12544, "max_pixels": 9633792}  # the table has no pixel limits for this family
 
 
 def published() -> dict[str, dict]:
@@ -39,12 +38,12 @@ def describe(source: object, **options: object) -> ModelSpec:
 
 @pytest.fixture
 def internvl() -> dict:
-    return copy.deepcopy(dict(read_config("InternVL-Chat-V1-5")))
+    return copy.deepcopy(dict(INTERNVL))
 
 
 @pytest.fixture
 def qwen() -> dict:
-    return copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
+    return copy.deepcopy(dict(QWEN25))
 
 
 def qwen3(**changes: object) -> dict:
@@ -82,17 +81,20 @@ def qwen3(**changes: object) -> dict:
     }
 
 
-def llava(**changes: object) -> dict:
+def small_internvl(**text: object) -> dict:
+    """Of 4 + 2 blocks; `text` changes fields of its language model, a Llama."""
     vision = {
-        "model_type": "clip_vision_model",
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "image_size": 336,
+        "image_size": 448,
         "patch_size": 14,
+        "norm_type": "layer_norm",
+        "qkv_bias": True,
+        "qk_normalization": False,
     }
-    text = {
+    language = {
         "model_type": "llama",
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -101,9 +103,14 @@ def llava(**changes: object) -> dict:
         "intermediate_size": 96,
         "vocab_size": 100,
         "tie_word_embeddings": False,
+        **text,
     }
-    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
-    return {**config, "vision_feature_select_strategy": "default", "vision_feature_layer": -2, **changes}
+    tiles = {"dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12, "use_thumbnail": True}
+    config = {"model_type": "internvl_chat", "vision_config": vision, "llm_config": language, "downsample_ratio": 0.5}
+    return {**config, **tiles}
+
+
+QWEN3, INTERNVL, QWEN25 = qwen3(), read_config("InternVL-Chat-V1-5"), read_config("Qwen2.5-VL-7B")
 
 
 # -- published models -----------------------------------------------------------------------------------------------
@@ -113,19 +120,13 @@ def llava(**changes: object) -> dict:
 def test_published_models_are_described_as_they_stand(name):
     """The table leaves out biases, norms and positions: at most 1 %."""
     entry = published()[name]
-    spec = describe(entry, name=name, preprocessor=GLM_LIMITS if entry["model_type"] == "glm4v_moe" else None)
+    spec = describe(entry, name=name)
     assert spec.name == name
     assert spec.num_params == pytest.approx(entry["computed_params_b"]["total"] * 1e9, rel=0.015)
     active = sum(x.num_matmul_params for x in spec.layers if x.tower == "language")
     embedding = spec.layers[spec.indices("language", "embed")[0]].num_params
     if not spec.tied:  # the table counts the embedding among the active weights; rounded to 10 M
         assert active + embedding == pytest.approx(entry["computed_params_b"]["language_active"] * 1e9, rel=0.015)
-
-
-def test_table_lacks_the_pixel_limits_of_glm():
-    spec = describe(published()["GLM-4.5V (106B-A12B)"])
-    with pytest.raises(ConfigError, match="min_pixels"):
-        spec.image_rule.count(640, 480)
 
 
 def test_describing_imports_neither_torch_nor_transformers():
@@ -185,27 +186,6 @@ def test_deepstack_forbids_every_cut_that_would_carry_features():
     assert "DeepStack" in str(spec.forbidden_cut_reason)
 
 
-def test_several_feature_layers_forbid_cuts_between_the_first_and_the_projector():
-    spec = describe(llava(vision_feature_layer=[-3, -1]))
-    names = [x.name for x in spec.layers]
-    # state -3 of 5 leaves block 1 and crosses the next cut alone; behind block 2 there are two
-    assert spec.forbidden_cuts == set(
-        range(names.index("model.vision_tower.encoder.layers.2") + 1, names.index("model.multi_modal_projector") + 1)
-    )
-    projector = spec.layers[names.index("model.multi_modal_projector")]
-    assert projector.hidden_size == 2 * 32
-
-
-def test_blocks_that_nothing_reads_are_noted():
-    assert any("block 3" in note and "no gradient" in note for note in describe(llava()).notes)
-    assert not any("no gradient" in note for note in describe(llava(vision_feature_layer=-1)).notes)
-
-
-def test_class_token_does_not_reach_the_llava_projector():
-    projector = next(x for x in describe(llava()).layers if x.kind == "projector")
-    assert projector.rows_per_input == 576 / 577
-
-
 def test_tied_head_owns_nothing_but_still_multiplies():
     spec = describe(qwen3(tie_word_embeddings=True))
     assert spec.tied == (("model.language_model.embed_tokens", "lm_head"),)
@@ -228,8 +208,9 @@ def layer(spec: ModelSpec, name: str) -> LayerSpec:
 
 
 def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
-    """One qkv matrix (Qwen, InternLM2, Phi-3), layer scale (InternViT), quick GELU (CLIP), as in the modules."""
-    phi3 = llava(text_config={**llava()["text_config"], "model_type": "phi3"})
+    """One qkv matrix (Qwen, InternLM2, Phi-3), layer scale (InternViT), quick GELU (Qwen2-VL), as in the modules."""
+    quick = published()["Qwen2-VL-72B"]
+    plain = edit(quick, "vision_config.hidden_act", "gelu")
     found = {
         name: (block.attention.fused_qkv, block.layer_scale, block.mlp.quick_gelu, block.norm, block.num_norms)
         for name, block in {
@@ -238,9 +219,10 @@ def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
             "Qwen2.5 ViT": layer(describe(qwen), "blocks.0"),
             "Qwen2.5": layer(describe(qwen), "language_model.layers.0"),
             "Qwen3 ViT": layer(describe(qwen3()), "blocks.0"),
-            "CLIP": layer(describe(llava()), "encoder.layers.0"),
-            "Llama": layer(describe(llava()), "language_model.layers.0"),
-            "Phi-3": layer(describe(phi3), "language_model.layers.0"),
+            "Qwen2 ViT": layer(describe(quick), "blocks.0"),
+            "Qwen2 ViT, plain": layer(describe(plain), "blocks.0"),
+            "Llama": layer(describe(small_internvl()), "model.layers.0"),
+            "Phi-3": layer(describe(small_internvl(model_type="phi3")), "model.layers.0"),
         }.items()
     }
     assert found == {
@@ -249,42 +231,18 @@ def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
         "Qwen2.5 ViT": (True, False, False, "rms_norm", 2),
         "Qwen2.5": (False, False, False, "rms_norm", 2),
         "Qwen3 ViT": (True, False, False, "layer_norm", 2),
-        "CLIP": (False, False, True, "layer_norm", 2),
+        "Qwen2 ViT": (True, False, True, "layer_norm", 2),
+        "Qwen2 ViT, plain": (True, False, False, "layer_norm", 2),
         "Llama": (False, False, False, "rms_norm", 2),
         "Phi-3": (True, False, False, "rms_norm", 2),
     }
 
 
-def test_hidden_act_says_whether_clip_s_gelu_is_the_quick_one():
-    config = edit(llava(), "vision_config.hidden_act", "gelu")
-    assert not layer(describe(config), "encoder.layers.0").mlp.quick_gelu
-    with pytest.raises(ConfigError, match=r"vision_config\.hidden_act is 3: a text is needed"):
-        describe(edit(llava(), "vision_config.hidden_act", 3))
-
-
-def test_gemma_has_four_norms_that_multiply_in_fp32_and_qwen2_vl_a_quick_gelu():
-    gemma = describe(published()["Gemma3-27B"])
-    block = layer(gemma, "language_model.layers.0")
-    assert (block.norm, block.num_norms) == ("rms_norm_fp32", 4)
-    assert layer(gemma, "language_model.norm").norm == layer(gemma, "projector").norm == "rms_norm_fp32"
-    assert layer(gemma, "encoder.layers.0").norm == "layer_norm"
-    vit = layer(describe(published()["Qwen2-VL-72B"]), "blocks.0")
-    assert vit.mlp.quick_gelu
-    assert vit.attention.fused_qkv
-
-
-@pytest.mark.parametrize(
-    ("state", "unread"),
-    [
-        (-2, ["model.vision_tower.encoder.layers.3", "model.vision_tower.post_layernorm"]),
-        (-1, ["model.vision_tower.post_layernorm"]),
-        (4, ["model.vision_tower.post_layernorm"]),
-        ([0, 2], [f"model.vision_tower.{x}" for x in ("encoder.layers.2", "encoder.layers.3", "post_layernorm")]),
-    ],
-)
-def test_layers_behind_the_last_state_that_is_read_have_forward_work_alone(state, unread):
-    spec = describe(llava(vision_feature_layer=state))
-    assert [x.name for x in spec.layers if x.unread] == unread
+@pytest.mark.parametrize(("state", "unread"), [(-2, [3]), (-1, []), (4, []), (2, [2, 3])])
+def test_layers_behind_the_state_that_is_read_have_forward_work_alone(state, unread):
+    spec = describe({**small_internvl(), "select_layer": state})
+    assert [x.name for x in spec.layers if x.unread] == [f"vision_model.encoder.layers.{i}" for i in unread]
+    assert any("no gradient" in note for note in spec.notes) == bool(unread)
     profile = profile_model(spec, DEVICES["A100-80GB"])
     for described, cost in zip(spec.layers, profile.layers, strict=True):
         assert max(cost.forward_s) > 0
@@ -297,7 +255,7 @@ def test_layers_behind_the_last_state_that_is_read_have_forward_work_alone(state
             assert [tier.name for tier in cost.tiers] == ["none", "selective", "attention", "full"]
     blocks = [x for x in profile.layers if x.kind == "block" and x.tower == "vision"]
     assert len({x.forward_s for x in blocks}) == 1
-    assert len({x.group for x in blocks}) == 1 + any("encoder" in name for name in unread)
+    assert len({x.group for x in blocks}) == 1 + bool(unread)
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
@@ -337,7 +295,7 @@ def test_a_user_s_own_limits_tighten_the_image_rule(internvl, qwen):
     with pytest.raises(ConfigError, match="cannot set max_tiles 6 on image rule qwen_smart_resize"):
         describe(qwen, max_tiles=6)
     with pytest.raises(ConfigError, match="cannot set max_pixels 5 on image rule fixed"):
-        describe(llava(), max_pixels=5)
+        describe("LLaVA-1.5-7B", max_pixels=5)
     with pytest.raises(ConfigError, match="max_tiles is '6', and a limit of images is a whole number"):
         describe(internvl, max_tiles="6")
 
@@ -378,13 +336,6 @@ def test_flat_text_fields_are_read_from_the_top():
     assert describe({**flat, **text}).layers == describe(nested).layers
 
 
-def test_internvl_language_model_may_be_named_by_its_class(internvl):
-    config = copy.deepcopy(internvl)
-    config["llm_config"] = {**config.pop("text_config"), "architectures": ["InternLM2ForCausalLM"], "bias": False}
-    del config["llm_config"]["model_type"], config["llm_config"]["attention_bias"]
-    assert describe(config).layers == describe(internvl).layers
-
-
 def test_digest_is_of_the_content_alone(qwen):
     backwards = dict(reversed(list(qwen.items())))
     assert (
@@ -399,9 +350,10 @@ def test_shipped_models_are_descriptions_of_named_sources():
     for name in shipped_models():
         assert read_config(name)["source"], name
         model = describe(name)
-        again = describe(read_config(name), name=name)
-        assert (model.layers, model.image_rule, model.tied) == (again.layers, again.image_rule, again.tied)
-        assert model.config_blake2b == again.config_blake2b
+        if family_of(model.family).describe is not None:
+            again = describe(read_config(name), name=name)
+            assert (model.layers, model.image_rule, model.tied) == (again.layers, again.image_rule, again.tied)
+            assert model.config_blake2b == again.config_blake2b
         assert model.image_rule.count(1024, 768).tokens > 0
     files = resources.files("trimtab.models").joinpath("zoo").iterdir()
     assert sum(len(x.read_bytes()) for x in files) < 2**20
@@ -450,7 +402,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
 
 
 def edit(config: dict, path: str, value: object) -> dict:
-    result = copy.deepcopy(config)
+    result = copy.deepcopy(dict(config))
     *sections, key = path.split(".")
     target = result
     for section in sections:
@@ -463,8 +415,9 @@ def edit(config: dict, path: str, value: object) -> dict:
 
 
 def test_all_missing_fields_are_named_at_once_with_what_to_do():
-    config = llava()
-    config["text_config"] = {"model_type": "llama", "vocab_size": 32064}  # as llava-hf publishes it
+    config = qwen3()
+    config["text_config"] = {"model_type": "qwen3_vl_text", "vocab_size": 32064}
+    del config["tie_word_embeddings"]
     with pytest.raises(ConfigError) as error:
         describe(config)
     message = str(error.value)
@@ -475,115 +428,51 @@ def test_all_missing_fields_are_named_at_once_with_what_to_do():
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "words"),
+    ("config", "path", "value", "words"),
     [
-        ("vision_config.depth", -3, ["vision_config.depth is -3", "whole number"]),
-        ("vision_config.depth", 10**9, ["vision_config.depth", "4096"]),
-        ("vision_config.depth", True, ["vision_config.depth is True"]),
-        ("text_config.vocab_size", "100", ["text_config.vocab_size is '100'"]),
-        ("text_config.attention_bias", 1, ["text_config.attention_bias is 1", "true or false"]),
-        ("text_config", [], ["text_config is []", "JSON object"]),
-        ("text_config.model_type", "llama", ["text_config.model_type is 'llama'", "qwen3_vl_text"]),
-        ("vision_config.patch_size", [16, 0], ["vision_config.patch_size"]),
-        ("vision_config.deepstack_visual_indexes", [1, 1], ["deepstack_visual_indexes", "different"]),
-        ("vision_config.deepstack_visual_indexes", [9], ["deepstack_visual_indexes", "vision_config.depth 6"]),
-        ("vision_config.out_hidden_size", 48, ["out_hidden_size 48", "text_config.hidden_size 64"]),
-        ("vision_config.num_heads", 5, ["vision_config.hidden_size 32", "vision_config.num_heads 5"]),
-        ("text_config.num_key_value_heads", 3, ["num_attention_heads 4", "num_key_value_heads 3"]),
-        ("text_config.head_dim", ..., ["text_config.head_dim"]),
-        ("text_config.qk_norm", False, ["text_config.qk_norm is False", "qwen3_vl_text"]),
-        ("tie_word_embeddings", ..., ["tie_word_embeddings"]),
-        ("preprocess.max_pixels", -1, ["max_pixels"]),
-        ("preprocess.max_pixels", 10**12, ["max_pixels"]),
+        (QWEN3, "vision_config.depth", -3, ["vision_config.depth is -3", "whole number"]),
+        (QWEN3, "vision_config.depth", 10**9, ["vision_config.depth", "4096"]),
+        (QWEN3, "vision_config.depth", True, ["vision_config.depth is True"]),
+        (QWEN3, "text_config.vocab_size", "100", ["text_config.vocab_size is '100'"]),
+        (QWEN3, "text_config.attention_bias", 1, ["text_config.attention_bias is 1", "true or false"]),
+        (QWEN3, "text_config", [], ["text_config is []", "JSON object"]),
+        (QWEN3, "text_config.model_type", "llama", ["text_config.model_type is 'llama'", "qwen3_vl_text"]),
+        (QWEN3, "vision_config.patch_size", [16, 0], ["vision_config.patch_size"]),
+        (QWEN3, "vision_config.deepstack_visual_indexes", [1, 1], ["deepstack_visual_indexes", "different"]),
+        (QWEN3, "vision_config.deepstack_visual_indexes", [9], ["deepstack_visual_indexes", "vision_config.depth 6"]),
+        (QWEN3, "vision_config.out_hidden_size", 48, ["out_hidden_size 48", "text_config.hidden_size 64"]),
+        (QWEN3, "vision_config.num_heads", 5, ["vision_config.hidden_size 32", "vision_config.num_heads 5"]),
+        (QWEN3, "text_config.num_key_value_heads", 3, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        (QWEN3, "text_config.head_dim", ..., ["text_config.head_dim"]),
+        (QWEN3, "text_config.qk_norm", False, ["text_config.qk_norm is False", "qwen3_vl_text"]),
+        (QWEN3, "tie_word_embeddings", ..., ["tie_word_embeddings"]),
+        (QWEN3, "preprocess.max_pixels", -1, ["max_pixels"]),
+        (QWEN3, "preprocess.max_pixels", 10**12, ["max_pixels"]),
+        (INTERNVL, "preprocess.downsample_ratio", 0.3, ["downsample_ratio 0.3"]),
+        (INTERNVL, "text_config.head_dim", 64, ["text_config.head_dim is 64", "128"]),
+        (INTERNVL, "text_config.attention_bias", ..., ["text_config.bias"]),
+        (INTERNVL, "text_config.model_type", "mistral", ["text_config.model_type is 'mistral'", "internlm2"]),
+        (INTERNVL, "use_llm_lora", 16, ["use_llm_lora is 16", "merge"]),
+        (INTERNVL, "text_config.model_type", "gpt2", ["text_config.model_type is 'gpt2'", "llama"]),
+        (INTERNVL, "vision_config.patch_size", 512, ["image_size", "patch_size"]),
+        (INTERNVL, "select_layer", [-1, -2], ["select_layer is [-1, -2]", "num_hidden_layers 45"]),
+        (INTERNVL, "select_layer", 46, ["select_layer is 46", "num_hidden_layers 45"]),
+        (QWEN25, "vision_config.fullatt_block_indexes", [7, 32], ["fullatt_block_indexes", "vision_config.depth 32"]),
+        (QWEN25, "vision_config.window_size", 8, ["window_size 8", "patch_size"]),
+        (QWEN25, "text_config.attention_bias", False, ["attention_bias is False", "qwen2_5_vl_text"]),
     ],
 )
-def test_bad_fields_of_qwen3_are_named(path, value, words):
+def test_bad_fields_are_named(config, path, value, words):
     with pytest.raises(ConfigError) as error:
-        describe(edit(qwen3(), path, value))
+        describe(edit(config, path, value))
     for word in words:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("text_config.num_attention_heads", 5, ["text_config.hidden_size 64", "num_attention_heads 5", "head_dim"]),
-        ("text_config.model_type", "gpt2", ["text_config.model_type is 'gpt2'", "llama"]),
-        ("vision_config.model_type", "vit", ["vision_config.model_type is 'vit'", "siglip_vision_model"]),
-        ("vision_config.patch_size", 512, ["image_size", "patch_size"]),
-        ("vision_feature_layer", 9, ["vision_feature_layer 9", "num_hidden_layers 4"]),
-        ("vision_feature_layer", "last", ["vision_feature_layer is 'last'"]),
-        ("vision_feature_select_strategy", "some", ["vision_feature_select_strategy is 'some'"]),
-    ],
-)
-def test_bad_fields_of_llava_are_named(path, value, words):
-    with pytest.raises(ConfigError) as error:
-        describe(edit(llava(), path, value))
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layer_types": ["full_attention"] * 3}, ["layer_types names 3", "num_hidden_layers is 2"]),
-        ({"layer_types": ["full_attention", "chunked"]}, ["layer_types is 'chunked'", "sliding_attention"]),
-        ({"layer_types": "full"}, ["layer_types is 'full'", "a list"]),
-        ({"layer_types": ["sliding_attention"] * 2}, ["text_config.sliding_window"]),
-        ({"sliding_window": 64}, ["text_config.max_window_layers"]),
-    ],
-)
-def test_windows_must_be_settled(changes, words):
-    text = {**llava()["text_config"], "model_type": "qwen2", "use_sliding_window": True, **changes}
-    with pytest.raises(ConfigError) as error:
-        describe(llava(text_config=text))
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_mistral_must_say_whether_it_slides():
-    text = {**llava()["text_config"], "model_type": "mistral"}
-    with pytest.raises(ConfigError, match=r"text_config\.sliding_window"):
-        describe(llava(text_config=text))
-    spec = describe(llava(text_config={**text, "sliding_window": None}))
-    assert spec.token_window is None
-    assert describe(llava(text_config={**text, "sliding_window": 4096})).token_window == 4096
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("projector.linear", [[12800, 2049], [2049, 2049]], ["projector.linear", "6144"]),
-        ("preprocess.downsample_ratio", 0.3, ["downsample_ratio 0.3"]),
-        ("text_config.head_dim", 64, ["text_config.head_dim is 64", "128"]),
-        ("text_config.attention_bias", ..., ["text_config.bias"]),
-        ("text_config.architectures", ["Qwen2ForCausalLM"], ["architectures names Qwen2ForCausalLM", "internlm2"]),
-        ("text_config.model_type", "mistral", ["text_config.model_type is 'mistral'", "internlm2"]),
-        ("use_llm_lora", 16, ["use_llm_lora is 16", "merge"]),
-        ("select_layer", [-1, -2], ["select_layer names 2 hidden states", "hidden_size"]),
-    ],
-)
-def test_bad_fields_of_internvl_are_named(internvl, path, value, words):
-    with pytest.raises(ConfigError) as error:
-        describe(edit(internvl, path, value))
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("vision_config.fullatt_block_indexes", [7, 32], ["fullatt_block_indexes", "vision_config.depth 32"]),
-        ("vision_config.window_size", 8, ["window_size 8", "patch_size"]),
-        ("text_config.attention_bias", False, ["attention_bias is False", "qwen2_5_vl_text"]),
-        ("projector.merger", [5120, 5120, 1], ["projector.merger", "3584"]),
-    ],
-)
-def test_bad_fields_of_qwen25_are_named(qwen, path, value, words):
-    with pytest.raises(ConfigError) as error:
-        describe(edit(qwen, path, value))
-    for word in words:
-        assert word in str(error.value)
+def test_decoders_that_slide_are_asked_of_transformers_or_refused():
+    with pytest.raises(ConfigError, match=r"llm_config\.use_sliding_window is true: decoders whose layers see all"):
+        describe(small_internvl(model_type="qwen2", use_sliding_window=True))
+    assert describe(small_internvl(model_type="phi3", sliding_window=64)).token_window == 64
 
 
 def test_experts_must_be_enough_and_dense_layers_exist():
@@ -680,7 +569,9 @@ def paths(config: dict, prefix: str = "") -> list[str]:
 @given(st.data())
 def test_damage_gives_a_model_or_a_config_error(data):
     config = data.draw(
-        st.sampled_from([qwen3(), llava(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))])
+        st.sampled_from(
+            [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
+        )
     )
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths(config)))
@@ -698,7 +589,9 @@ HUGE = [4096, 4097, 10**6, 2**30, 2**31 - 1, 10**9, 10**18, 10**400, 1e300, 5e-3
 @given(st.data())
 def test_huge_numbers_end_at_once_in_a_model_or_an_error_that_is_short(data):
     config = data.draw(
-        st.sampled_from([qwen3(), llava(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))])
+        st.sampled_from(
+            [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
+        )
     )
     for _ in range(data.draw(st.integers(1, 4))):
         fields = [*paths(config), *(f"preprocess.{key}" for key in config.get("preprocess", {}))]

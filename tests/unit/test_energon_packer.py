@@ -73,16 +73,3 @@ def test_a_sample_above_a_limit_is_named_by_its_key() -> None:
 def test_a_selector_refuses_to_lose_samples() -> None:
     with pytest.raises(PackingError, match=r"oversize 'skip' would lose samples .*: choose 'error' or 'alone'"):
         PackSelector(size_of=size_of, max_patches=1, max_tokens=1, oversize="skip")  # type: ignore[arg-type]
-
-
-def test_patches_squared_are_those_of_one_image_unless_told() -> None:
-    seen: list[float] = []
-
-    def told(sample: Sample) -> SampleSize:
-        seen.append(sample.patches)
-        return SampleSize(tokens=sample.tokens, patches=sample.patches, patches_sq=4 * sample.patches)
-
-    samples = buffer_of(30)
-    packs = PackSelector(size_of=told, max_patches=8000, max_tokens=4096)(samples)
-    assert len(seen) == 30
-    assert sum(map(len, packs)) == 30

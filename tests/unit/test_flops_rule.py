@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from trimtab.errors import PartitionError
+from trimtab.models.describe import describe
 from trimtab.partition.flops_rule import (
     UnevenModel,
     best_split,
-    first_stage_memory,
     flops_split,
+    split_with,
+    stage_memory,
+    uneven_model,
 )
 
 REFERENCE = Path(__file__).parents[2] / "bench" / "data" / "uneven_pp_cases.json"
 NOTEBOOK = UnevenModel(
-    image_width=224,
-    image_height=224,
-    image_channels=3,
-    patch_size=14,
+    vision_tokens=16 * 16,  # 224 x 224 in patches of 14 x 14
+    patch_values=3 * 14 * 14,
     vision_layers=28,
     vision_hidden=1280,
     vision_ffn=4 * 1280,
@@ -30,6 +31,7 @@ NOTEBOOK = UnevenModel(
     llm_hidden=3584,
     llm_ffn=18944,
     decoder_tokens=1024,
+    vocab_size=152064,
 )
 
 
@@ -56,28 +58,75 @@ def test_flops_of_the_first_case():
     assert round(NOTEBOOK.llm_layer_flops / 1e12, 5) == 1.19507
 
 
-@pytest.mark.parametrize(("tp", "vision", "llm", "total"), [(1, 91.255, 31.392, 122.647), (2, 45.653, 15.698, 61.350)])
-def test_the_memory_estimate_to_the_printed_digit(tp, vision, llm, total):
-    memory = first_stage_memory(with_vision(4096), first=10, tp=tp)
-    printed = [round(x / 1e9, 3) for x in (memory.vision_bytes, memory.llm_bytes, memory.total_bytes)]
-    assert printed == [vision, llm, total]
+@pytest.mark.parametrize(
+    ("tp", "fp8", "printed"),
+    [
+        (1, False, (91.255, 31.392, 122.647)),
+        (2, False, (45.653, 15.698, 61.350)),
+        (2, True, (45.550, 15.546, 61.095)),
+    ],
+)
+def test_the_memory_estimate_to_the_printed_digit(tp, fp8, printed):
+    first, _last = stage_memory(with_vision(4096), (10, 18), tp=tp, fp8=fp8)
+    sums = (first.vision_bytes, first.llm_bytes, first.vision_bytes + first.llm_bytes)
+    assert tuple(round(x / 1e9, 3) for x in sums) == printed
 
 
-def test_the_reference_file_agrees():
+def test_projector_and_last_stage_by_the_formulas_of_the_text():
+    model, b, tp = with_vision(4096), 2, 4
+    first, middle, last = stage_memory(model, (8, 10, 10), tp=tp, batch=b)
+    assert first.projector_bytes == 16 * 4096 * 3584 + 2 * b * 256 * 4096
+    assert last.head_bytes == 16 * 3584 * 152064 / tp + 8 * b * 1024 * 3584 / tp
+    assert middle.total_bytes == middle.llm_bytes == last.llm_bytes
+    # f = 4 h: 16 (6 h + 12 h^2/tp + 7 h/tp) + 34 b s h/tp of the text
+    square = replace(model, llm_ffn=4 * 3584)
+    h = 3584
+    layer = 16 * (6 * h + 12 * h * h / tp + 7 * h / tp) + 34 * b * 1024 * h / tp
+    assert stage_memory(square, (0, 1), tp=tp, batch=b)[1].llm_bytes == pytest.approx(layer, rel=1e-12)
+
+
+def test_micro_batches_in_flight_hold_their_activations_and_no_more_state():
+    one, three = (stage_memory(NOTEBOOK, (13, 15), in_flight=(n, 1))[0].total_bytes for n in (1, 3))
+    activations = 28 * 256 * (18 * 1280 + 4 * 5120) + 13 * 1024 * (18 * 3584 + 4 * 18944)
+    assert three - one == pytest.approx(2 * (activations + 2 * 256 * 588 + 2 * 256 * 1280))
+
+
+def test_the_case_between_nodes():
+    """1792 x 1792 pixels, a ViT of 24 layers, 32 language layers: the notebook prints 5 and 27."""
+    model = UnevenModel(
+        vision_tokens=128 * 128,
+        patch_values=588,
+        vision_layers=24,
+        vision_hidden=4096,
+        vision_ffn=4 * 4096,
+        llm_layers=32,
+        llm_hidden=4096,
+        llm_ffn=14336,
+        decoder_tokens=128 * 128 + 2048,
+    )
+    assert flops_split(model, pp=2).counts == (5, 27)
+
+
+def test_the_excerpt_of_the_notebook_agrees():
     reference = json.loads(REFERENCE.read_text())
     for case in reference["cases"]:
         assert flops_split(with_vision(case["vision_hidden"]), pp=2).counts == (case["first"], case["last"])
     memory = reference["memory"]
     for row in memory["printed_gb"]:
-        estimate = first_stage_memory(
-            with_vision(memory["vision_hidden"]),
-            first=memory["first_stage_llm_layers"],
-            tp=row["tp"],
-            batch=memory["batch"],
-        )
-        assert round(estimate.vision_bytes / 1e9, 3) == row["vision"]
-        assert round(estimate.llm_bytes / 1e9, 3) == row["llm_first_stage"]
-        assert round(estimate.total_bytes / 1e9, 3) == row["first_stage"]
+        first = memory["first_stage_llm_layers"]
+        model = with_vision(memory["vision_hidden"])
+        stage = stage_memory(model, (first, 28 - first), tp=row["tp"], batch=memory["batch"])[0]
+        assert round(stage.vision_bytes / 1e9, 3) == row["vision"]
+        assert round(stage.llm_bytes / 1e9, 3) == row["llm_first_stage"]
+
+
+def test_a_described_model_is_counted_by_its_own_layers_and_patches():
+    counted = uneven_model(describe("Qwen2-VL-7B"), image=(224, 224), decoder_tokens=1024)
+    own = {**asdict(NOTEBOOK), "patch_values": 2 * 588, "vision_layers": 32}  # two frames a patch; the real depth
+    assert asdict(counted) == own
+    assert flops_split(counted, pp=2).counts == (13, 15)
+    with pytest.raises(PartitionError, match=r"one feed-forward a layer, and \S+ of \S+ has experts or none"):
+        uneven_model(describe("Qwen3-VL-30B-A3B"), image=(224, 224), decoder_tokens=1024)
 
 
 def test_best_split_is_the_best_of_all_counts():
@@ -99,6 +148,8 @@ def test_more_stages_follow_the_rule():
 def test_messages():
     with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 1 were asked for: choose such a pp"):
         flops_split(NOTEBOOK, pp=1)
+    with pytest.raises(PartitionError, match=r"the first stage cannot have 29 of 28 language layers: give 0 to 28"):
+        split_with(NOTEBOOK, 29, pp=2)
     with pytest.raises(
         PartitionError, match=r"cannot deal 28 language layers to 20 stages: its rounding up leaves -\d+"
     ):

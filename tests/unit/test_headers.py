@@ -153,20 +153,6 @@ def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_cou
         image_size(whole[:2] + thumbnail + whole[2:-2])
 
 
-def test_both_bmp_headers_and_both_row_orders_are_read():
-    windows = encode((6, 4), "BMP")
-    down = windows[:22] + struct.pack("<i", -4) + windows[26:]
-    assert image_size(down) == Image.open(io.BytesIO(down)).size == (6, 4)
-    core = b"BM" + struct.pack("<IHHIIHHHH", 26 + 80, 0, 0, 26, 12, 6, 4, 1, 24) + bytes(80)
-    assert image_size(core) == Image.open(io.BytesIO(core)).size == (6, 4)
-
-
-def test_a_gif_frame_larger_than_its_screen_widens_it():
-    data = bytearray(encode((64, 48), "GIF", "P"))
-    data[6:10] = struct.pack("<HH", 10, 10)
-    assert image_size(bytes(data)) == Image.open(io.BytesIO(bytes(data))).size == (64, 48)
-
-
 def test_the_pixel_limit_is_pillows_and_can_be_raised():
     limit = png_header(MAX_PIXELS // 2, 2)
     assert image_size(limit) == (MAX_PIXELS // 2, 2)
@@ -213,18 +199,11 @@ HOSTILE = {
     "webp lossless unsigned": (b"RIFF\x20\0\0\0WEBPVP8L" + bytes(40), "signature"),
     "webp no key frame": (b"RIFF\x20\0\0\0WEBPVP8 " + bytes(40), "key frame"),
     "webp bomb": (b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + bytes(10), "max_pixels"),
-    "gif header only": (b"GIF89a", "truncated"),
-    "gif without frame": (b"GIF89a\x0a\0\x0a\0\0\0\0;", "without a frame"),
-    "gif zero": (b"GIF89a\0\0\0\0\0\0\0,\0\0\0\0\0\0\0\0\0\x02\0;", "no pixel"),
+    "gif header only": (b"GIF89a", "no header of its kind"),
     "gif half": (VALID["gif"][: len(VALID["gif"]) // 2], "truncated"),
-    "bmp header only": (b"BM" + bytes(8), "truncated"),
-    "bmp odd header": (b"BM" + bytes(12) + struct.pack("<I", 17) + bytes(40), "header of 17 bytes"),
+    "bmp header only": (b"BM" + bytes(8), "no header of its kind"),
     "bmp half": (VALID["bmp"][: len(VALID["bmp"]) // 2], "truncated"),
-    "bmp negative width": (
-        b"BM" + struct.pack("<IHHIIiiHHI", 54, 0, 0, 54, 40, -5, 5, 1, 24, 0) + bytes(40),
-        "no pixel",
-    ),
-    "bmp bomb": (b"BM" + struct.pack("<IHHIIiiHHI", 54, 0, 0, 54, 40, 2**31 - 1, 1, 1, 0, 1) + bytes(40), "max_pixels"),
+    "bmp bomb": (b"BM" + struct.pack("<IHHIIiiHHI", 54, 0, 0, 54, 40, 2**31 - 1, 1, 1, 24, 1) + bytes(40), "bomb"),
     "tiff garbage": (b"II*\0" + b"\xff" * 60, "not a readable image"),
     "ppm garbage": (b"P6 x y", "not a readable image"),
     "avif garbage": (b"\0\0\0\x1cftypavif" + bytes(20), "not a readable image"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from export_cases import by_counts, first_block, make_model
 
-from trimtab.adapters.huggingface import huggingface_export, plain_settings
+from export_cases import by_counts, decide, first_block, make_model
+from trimtab.adapters.huggingface import export, plain_settings
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice
 
@@ -19,11 +19,11 @@ def test_layers_come_by_tier_in_ranges():
         RecomputeChoice(tier="selective", layers=tuple(range(BLOCK, BLOCK + 3))),
         RecomputeChoice(tier="full", layers=(*VISION, BLOCK + 5)),
     ]
-    found = huggingface_export(model=MODEL, stages=by_counts(MODEL, 12, recompute={0: chosen}), dims=ParallelDims())
-    assert found.modules == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
-    assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.python()
-    nothing = huggingface_export(model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims())
-    assert nothing.python() == "# the plan recomputes nothing: leave activation_checkpointing off"
+    found = export(decide(MODEL, by_counts(MODEL, 12, recompute={0: chosen})), None)
+    assert found.fields["recompute"] == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
+    assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.text
+    nothing = export(decide(MODEL, by_counts(MODEL, 12)), None)
+    assert nothing.text == "# the plan recomputes nothing: leave activation_checkpointing off"
 
 
 def test_its_own_switch_counts_through_both_towers():
@@ -44,17 +44,15 @@ def test_its_own_switch_counts_through_both_towers():
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
-    found = huggingface_export(
-        model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)
-    )
+    found = export(decide(MODEL, by_counts(MODEL, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
     assert any("the vision tower is frozen: Transformers' own activation_checkpointing" in w for w in found.warnings)
     assert any("tp 2 was planned" in w and "tp_plan='auto' on 2 ranks" in w for w in found.warnings)
-    assert huggingface_export(model=MODEL, stages=by_counts(MODEL, 12), dims=ParallelDims()).warnings == ()
+    assert export(decide(MODEL, by_counts(MODEL, 12)), None).warnings == ()
 
 
 def test_a_pipeline_is_refused():
     with pytest.raises(UnsupportedPlanError) as caught:
-        huggingface_export(model=MODEL, stages=by_counts(MODEL, 6, 6), dims=ParallelDims(pp=2, cp=2))
+        export(decide(MODEL, by_counts(MODEL, 6, 6), dims=ParallelDims(pp=2, cp=2)), None)
     assert str(caught.value).splitlines() == [
         "2 stages were planned, and Transformers runs the whole model on every rank: plan with pp 1, or train by "
         "`trimtab train`, which runs stages",

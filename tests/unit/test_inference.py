@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from placement_cases import gemma, small_model
+from placement_cases import sliding, small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
@@ -90,12 +90,16 @@ def test_grouped_heads_make_the_cache_of_every_decoder_layer():
 
 
 def test_a_sliding_window_bounds_the_cache_but_not_the_prompts_own():
-    model = gemma(window=64)
+    model = sliding(window=64)
     table = inference_table(model, Workload(seq_len=200, max_new_tokens=10))
-    sliding = [i for i, x in enumerate(model.layers) if x.attention is not None and x.attention.window == 64]
-    assert len(sliding) == 4
-    per_token = 2 * 2 * 32 * 2
-    for i in sliding:
+    bounded = [
+        i
+        for i, x in enumerate(model.layers)
+        if x.attention is not None and x.attention.window == 64 and x.attention.causal
+    ]
+    assert len(bounded) == 4
+    per_token = 2 * 2 * 16 * 2
+    for i in bounded:
         assert table.kv_full[i] == 64 * per_token
         assert table.kv_prompt[i] == 200 * per_token
 

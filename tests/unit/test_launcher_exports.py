@@ -8,25 +8,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from export_cases import by_counts, cut, first_block, make_model
 
+from export_cases import by_counts, cut, decide, first_block, make_model
+from trimtab.adapters import pai_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_bridge import bridge_python, bridge_runs, bridge_warnings
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.ms_swift import swift_arguments, swift_runs, swift_shell, swift_warnings
-from trimtab.adapters.pai_megatron import pai_export, pai_ladder, pai_splits
+from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
+from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
 def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> MegatronExport:
-    options = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
-    return megatron_flags(model=model, stages=stages, **options)
+    return megatron_flags(decide(model, stages, **options))
 
 
-def pai(model: ModelSpec, stages: tuple[Stage, ...], **options):
-    options = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
-    return pai_export(model=model, stages=stages, **options)
+def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
+    return pai_megatron.export(decide(model, stages, **options), price)
 
 
 def full(*layers: int) -> list[RecomputeChoice]:
@@ -130,21 +130,21 @@ def test_swift_recomputes_the_whole_tower_or_nothing():
 
 def test_the_scripts_of_pai_get_24_arguments(tmp_path: Path):
     export = pai(MODEL, by_counts(MODEL, 3, 3, 3, 3), dims=ParallelDims(dp=2, pp=4, tp=2))
-    assert export.environment == ()
+    assert export.fields["environment"] == {}
     export = pai(MODEL, by_counts(MODEL, 6, 3, 3), dims=ParallelDims(dp=2, pp=3, tp=2))
-    assert dict(export.environment) == {"MP_PP0_LAYERS": "6"}
-    assert len(export.arguments) == 24
+    assert export.fields["environment"] == {"MP_PP0_LAYERS": "6"}
+    assert len(export.fields["arguments"]) == 24
     script = 'echo "$3 $4 ${10} ${11} ${12} ${13} ${14} ${16} ${24} $MP_PP0_LAYERS $#"\n'
     (tmp_path / "run_mcore_qwen.sh").write_text(script, encoding="utf-8")
-    command = f"OUTPUT_BASEPATH='a b'; {export.shell()}"
+    command = f"OUTPUT_BASEPATH='a b'; {export.text}"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "1 16 2 3 1 false true none a b 6 24"
 
 
 def test_pai_recomputes_everything_or_nothing():
     export = pai(MODEL, by_counts(MODEL, 6, 6, recompute={1: full(BLOCK + 7)}))
-    assert dict(export.environment) == {"MP_AC_LAYERS": "1"}
-    assert export.arguments[15] == "full"
+    assert export.fields["environment"] == {"MP_AC_LAYERS": "1"}
+    assert export.fields["arguments"][15] == "full"
     assert any("recompute of 1 layers is planned" in w and "all 16 are" in w for w in export.warnings)
     assert [stage.num_recomputed() for stage in export.runs] == [10, 6]
     kept = [RecomputeChoice(tier="attention", layers=(BLOCK,))]

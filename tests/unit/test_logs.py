@@ -12,14 +12,14 @@ import pytest
 from cost_models import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partition_cases import assess_stages
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import TermFit, apply_terms, fit_runs, predict_step
+from trimtab.costs.least_squares import least_squares
 from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
-from trimtab.costs.minima import _least_squares
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
-from trimtab.partition.assess import assess_stages
 from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
@@ -335,7 +335,7 @@ def test_least_squares_is_no_worse_than_any_grid_point(rows):
     table = np.array(rows)
     J, y = table[:, :-1], table[:, -1]
     K = J.shape[1]
-    theta = _least_squares(J, y, np.ones(K), np.ones(K))
+    theta = least_squares(J, y, prior=np.ones(K), unit=np.ones(K))
     assert (theta >= 0).all()
     best = np.linalg.norm(J @ theta - y)
     for point in itertools.product((0.0, 0.25, 0.5, 1.0, 2.0), repeat=K):

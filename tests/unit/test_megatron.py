@@ -2,98 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.megatron_check import expand_layout
 from trimtab.errors import UnsupportedPlanError
-from trimtab.specs import (
-    AttentionSpec,
-    ImageCounts,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    ParallelDims,
-    RecomputeChoice,
-    Stage,
-)
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
-class NoImages:
-    name = "none"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        raise NotImplementedError
-
-
-def make_model(
-    num_vision: int = 6, num_language: int = 12, *, vision_heads: int = 8, experts: int | None = None
-) -> ModelSpec:
-    """patch embedding, vision blocks, projector, token embedding, decoder blocks, norm, head."""
-
-    def layer(name, tower, kind, *, heads=None, kv=None, num_experts=None, params=100):
-        attention = None
-        if heads is not None:
-            attention = AttentionSpec(
-                num_heads=heads, num_kv_heads=kv, head_dim=8, value_head_dim=8, causal=tower != "vision"
-            )
-        return LayerSpec(
-            name=name,
-            tower=tower,
-            kind=kind,
-            hidden_size=64,
-            output_size=64,
-            num_params=params,
-            num_matmul_params=params,
-            attention=attention,
-            mlp=MlpSpec(intermediate_size=128, gated=True, num_experts=num_experts) if heads is not None else None,
-        )
-
-    layers = []
-    if num_vision:
-        layers.append(layer("visual.patch_embed", "vision", "embed"))
-        layers += [
-            layer(f"visual.blocks.{i}", "vision", "block", heads=vision_heads, kv=vision_heads)
-            for i in range(num_vision)
-        ]
-        layers.append(layer("visual.merger", "projector", "projector"))
-    layers.append(layer("embed_tokens", "language", "embed"))
-    layers += [
-        layer(f"layers.{i}", "language", "block", heads=8, kv=2, num_experts=experts) for i in range(num_language)
-    ]
-    layers += [layer("norm", "language", "norm", params=3584), layer("lm_head", "language", "head")]
-    return ModelSpec(name="tiny", family="tiny", layers=tuple(layers), image_rule=NoImages(), vocab_size=1000)
-
-
-def cut(model: ModelSpec, *cuts: int, recompute: dict[int, list[RecomputeChoice]] | None = None) -> list[Stage]:
-    bounds = [0, *cuts, len(model.layers)]
-    chosen = recompute or {}
-    return [
-        Stage(index=s, start=a, stop=b, recompute=tuple(chosen.get(s, [])))
-        for s, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
-
-
-def first_block(model: ModelSpec) -> int:
-    return model.indices("language", "block")[0]
-
-
-def by_counts(model: ModelSpec, counts: list[int], **recompute) -> list[Stage]:
-    """Stages with these numbers of decoder blocks, vision side on the first, norm and head on the last."""
-    at, cuts = first_block(model), []
-    for count in counts[:-1]:
-        at += count
-        cuts.append(at)
-    return cut(model, *cuts, **recompute)
-
-
-def export(model: ModelSpec, stages: list[Stage], **options) -> MegatronExport:
-    options = {"dims": ParallelDims(pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
-    return megatron_flags(model=model, stages=stages, **options)
+def export(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> MegatronExport:
+    options = {"dims": ParallelDims(pp=len(stages))} | options
+    return megatron_flags(decide(model, stages, **options), price)
 
 
 def value(flags: tuple[str, ...], name: str) -> str:
@@ -104,52 +28,29 @@ def value(flags: tuple[str, ...], name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("counts", "layout", "simple"),
+    ("counts", "layout"),
     [
-        ([3, 3, 3, 3], "Et*3|t*3|t*3|t*3L", ()),
-        ([0, 12], "E|t*12L", None),
-        ([5, 7], "Et*5|t*7L", ("--decoder-first-pipeline-num-layers", "5")),
-        ([1, 11], "Et|t*11L", ("--decoder-first-pipeline-num-layers", "1")),
-        ([6, 6, 0], "Et*6|t*6|L", None),
-        ([0, 4, 4, 4], "E|t*4|t*4|t*4L", None),
-        (
-            [2, 4, 4, 2],
-            "Et*2|t*4|t*4|t*2L",
-            ("--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"),
-        ),
-        ([3, 3, 3, 2, 1], "Et*3|t*3|t*3|t*2|tL", None),
-        ([4, 4, 3, 1], "Et*4|t*4|t*3|tL", None),
-        ([4, 4, 4], "Et*4|t*4|t*4L", ()),
-        ([5, 5, 2], "Et*5|t*5|t*2L", ("--decoder-last-pipeline-num-layers", "2")),
+        ([3, 3, 3, 3], "Et*3|t*3|t*3|t*3L"),
+        ([0, 12], "E|t*12L"),
+        ([1, 11], "Et|t*11L"),
+        ([6, 6, 0], "Et*6|t*6|L"),
+        ([3, 3, 3, 2, 1], "Et*3|t*3|t*3|t*2|tL"),
     ],
 )
-def test_layout_and_simple_flags_of_known_splits(counts, layout, simple):
+def test_layout_of_known_splits(counts, layout):
     model = make_model()
-    result = export(model, by_counts(model, counts))
+    result = export(model, by_counts(model, *counts))
     assert result.layout == layout
     assert value(result.flags, "--pipeline-model-parallel-layout") == layout
-    if simple is None:
-        assert result.simple_flags is None
-    else:
-        assert "--pipeline-model-parallel-layout" not in result.simple_flags
-        assert tuple(word for word in result.simple_flags if word.startswith("--decoder")) == simple[::2]
-        for name, count in zip(simple[::2], simple[1::2], strict=True):
-            assert value(result.simple_flags, name) == count
 
 
 def test_interleaved_layout_lists_stages_in_the_order_they_run():
     model = make_model()
     result = export(
-        model, by_counts(model, [1, 2, 4, 5]), dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2
+        model, by_counts(model, 1, 2, 4, 5), dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2
     )
     assert result.layout == "Et|t*2|t*4|t*5L"
-    assert result.simple_flags is None  # chunks of one rank differ
-    even = export(
-        model, by_counts(model, [2, 4, 2, 4]), dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2
-    )
-    assert value(even.simple_flags, "--num-virtual-stages-per-pipeline-rank") == "2"
-    assert value(even.simple_flags, "--decoder-first-pipeline-num-layers") == "4"
-    assert any("no interleaving" in warning for warning in even.warnings)
+    assert any("no interleaving" in warning for warning in result.warnings)
 
 
 def test_one_stage_needs_no_layout():
@@ -158,39 +59,30 @@ def test_one_stage_needs_no_layout():
     result = export(model, cut(model))
     assert "--pipeline-model-parallel-layout" not in result.flags
     assert result.layout == "Et*12L"
-    assert not [word for word in result.simple_flags if word.startswith("--decoder")]
     assert result.warnings == ()
-
-
-def test_text_model_has_no_vision_fields_and_no_warning():
-    model = make_model(num_vision=0)
-    result = export(model, by_counts(model, [5, 7]))
-    assert (result.vision_fields, result.warnings) == ((), ())
 
 
 def test_degrees_batches_and_sharding_become_flags():
     model = make_model()
     result = export(
         model,
-        by_counts(model, [6, 6]),
+        by_counts(model, 6, 6),
         dims=ParallelDims(dp=4, pp=2, tp=2, cp=2),
         num_microbatches=16,
-        sequence_parallel=True,
     )
     assert value(result.flags, "--tensor-model-parallel-size") == "2"
     assert value(result.flags, "--pipeline-model-parallel-size") == "2"
     assert value(result.flags, "--context-parallel-size") == "2"
     assert value(result.flags, "--micro-batch-size") == "1"
     assert value(result.flags, "--global-batch-size") == "64"
-    assert "--sequence-parallel" in result.flags
     assert "--use-distributed-optimizer" in result.flags
-    plain = export(model, by_counts(model, [6, 6]), zero_stage=0, sequence_parallel=True)
-    assert not {"--sequence-parallel", "--use-distributed-optimizer", "--context-parallel-size"} & set(plain.flags)
+    plain = export(model, by_counts(model, 6, 6), zero_stage=0)
+    assert not {"--use-distributed-optimizer", "--context-parallel-size"} & set(plain.flags)
 
 
 def test_shell_lines_are_quoted_and_vision_fields_are_python():
     model = make_model()
-    result = export(model, by_counts(model, [0, 12]))
+    result = export(model, by_counts(model, 0, 12))
     assert "--pipeline-model-parallel-layout 'E|t*12L' \\\n--micro-batch-size 1" in result.shell()
     namespace = type("Config", (), {})()
     exec(result.vision_python(), {"vision_config": namespace})
@@ -201,7 +93,7 @@ def test_shell_lines_are_quoted_and_vision_fields_are_python():
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "name"), [(3, "visual.blocks.2"), (7, "visual.merger"), (8, "embed_tokens")])
+@pytest.mark.parametrize(("at", "name"), [(3, "visual.blocks.2"), (5, "visual.merger"), (6, "embed_tokens")])
 def test_cuts_before_the_token_embedding_are_refused_with_reason_and_price(at, name):
     model = make_model()
     stages = cut(model, at, first_block(model) + 6)
@@ -231,7 +123,7 @@ def test_norm_moves_to_the_head_with_a_warning():
     model = make_model()
     result = export(model, cut(model, len(model.layers) - 1))
     assert result.layout == "Et*12|L"
-    assert any("runs norm (3.58 k parameters) beside the head" in warning for warning in result.warnings)
+    assert any("runs norm (100 parameters) beside the head" in warning for warning in result.warnings)
 
 
 def test_all_problems_come_at_once():
@@ -244,7 +136,7 @@ def test_all_problems_come_at_once():
     )
     assert lines[1] == "2 stages were planned, and pp 4 with 1 chunks a rank has 4: make them equal"
     assert lines[2].startswith("the plan cuts stages before visual.blocks.2")
-    assert lines[3].startswith("tp 3 was planned, and the language model's 8 attention heads do not divide by it")
+    assert lines[3].startswith("tp 3 does not divide the language model's 8 attention heads")
     assert lines[4].startswith(
         "ZeRO stage 3 was planned, and Megatron-Core's distributed optimizer shards optimizer state"
     )
@@ -272,7 +164,7 @@ def test_all_problems_come_at_once():
 def test_schedules_that_megatron_cannot_run_are_refused(options, message):
     model = make_model()
     with pytest.raises(UnsupportedPlanError, match=message):
-        export(model, by_counts(model, [3, 3, 3, 3]), **options)
+        export(model, by_counts(model, 3, 3, 3, 3), **options)
 
 
 def test_key_value_heads_must_divide_or_be_divided():
@@ -287,8 +179,8 @@ def test_key_value_heads_must_divide_or_be_divided():
         ),
     )
     with pytest.raises(UnsupportedPlanError, match=r"neither divides the language model's 3 key-value heads nor is a"):
-        export(odd, by_counts(odd, [6, 6]), dims=ParallelDims(pp=2, tp=2))
-    export(odd, by_counts(odd, [6, 6]), dims=ParallelDims(pp=2, tp=6))
+        export(odd, by_counts(odd, 6, 6), dims=ParallelDims(pp=2, tp=2))
+    export(odd, by_counts(odd, 6, 6), dims=ParallelDims(pp=2, tp=6))
 
 
 # -- recompute ------------------------------------------------------------------------------------------------------
@@ -301,7 +193,7 @@ def choose(model: ModelSpec, tier: str, *language: int) -> RecomputeChoice:
 def test_full_recompute_takes_the_largest_count_and_warns_of_the_rest():
     model = make_model()
     recompute = {0: [choose(model, "full", 0, 1)], 1: [choose(model, "full", 4, 5, 6)]}
-    result = export(model, by_counts(model, [4, 4, 2, 2], recompute=recompute))
+    result = export(model, by_counts(model, 4, 4, 2, 2, recompute=recompute))
     assert value(result.flags, "--recompute-granularity") == "full"
     assert value(result.flags, "--recompute-method") == "block"
     assert value(result.flags, "--recompute-num-layers") == "3"
@@ -312,23 +204,19 @@ def test_full_recompute_takes_the_largest_count_and_warns_of_the_rest():
     )
 
 
-def test_equal_recompute_on_all_stages_loses_nothing():
+def test_what_megatron_runs_as_planned_has_no_warning():
     model = make_model(num_vision=0)
     recompute = {0: [choose(model, "full", 0, 1)], 1: [choose(model, "full", 6, 7)]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
     assert value(result.flags, "--recompute-num-layers") == "2"
-    assert result.warnings == ()
-
-
-def test_no_recompute_gives_no_flags():
-    model = make_model()
-    assert not [word for word in export(model, by_counts(model, [6, 6])).flags if "recompute" in word]
+    assert (result.vision_fields, result.warnings) == ((), ())
+    assert not [word for word in export(model, by_counts(model, 6, 6)).flags if "recompute" in word]
 
 
 def test_selective_beside_full_becomes_full():
     model = make_model()
     recompute = {0: [choose(model, "selective", 0, 1), choose(model, "full", 2)]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
     assert value(result.flags, "--recompute-num-layers") == "3"
     assert any("2 language blocks are planned with selective recompute and 1 with full" in w for w in result.warnings)
 
@@ -338,7 +226,7 @@ def test_attention_alone_is_kept_by_no_mode_of_megatron():
     vision = model.indices("vision", "block")
     tower = RecomputeChoice(tier="attention", layers=tuple(vision[:2]))
     recompute = {0: [tower, choose(model, "attention", 0, 1)], 1: [choose(model, "attention", 6, 7)]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
     assert value(result.flags, "--recompute-granularity") == "full"
     assert value(result.flags, "--recompute-num-layers") == "2"
     assert any(
@@ -349,7 +237,7 @@ def test_attention_alone_is_kept_by_no_mode_of_megatron():
     assert any("2 vision layers are planned with attention recompute" in w for w in result.warnings)
     assert {c.tier for stage in result.runs for c in stage.recompute} == {"full"}
     mixed = {0: [choose(model, "attention", 0), choose(model, "selective", 1)]}
-    result = export(model, by_counts(model, [6, 6], recompute=mixed))
+    result = export(model, by_counts(model, 6, 6, recompute=mixed))
     assert any(
         "with selective recompute and 1 with attention, and Megatron-Core cannot mix" in w for w in result.warnings
     )
@@ -361,7 +249,7 @@ def test_attention_alone_is_kept_by_no_mode_of_megatron():
 def test_selective_recompute_takes_the_nearest_modules(experts, module, note):
     model = make_model(experts=experts)
     recompute = {0: [choose(model, "selective", *range(6))]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
     at = result.flags.index("--recompute-modules")
     assert result.flags[at - 1] == "selective"
     assert result.flags[at + 1 : at + 3] == ("layernorm", module)
@@ -375,31 +263,31 @@ def test_vision_recompute_goes_into_the_vision_fields():
     model = make_model()
     vision = model.indices("vision", "block")
     recompute = {0: [RecomputeChoice(tier="full", layers=tuple(vision[:4]))]}
-    fields = dict(export(model, by_counts(model, [6, 6], recompute=recompute)).vision_fields)
+    fields = dict(export(model, by_counts(model, 6, 6, recompute=recompute)).vision_fields)
     assert (fields["recompute_granularity"], fields["recompute_method"], fields["recompute_num_layers"]) == (
         "full",
         "block",
         4,
     )
-    none = dict(export(model, by_counts(model, [6, 6])).vision_fields)
+    none = dict(export(model, by_counts(model, 6, 6)).vision_fields)
     assert (none["recompute_granularity"], none["recompute_method"], none["recompute_num_layers"]) == (None, None, None)
     recompute = {0: [RecomputeChoice(tier="selective", layers=tuple(vision))]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
-    assert dict(result.vision_fields)["recompute_num_layers"] == 6
-    assert any("6 vision layers are planned with selective recompute" in warning for warning in result.warnings)
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
+    assert dict(result.vision_fields)["recompute_num_layers"] == 4
+    assert any("4 vision layers are planned with selective recompute" in warning for warning in result.warnings)
 
 
 def test_recompute_of_other_layers_and_of_other_kinds_is_warned_of():
     model = make_model()
     projector = model.indices("projector")[0]
     recompute = {0: [RecomputeChoice(tier="full", layers=(projector,))]}
-    result = export(model, by_counts(model, [6, 6], recompute=recompute))
+    result = export(model, by_counts(model, 6, 6, recompute=recompute))
     assert any("recompute of visual.merger is planned" in warning for warning in result.warnings)
     layers = list(model.layers)
     layers[first_block(model) + 5] = replace(layers[first_block(model) + 5], num_params=9999)
     mixed = replace(model, layers=tuple(layers))
     recompute = {0: [choose(mixed, "full", 5)]}
-    result = export(mixed, by_counts(mixed, [6, 6], recompute=recompute))
+    result = export(mixed, by_counts(mixed, 6, 6, recompute=recompute))
     assert any("stage 0 recomputes other kinds of blocks than its first 1" in warning for warning in result.warnings)
 
 
@@ -408,35 +296,18 @@ def test_recompute_of_other_layers_and_of_other_kinds_is_warned_of():
 
 def test_truncation_trap_is_warned_of_with_the_number_of_layers():
     model = make_model(num_vision=24)
-    result = export(model, by_counts(model, [8, 4]))
+    result = export(model, by_counts(model, 8, 4))
     assert any("build fewer than 24 vision layers without a word" in warning for warning in result.warnings)
-    cleared = {name for name, setting in result.vision_fields if setting is None}
-    assert cleared >= {
-        "pipeline_model_parallel_layout",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "virtual_pipeline_model_parallel_size",
-    }
 
 
 def test_vision_heads_that_tp_does_not_divide_are_padded():
     model = make_model(vision_heads=25)  # InternViT-6B
-    result = export(model, by_counts(model, [6, 6]), dims=ParallelDims(pp=2, tp=2))
+    result = export(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2))
     assert dict(result.vision_fields)["num_attention_heads"] == 26
     assert any("25 attention heads do not divide by tp 2: pad them to 26" in warning for warning in result.warnings)
 
 
 # -- every split ----------------------------------------------------------------------------------------------------
-
-
-def read_layout(layout: str) -> list[tuple[bool, int, bool]]:
-    """Our own reading of a layout: has E, number of t, has L, for every stage."""
-    stages = []
-    for field in layout.split("|"):
-        body = field.removeprefix("E").removesuffix("L")
-        count = int(body[2:]) if body.startswith("t*") else body.count("t")
-        stages.append((field.startswith("E"), count, field.endswith("L")))
-    return stages
 
 
 @settings(max_examples=200, deadline=None)
@@ -448,12 +319,13 @@ def test_every_supported_split_is_said_exactly(data):
     cuts = sorted(data.draw(st.sets(st.sampled_from(allowed), max_size=7))) if allowed else []
     stages = cut(model, *cuts)
     result = export(model, stages)
-    read = read_layout(result.layout)
+    read = expand_layout(result.layout)
+    assert read is not None
     blocks = [
         sum(model.layers[i].kind == "block" and model.layers[i].tower == "language" for i in range(s.start, s.stop))
         for s in stages
     ]
-    assert [count for _, count, _ in read] == blocks
-    assert [has_e for has_e, _, _ in read] == [s == 0 for s in range(len(stages))]
-    assert [has_l for _, _, has_l in read] == [s == len(stages) - 1 for s in range(len(stages))]
+    assert [stage.count("t") for stage in read] == blocks
+    assert [stage.startswith("E") for stage in read] == [s == 0 for s in range(len(stages))]
+    assert [stage.endswith("L") for stage in read] == [s == len(stages) - 1 for s in range(len(stages))]
     assert not any(letter in result.layout for letter in " mV")

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partition_cases import ONE, constant, layer, profile_of, split
+from partition_cases import ONE, assess_stages, constant, layer, profile_of, split
 from plan_cases import tile_samples
 
+from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
-from trimtab.adapters.targets import TARGETS
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.offload import LINK_SHARE, with_offload
 from trimtab.costs.profile import load_profile, profile_model, save_profile
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
-from trimtab.partition.assess import assess_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import recompute_offloaded
 from trimtab.plan.file.details import PlanDetails
@@ -194,13 +193,13 @@ def test_exports_recompute_what_they_cannot_offload_and_say_the_price(folder: Pa
     found = reload_plan(folder)
     number = sum(stage.num_offloaded() for stage in found.stages)
     for name in ("deepspeed", "torch-pipelining"):
-        exported = export_plan(found, TARGETS[name])
+        exported = export_plan(found, find_target(name))
         assert exported.warnings[0].startswith(f"{number} layers are planned with offload to host memory, and are")
         assert all(stage.num_offloaded() == 0 for stage in exported.runs)
         assert any(
             re.search(r"a step is predicted to take 1\.\d+ x as long", x) for x in cost_of_running(found, exported)
         )
-    fitted = fit_plan(found, TARGETS["deepspeed"])
+    fitted = fit_plan(found, find_target("deepspeed"))
     assert all(stage.num_offloaded() == 0 for stage in fitted.variants[-1].stages)
     assert fitted.variants[-1].fits
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_cases import gemma, small_model
+from placement_cases import sliding, small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
@@ -264,7 +264,7 @@ def test_a_smaller_batch_that_fits_is_named():
 
 def test_activations_that_nothing_can_hold_are_told_apart_from_weights():
     with pytest.raises(PartitionError, match="KV cache, activations and one layer at a time still fill"):
-        place(gemma(), machine([300_000], cpu_bytes=GIB), Workload(batch=8, seq_len=4000))
+        place(sliding(), machine([300_000], cpu_bytes=GIB), Workload(batch=8, seq_len=4000))
 
 
 def test_a_machine_that_is_full_says_so():

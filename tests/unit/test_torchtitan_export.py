@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from export_cases import by_counts, cut, first_block, make_model
 
-from trimtab.adapters.torchtitan import titan_export, titan_ladder, titan_unsupported_cuts
+from export_cases import by_counts, cut, decide, first_block, make_model
+from trimtab.adapters import torchtitan
+from trimtab.adapters.running import Exported
+from trimtab.adapters.torchtitan import titan_ladder, titan_unsupported_cuts
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -15,13 +17,18 @@ MODEL = make_model()
 BLOCK = first_block(MODEL)
 
 
-def export(model: ModelSpec, stages: tuple[Stage, ...], **options):
-    options = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
-    return titan_export(model=model, stages=stages, **options)
+def export(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
+    return torchtitan.export(decide(model, stages, **options), price)
 
 
-def parts(model: ModelSpec, stages: tuple[Stage, ...], **options) -> list[list[str]]:
-    found = dict(export(model, stages, **options).parallelism)["module_fqns_per_model_part"]
+def parallelism(found: Exported) -> dict[str, object]:
+    settings = found.fields["parallelism"]
+    assert isinstance(settings, dict)
+    return settings
+
+
+def parts(model: ModelSpec, stages: tuple[Stage, ...]) -> list[list[str]]:
+    found = parallelism(export(model, stages))["module_fqns_per_model_part"]
     assert isinstance(found, list)
     return found
 
@@ -34,17 +41,13 @@ def test_parts_name_the_whole_model_once_in_order():
     ]
     assert parts(MODEL, by_counts(MODEL, 0, 12))[0] == ["vision_encoder", "tok_embeddings"]
     assert parts(MODEL, cut(MODEL, len(MODEL.layers) - 1))[1] == ["lm_head"]
-    assert parts(MODEL, by_counts(MODEL, 6, 6), vision_modules=("tower", "projection"))[0][:2] == [
-        "tower",
-        "projection",
-    ]
     text = make_model(num_vision=0)
     assert parts(text, by_counts(text, 6, 6))[0][0] == "tok_embeddings"
 
 
 def test_lines_set_the_configuration():
     cfg = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
-    exec(export(MODEL, by_counts(MODEL, 6, 6)).python(), {"cfg": cfg})
+    exec(export(MODEL, by_counts(MODEL, 6, 6)).text, {"cfg": cfg})
     assert cfg.parallelism.pipeline_parallel_degree == 2
     assert cfg.parallelism.pipeline_parallel_schedule == "1F1B"
     assert cfg.parallelism.data_parallel_shard_degree == 2
@@ -52,8 +55,8 @@ def test_lines_set_the_configuration():
     assert cfg.training.local_batch_size == 8
     assert cfg.activation_checkpoint is None
     alone = export(MODEL, cut(MODEL), zero_stage=0)
-    assert "module_fqns_per_model_part" not in dict(alone.parallelism)
-    assert dict(alone.parallelism)["data_parallel_replicate_degree"] == 2
+    assert "module_fqns_per_model_part" not in parallelism(alone)
+    assert parallelism(alone)["data_parallel_replicate_degree"] == 2
 
 
 @pytest.mark.parametrize(
@@ -62,10 +65,10 @@ def test_lines_set_the_configuration():
 def test_recompute_is_one_policy_for_all_blocks(tier, policy):
     chosen = {0: [RecomputeChoice(tier=tier, layers=(2, BLOCK))]}
     found = export(MODEL, by_counts(MODEL, 6, 6, recompute=chosen))
-    assert found.recompute == policy
-    own = "class AttentionAC(SelectiveAC):" in found.python()
-    assert (f"import {policy}\n" in found.python()) != own == (tier == "attention")
-    assert found.python().endswith(f"cfg.activation_checkpoint = {policy}.Config()")
+    assert found.fields["activation_checkpoint"] == policy
+    own = "class AttentionAC(SelectiveAC):" in found.text
+    assert (f"import {policy}\n" in found.text) != own == (tier == "attention")
+    assert found.text.endswith(f"cfg.activation_checkpoint = {policy}.Config()")
     assert [stage.num_recomputed() for stage in found.runs] == [6, 6]
     assert any("recompute of 1 of 12 blocks is planned" in w for w in found.warnings)
     assert any("recompute of 1 layers outside the decoder" in w for w in found.warnings)
@@ -84,7 +87,7 @@ def test_recompute_is_one_policy_for_all_blocks(tier, policy):
 def test_of_several_tiers_the_policy_is_the_one_that_holds_least(tiers, policy, lost):
     chosen = [RecomputeChoice(tier=tier, layers=(BLOCK + i,)) for i, tier in enumerate(tiers)]
     found = export(MODEL, by_counts(MODEL, 12, recompute={0: chosen}))
-    assert found.recompute == policy
+    assert found.fields["activation_checkpoint"] == policy
     assert any(lost in w and f"one torchtitan policy serves all ({policy})" in w for w in found.warnings)
 
 
@@ -117,7 +120,7 @@ def test_all_problems_come_at_once_with_the_price():
     assert lines[1] == "the plan makes a cut that the model forbids (DeepStack): move it"
     assert lines[2].startswith("schedule ZBH1 was planned, and torchtitan's")
     assert lines[3].startswith("lm_head shares the weight of embed_tokens, and torchtitan refuses tied weights")
-    assert lines[4] == "tp 3 does not divide the language model's 8 heads: choose a tp that does"
+    assert lines[4] == "tp 3 does not divide the language model's 8 attention heads: choose a tp that does"
     with pytest.raises(UnsupportedPlanError, match="without such cuts nothing fits these degrees"):
         export(MODEL, cut(MODEL, 3), price=float("inf"))
 

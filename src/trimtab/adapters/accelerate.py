@@ -56,18 +56,11 @@ def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, Dev
     model.tie_weights()
     limits = max_memory(machine)
     with _quiet("accelerate.utils.modeling"):  # it warns that the GPUs asked about are not in this machine
-        return dict(_auto_map(model, limits, library))
-
-
-def _auto_map(model: Any, limits: dict[int | str, int], library: Library) -> Mapping[str, DeviceKey]:
-    found: Mapping[str, DeviceKey]
-    if library == "transformers":
-        found = _get_device_map(model, "auto", limits, None)
-    else:
+        if library == "transformers":
+            return dict(_get_device_map(model, "auto", limits, None))
         classes = list(model._no_split_modules or ())
         balanced = accelerate.utils.get_balanced_memory(model, max_memory=limits, no_split_module_classes=classes)
-        found = accelerate.infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=classes)
-    return found
+        return dict(accelerate.infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=classes))
 
 
 @contextmanager

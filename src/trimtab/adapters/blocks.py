@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.options import RecomputedTier, Tower
-from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+from trimtab.specs import AttentionSpec, ModelSpec, RecomputeChoice, Stage
 
 TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
 """From what holds least to what holds most."""
@@ -18,6 +18,26 @@ MEANINGS: Mapping[RecomputedTier, str] = {
     "selective": "the results of matrix products and attention",
 }
 """What a layer holds by each tier, in words."""
+
+
+def attentions(model: ModelSpec, tower: Tower = "language") -> list[AttentionSpec]:
+    return [x.attention for x in model.layers if x.tower == tower and x.attention is not None]
+
+
+def head_problems(model: ModelSpec, tp: int) -> list[str]:
+    """What keeps the heads of the language model from being spread over tp ranks."""
+    problems = []
+    for heads, groups in sorted({(x.num_heads, x.num_kv_heads) for x in attentions(model)}):
+        if heads % tp:
+            problems.append(
+                f"tp {tp} does not divide the language model's {heads} attention heads: choose a tp that does"
+            )
+        elif groups % tp and tp % groups:
+            problems.append(
+                f"tp {tp} neither divides the language model's {groups} key-value heads nor is a multiple of them: "
+                "choose a tp that does"
+            )
+    return problems
 
 
 def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:

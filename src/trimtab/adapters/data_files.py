@@ -1,8 +1,8 @@
 """A plan as data files, for hosts that need no code of ours: records in order, packs as lists, packs as arrays.
 
 The order of packs is the schedule's, row by row: step 0 micro-batch 0 of ranks 0, 1, ..., then micro-batch 1 of them,
-and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling, Accelerate
-with one line a batch and xtuner's preset sampler do, then gives every rank its own packs in the order of the plan.
+and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling and
+Accelerate with one line a batch do, then gives every rank its own packs in the order of the plan.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.adapters.record_files import Records, find_records, open_records
-from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.lengths import holds_lengths
-from trimtab.samples.records import detect_format
+from trimtab.samples.record_lines import places_of
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 Field = Literal["length", "num_tokens", "num_patches", "pack"]
@@ -46,7 +46,7 @@ class PlannedPacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class WrittenData:
     """Files that were written, and what to know before using them."""
 
     files: tuple[Path, ...]
@@ -125,7 +125,7 @@ def write_jsonl(
     data: Sequence[Path] | None = None,
     fields: Sequence[Field] = ("length", "num_tokens"),
     layout: Layout = "global",
-) -> Exported:
+) -> WrittenData:
     """The plan's records as JSON Lines, each with `fields` added (or overwritten); otherwise their own bytes.
 
     `global` writes one file, pack after pack in the order of the packs. `ranks` writes a folder with a file a rank,
@@ -136,70 +136,53 @@ def write_jsonl(
     folder = out.parent if layout == "global" else out
     with open_records(files, planned.samples, folder=folder) as records:
         if layout == "global":
-            _write_records(out, planned, records, planned.order, fields)
+            _write_records(out, planned, records, range(len(planned.order)), fields)
             written: tuple[Path, ...] = (out,)
         else:
             dp = planned.schedule.table.shape[1]
             width = max(2, len(str(dp - 1)))
             written = tuple(out / f"rank-{rank:0{width}}.jsonl" for rank in range(dp))
             for rank, path in enumerate(written):
-                _write_records(path, planned, records, planned.order[rank::dp], fields)
+                _write_records(path, planned, records, range(rank, len(planned.order), dp), fields)
     return _exported(planned, written, ragged=layout == "ranks")
 
 
-def _write_records(
-    path: Path, planned: PlannedPacks, records: Records, packs: IntArray, fields: Sequence[Field]
-) -> None:
-    number = _pack_numbers(planned)
+def _write_records(path: Path, planned: PlannedPacks, records: Records, places: range, fields: Sequence[Field]) -> None:
     with open_atomically(path) as file:
-        for pack in packs.tolist():
-            for row in _rows(planned.packing, pack):
-                file.write(_with_fields(records.read(row), _values(planned, row, number[pack], fields)) + b"\n")
+        for place in places:
+            file.writelines(line + b"\n" for line in _lines(planned, records, place, fields))
 
 
 def write_nested_packs(
     plan: Path, out: Path, *, data: Sequence[Path] | None = None, fields: Sequence[Field] = ("num_tokens",)
-) -> Exported:
+) -> WrittenData:
     """JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
     if out.suffix != ".jsonl":
         raise SampleError(
             f"{out} was to hold a list of records a line, and hosts tell JSON Lines by the name: end it in .jsonl"
         )
     planned = read_planned(plan)
-    number = _pack_numbers(planned)
     with (
         open_records(data_of(planned.plan, data), planned.samples, folder=out.parent) as records,
         open_atomically(out) as file,
     ):
-        for pack in planned.order.tolist():
-            lines = [
-                _with_fields(records.read(row), _values(planned, row, number[pack], fields))
-                for row in _rows(planned.packing, pack)
-            ]
-            file.write(b"[" + b", ".join(lines) + b"]\n")
+        for place in range(len(planned.order)):
+            file.write(b"[" + b", ".join(_lines(planned, records, place, fields)) + b"]\n")
     return _exported(planned, (out,), ragged=True)
 
 
-def _rows(packing: Packing, pack: int) -> list[int]:
-    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
-    return rows
-
-
-def _pack_numbers(planned: PlannedPacks) -> list[int]:
-    """Of each pack its place in the order."""
-    places = np.empty(len(planned.order), np.int64)
-    places[planned.order] = np.arange(len(planned.order))
-    result: list[int] = places.tolist()
-    return result
-
-
-def _values(planned: PlannedPacks, row: int, pack: int, fields: Sequence[Field]) -> dict[str, int]:
-    tokens, patches = int(planned.samples.num_tokens[row]), int(planned.samples.num_patches[row])
-    every = {"length": tokens, "num_tokens": tokens, "num_patches": patches, "pack": pack}
-    unknown = [name for name in fields if name not in every]
+def _lines(planned: PlannedPacks, records: Records, place: int, fields: Sequence[Field]) -> list[bytes]:
+    """The records of one pack, the fields added."""
+    unknown = [name for name in fields if name not in FIELDS]
     if unknown:
         raise SampleError(f"field {unknown[0]!r} is unknown to a plan: choose of {', '.join(FIELDS)}")
-    return {name: every[name] for name in fields}
+    packing, samples, pack = planned.packing, planned.samples, planned.order[place]
+    lines = []
+    for row in packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist():
+        tokens, patches = int(samples.num_tokens[row]), int(samples.num_patches[row])
+        every = {"length": tokens, "num_tokens": tokens, "num_patches": patches, "pack": place}
+        lines.append(_with_fields(records.read(row), {name: every[name] for name in fields}))
+    return lines
 
 
 def _with_fields(record: bytes, values: dict[str, int]) -> bytes:
@@ -214,7 +197,7 @@ def _with_fields(record: bytes, values: dict[str, int]) -> bytes:
     return body + (b", " if content else b"") + json.dumps(values).encode()[1:]
 
 
-def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> Exported:
+def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> WrittenData:
     packing, dp = planned.packing, planned.schedule.table.shape[1]
     notes = []
     short = packing.num_packs % dp
@@ -231,13 +214,13 @@ def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -
     missing = planned.plan.decisions.packing.num_oversize
     if missing:
         notes.append(f"{missing} samples are larger than a pack and were left out of the plan by choice")
-    return Exported(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
+    return WrittenData(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> Exported:
+def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
     """Packs, schedule and the places of their records as .npy, for a loader of the user's own.
 
     Pack p holds rows `indices[offsets[p]:offsets[p + 1]]`; row i is record `record[i]` (from 0, blank lines aside) of
@@ -246,10 +229,9 @@ def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -
     planned = read_planned(plan)
     files = data_of(planned.plan, data)
     samples = planned.samples
-    places = find_records(files, samples)
     arrays: dict[str, npt.NDArray[Any]] = {
-        "file.npy": places.file.astype(np.int32),
-        "record.npy": places.record,
+        "file.npy": places_of(samples).file.astype(np.int32),
+        "record.npy": find_records(files, samples),
         "num_tokens.npy": samples.num_tokens,
         "num_patches.npy": samples.num_patches,
         "num_images.npy": samples.num_images,
@@ -268,49 +250,3 @@ def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -
     for name, content in contents.items():
         write_atomically(out / name, content)
     return _exported(planned, tuple(out / name for name in contents), ragged=False)
-
-
-def write_xtuner_packs(
-    plan: Path, out: Path, *, data: Sequence[Path] | None = None, allow_images: bool = False
-) -> Exported:
-    """xtuner's preset packs: boundaries.npy, samples.npy, paths.json, and order.npy for its preset sampler.
-
-    A row of samples.npy is [path, line from 0, -1, -1, 0, num_tokens]. The format as of xtuner v1's `preset_pack.py`
-    (commit 5081ed2), whose dataset hands on token ids and labels alone, so plans with images are refused unless
-    `allow_images`.
-    """
-    planned = read_planned(plan)
-    files = data_of(planned.plan, data)
-    samples, packing = planned.samples, planned.packing
-    problems = []
-    num_visual = int((samples.num_images[packing.indices] > 0).sum())
-    if num_visual and not allow_images:
-        problems.append(
-            f"{num_visual} samples of the plan have images, and xtuner's preset packs drop the pixels of every sample: "
-            "export text alone, or use an xtuner that keeps them (--allow-images)"
-        )
-    odd = [str(path) for path in files if detect_format(path) != "jsonl"]
-    if odd:
-        problems.append(f"{', '.join(odd)} is not JSON Lines, and xtuner packs lines: write it as JSON Lines and plan")
-    if problems:
-        raise UnsupportedPlanError("\n".join(problems))
-    places = find_records(files, samples)
-    blank = places.line != places.record
-    if blank.any():
-        odd_file = files[int(places.file[np.flatnonzero(blank)[0]])]
-        raise UnsupportedPlanError(
-            f"{odd_file} has blank lines, and xtuner numbers its samples by line: remove them and plan again"
-        )
-    rows = packing.indices
-    table = np.full((len(rows), 6), -1, np.int64)
-    table[:, 0], table[:, 1] = places.file[rows], places.line[rows]
-    table[:, 4], table[:, 5] = 0, samples.num_tokens[rows]
-    contents = {
-        "boundaries.npy": array_bytes(packing.offsets.astype(np.int64)),
-        "samples.npy": array_bytes(table),
-        "order.npy": array_bytes(planned.order),
-        "paths.json": (json.dumps([str(path) for path in files], ensure_ascii=False) + "\n").encode(),
-    }
-    for name, content in contents.items():
-        write_atomically(out / name, content)
-    return _exported(planned, tuple(out / name for name in contents), ragged=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
+from trimtab.adapters.running import Decided, Exported, Target
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import Stage
 
 _MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.
 
@@ -60,33 +61,15 @@ class PlannedPipelineModule(PipelineModule):
 '''
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepspeedExport:
-    """A Python module to save beside the training script."""
-
-    python: str
-    config: dict[str, object]  # the part of ds_config.json that the plan decides
-    parts: tuple[int, ...]  # bounds of the stages, one more than there are stages
-    runs: tuple[Stage, ...]
-    warnings: tuple[str, ...]
-
-
 def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with all of their recompute in full."""
     return tuple(recomputing(stage, (i for c in stage.recompute for i in c.layers)) for stage in stages)
 
 
-def deepspeed_export(
-    *,
-    model: ModelSpec,
-    stages: Sequence[Stage],
-    dims: ParallelDims,
-    schedule: str,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    zero_stage: int = 1,
-) -> DeepspeedExport:
-    """The module that makes DeepSpeed run these stages, or `UnsupportedPlanError` with what it cannot."""
+def export(plan: Decided, _price: float | None) -> Exported:
+    """A Python module to save beside the training script."""
+    model, stages, dims = plan.model, plan.stages, plan.dims
+    schedule, num_chunks, zero_stage = plan.schedule, plan.num_chunks, plan.zero_stage
     problems: list[str] = []
     if schedule != "1F1B" or num_chunks > 1:
         problems.append(
@@ -111,25 +94,31 @@ def deepspeed_export(
         )
     runs = deepspeed_runs(stages)
     recompute = sorted(i for stage in runs for choice in stage.recompute for i in choice.layers)
-    parts = (*(stage.start for stage in stages), len(model.layers))
-    config: dict[str, object] = {
+    parts = [*(stage.start for stage in stages), len(model.layers)]
+    config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": num_microbatches,
+        "gradient_accumulation_steps": plan.num_microbatches,
         "zero_optimization": {"stage": zero_stage},
     }
     names = ",\n".join(f"    {json.dumps(layer.name)}" for layer in model.layers)
-    return DeepspeedExport(
-        python=_MODULE.format(
-            name=model.name,
-            layers=f"[\n{names},\n]",
-            parts=list(parts),
-            recompute=f"frozenset({recompute})",
-            tied=list(model.tied),
-            tied_note="; the pairs of TIED as TiedLayerSpec" if model.tied else "",
-            config=json.dumps(config),
-        ),
-        config=config,
+    python = _MODULE.format(
+        name=model.name,
+        layers=f"[\n{names},\n]",
         parts=parts,
-        runs=runs,
-        warnings=tuple(warnings),
+        recompute=f"frozenset({recompute})",
+        tied=list(model.tied),
+        tied_note="; the pairs of TIED as TiedLayerSpec" if model.tied else "",
+        config=json.dumps(config),
     )
+    fields = {"parts": parts, "config": config, "python": python}
+    return Exported(text=python, fields=fields, runs=runs, warnings=tuple(warnings))
+
+
+TARGET = Target(
+    title="DeepSpeed",
+    checked_with="DeepSpeed 0.19.8, trained on two CPU processes",
+    can=lambda _model, _pp: Expressible(
+        tiers=lambda _layer: ("full",), ladders=lambda stages: [[deepspeed_runs(stages)]]
+    ),
+    export=export,
+)

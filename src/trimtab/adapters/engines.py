@@ -37,10 +37,10 @@ class StageCounts:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         return found
 
-    def shell(self, engine: Engine) -> str:
-        """The variables and the flag as a command line begins with them."""
+    def shell(self, engine: Engine, command: str = " # with") -> str:
+        """The variables, the engine's command, and the flag that goes with them."""
         words = [f"{name}={value}" for name, value in self.environment(engine).items()]
-        return f"{' '.join(words)}  # with {SIZE_FLAGS[engine]} {len(self.layers)}"
+        return " ".join([*words, command, SIZE_FLAGS[engine], str(len(self.layers))])
 
 
 def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
@@ -57,16 +57,7 @@ def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> t
         return tuple(commands.values())
     assert device_map is not None, "None is one device"
     stages = count_placed_layers(device_map)
-    return tuple(
-        " ".join(
-            [
-                *(f"{name}={value}" for name, value in stages.environment(engine).items()),
-                command,
-                f"{SIZE_FLAGS[engine]} {len(stages.layers)}",
-            ]
-        )
-        for engine, command in commands.items()
-    )
+    return tuple(stages.shell(engine, command) for engine, command in commands.items())
 
 
 def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:

@@ -9,14 +9,17 @@ Remote code has one switch for all layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.adapters.blocks import TIERS, recomputing
+from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.models.families.known import family_of
-from trimtab.options import RecomputedTier, Tower
+from trimtab.options import RecomputedTier
+from trimtab.plan.decide.expressible import Expressible, fastest_fitting
 from trimtab.plan.file.modules import fold_modules
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.specs import ModelSpec, Stage
 
 _APPLY = """from trimtab.runtime.recompute.apply import apply
 
@@ -25,21 +28,6 @@ RECOMPUTE = {{
 }}
 for granularity, modules in RECOMPUTE.items():
     apply(model, modules, granularity=granularity)  # leave the Trainer's own activation_checkpointing off"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingfaceExport:
-    """Modules to recompute by tier, ranges folded, as `runtime.recompute.apply` takes them."""
-
-    modules: dict[RecomputedTier, tuple[str, ...]]
-    warnings: tuple[str, ...]
-
-    def python(self) -> str:
-        """Lines to run once between making the model and training it."""
-        if not self.modules:
-            return "# the plan recomputes nothing: leave activation_checkpointing off"
-        tiers = "\n".join(f"    {tier!r}: {list(names)!r}," for tier, names in self.modules.items())
-        return _APPLY.format(tiers=tiers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +63,9 @@ def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainS
         yield PlainSetting(every_n_layers=n, stages=runs)
 
 
-def huggingface_export(
-    *, model: ModelSpec, stages: Sequence[Stage], dims: ParallelDims, frozen_towers: Sequence[Tower] = ()
-) -> HuggingfaceExport:
-    """Every layer that the plan recomputes, by tier; `UnsupportedPlanError` for a plan with a pipeline."""
+def export(plan: Decided, _price: float | None) -> Exported:
+    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier."""
+    stages, dims = plan.stages, plan.dims
     problems = []
     if len(stages) > 1:
         problems.append(
@@ -95,17 +82,46 @@ def huggingface_export(
             f"tp {dims.tp} was planned, and the recompute of single layers does not set it: load the model with "
             f"tp_plan='auto' on {dims.tp} ranks"
         )
-    if frozen_towers:
+    if plan.frozen_towers:
         warnings.append(
-            f"the {' and '.join(frozen_towers)} tower is frozen: Transformers' own activation_checkpointing makes the "
-            "embeddings' results need gradients, so that in most families a frozen vision tower is recomputed and "
+            f"the {' and '.join(plan.frozen_towers)} tower is frozen: Transformers' own activation_checkpointing makes "
+            "the embeddings' results need gradients, so that in most families a frozen vision tower is recomputed and "
             "back-propagated for nothing; the lines of this export leave it alone"
         )
-    names = [layer.name for layer in model.layers]
+    names = [layer.name for layer in plan.model.layers]
     chosen: dict[RecomputedTier, list[str]] = {tier: [] for tier in TIERS}
     for stage in stages:
         for choice in stage.recompute:
             chosen[choice.tier] += [names[i] for i in choice.layers]
-    return HuggingfaceExport(
-        modules={tier: fold_modules(found) for tier, found in chosen.items() if found}, warnings=tuple(warnings)
-    )
+    modules = {tier: fold_modules(found) for tier, found in chosen.items() if found}
+    text = "# the plan recomputes nothing: leave activation_checkpointing off"
+    if modules:
+        text = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
+    fields = {"recompute": modules, "python": text}
+    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings))
+
+
+def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
+    """The export, with the nearest setting of Transformers' own beside it, and what that costs."""
+    case = found.case
+    plains = list(plain_settings(case.model, found.stages))
+    nearest = fastest_fitting(case, [plain.stages for plain in plains])
+    if nearest is None:
+        beside, arguments = "no setting of Transformers' own fits the plan's memory", None
+    else:
+        plain = plains[nearest]
+        cost = "it runs as planned"
+        if plain.stages != found.stages:
+            cost = str(cost_of_runs(case, plain.stages, found.stages))
+        beside = f"without trimtab, the nearest setting of Transformers' own is {plain.python()}: {cost}"
+        arguments = plain.arguments()
+    return replace(exported, fields={**exported.fields, "training_arguments": arguments}, beside=beside)
+
+
+TARGET = Target(
+    title="Transformers",
+    checked_with="Transformers 5.23, its own models and `TrainingArguments`",
+    can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers)))),
+    export=export,
+    own_setting=_own_setting,
+)

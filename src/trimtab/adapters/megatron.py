@@ -10,21 +10,23 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from trimtab.adapters.blocks import is_block
+from trimtab.adapters.blocks import head_problems, is_block
 from trimtab.adapters.megatron_recompute import (
     Setting,
     as_run,
-    attentions,
     language_recompute,
+    megatron_ladders,
     norm_cuts,
     vision_fields,
     warn_of_neglected,
     warn_of_tied,
 )
-from trimtab.adapters.refusals import price_without_cuts
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks, price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import ModelSpec, Stage
 
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -35,25 +37,25 @@ class MegatronExport:
 
     settings: tuple[tuple[str, Setting], ...]  # Megatron-LM's arguments, named as its parser stores them
     layout: str  # among `settings`, unless there is one stage only
-    simple_settings: tuple[tuple[str, Setting], ...] | None  # the same split without a layout; None: cannot be said
     vision_fields: tuple[tuple[str, int | str | bool | None], ...]  # to set on the vision tower's TransformerConfig
     runs: tuple[Stage, ...]  # what Megatron-Core makes of the plan: norm beside the head, recompute as it knows it
     warnings: tuple[str, ...]
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return _flags(self.settings)
+        words: list[str] = []
+        for name, setting in self.settings:
+            words.append("--" + name.replace("_", "-"))
+            if isinstance(setting, tuple):
+                words += setting
+            elif setting is not True:
+                words.append(str(setting))
+        return tuple(words)
 
-    @property
-    def simple_flags(self) -> tuple[str, ...] | None:
-        return None if self.simple_settings is None else _flags(self.simple_settings)
-
-    def shell(self, *, simple: bool = False) -> str:
+    def shell(self) -> str:
         """The flags as lines of a shell command, quoted."""
-        flags = self.simple_flags if simple else self.flags
-        assert flags is not None
         lines: list[str] = []
-        for word in flags:
+        for word in self.flags:
             if word.startswith("--"):
                 lines.append(word)
             else:
@@ -63,17 +65,6 @@ class MegatronExport:
     def vision_python(self) -> str:
         """The assignments that belong behind the copy of the language model's config, one a line."""
         return "\n".join(f"vision_config.{name} = {value!r}" for name, value in self.vision_fields)
-
-
-def _flags(settings: Sequence[tuple[str, Setting]]) -> tuple[str, ...]:
-    words: list[str] = []
-    for name, setting in settings:
-        words.append("--" + name.replace("_", "-"))
-        if isinstance(setting, tuple):
-            words += setting
-        elif setting is not True:
-            words.append(str(setting))
-    return tuple(words)
 
 
 def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
@@ -86,38 +77,23 @@ def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
     return frozenset((*range(1, embed + 1), *norm_cuts(model)))
 
 
-def megatron_flags(
-    *,
-    model: ModelSpec,
-    stages: Sequence[Stage],
-    dims: ParallelDims,
-    schedule: str,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    microbatch_size: int = 1,
-    zero_stage: int = 1,
-    sequence_parallel: bool = False,
-    price: float | None = None,
-) -> MegatronExport:
+def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     """Flags that make Megatron-Core run these stages, or `UnsupportedPlanError` with everything it cannot express.
 
-    `stages` hold every layer once, in forward order; stage s runs on pipeline rank s mod pp. A pack is one micro-batch,
-    hence `microbatch_size` 1. `price` is the step time of the best plan without `unsupported_cuts`, relative to this
-    plan's, infinite if none fits; it is quoted where such a cut is refused. Degrees come out as flags, except dp, which
-    Megatron derives from the number of processes.
+    A pack is one micro-batch, hence a micro-batch size of 1. Degrees come out as flags, except dp, which Megatron
+    derives from the number of processes.
     """
-    assert [stage.start for stage in stages[1:]] == [stage.stop for stage in stages[:-1]]
-    assert stages[0].start == 0
-    assert stages[-1].stop == len(model.layers)
+    model, stages, dims = plan.model, plan.stages, plan.dims
     problems = [
-        *_schedule_problems(len(stages), dims.pp, schedule, num_microbatches, num_chunks),
-        *_cut_problems(model, stages, price),
-        *_head_problems(model, dims.tp),
+        *_schedule_problems(len(stages), dims.pp, plan.schedule, plan.num_microbatches, plan.num_chunks),
+        *_tower_problems(model, stages, price),
+        *_forbidden_problems(model, stages),
+        *head_problems(model, dims.tp),
     ]
-    if zero_stage > 1:
+    if plan.zero_stage > 1:
         problems.append(
-            f"ZeRO stage {zero_stage} was planned, and Megatron-Core's distributed optimizer shards optimizer state "
-            "alone: plan with ZeRO stage 1"
+            f"ZeRO stage {plan.zero_stage} was planned, and Megatron-Core's distributed optimizer shards optimizer "
+            "state alone: plan with ZeRO stage 1"
         )
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
@@ -130,41 +106,61 @@ def megatron_flags(
     warn_of_neglected(model, stages, warnings)
     if dims.pp > 1:
         warn_of_tied(model, dims.tp, warnings)
-    if vision and num_chunks > 1:
+    if vision and plan.num_chunks > 1:
         warnings.append(
             "Megatron-LM's vision-language examples know no interleaving (NVIDIA/Megatron-LM#2866): make sure that "
             "your launcher builds the vision tower in the first chunk of the first rank alone"
         )
-    degrees = _degrees(dims, sequence_parallel=sequence_parallel)
-    rest: dict[str, Setting] = {
-        **recompute,
-        "micro_batch_size": microbatch_size,
-        "global_batch_size": microbatch_size * dims.dp * num_microbatches,
-    }
-    if zero_stage == 1:
-        rest["use_distributed_optimizer"] = True
-    split: dict[str, Setting] = {"pipeline_model_parallel_layout": layout} if dims.pp > 1 else {}
-    simple = _simple_split(counts, dims.pp, num_chunks)
-    return MegatronExport(
-        settings=tuple({**degrees, **split, **rest}.items()),
-        layout=layout,
-        simple_settings=None if simple is None else tuple({**degrees, **simple, **rest}.items()),
-        vision_fields=vision,
-        runs=as_run(model, stages, recompute),
-        warnings=tuple(warnings),
-    )
-
-
-def _degrees(dims: ParallelDims, *, sequence_parallel: bool) -> dict[str, Setting]:
     degrees: dict[str, Setting] = {
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
     }
     if dims.cp > 1:
         degrees["context_parallel_size"] = dims.cp
-    if sequence_parallel and dims.tp > 1:
-        degrees["sequence_parallel"] = True
-    return degrees
+    rest: dict[str, Setting] = {
+        **recompute,
+        "micro_batch_size": 1,
+        "global_batch_size": dims.dp * plan.num_microbatches,
+    }
+    if plan.zero_stage == 1:
+        rest["use_distributed_optimizer"] = True
+    split: dict[str, Setting] = {"pipeline_model_parallel_layout": layout} if dims.pp > 1 else {}
+    return MegatronExport(
+        settings=tuple({**degrees, **split, **rest}.items()),
+        layout=layout,
+        vision_fields=vision,
+        runs=as_run(model, stages, recompute),
+        warnings=tuple(warnings),
+    )
+
+
+def export(plan: Decided, price: float | None) -> Exported:
+    """The flags as lines of a shell command; the vision tower's fields beside them."""
+    flags = megatron_flags(plan, price)
+    beside = None
+    if flags.vision_fields:
+        beside = f"set on the vision tower's config, or it may be truncated:\n{flags.vision_python()}"
+    return Exported(
+        text=flags.shell(),
+        fields={
+            "flags": flags.flags,
+            "layout": flags.layout,
+            "vision_config": dict(flags.vision_fields),
+        },
+        runs=flags.runs,
+        warnings=flags.warnings,
+        beside=beside,
+    )
+
+
+def can_run(model: ModelSpec, _pp: int) -> Expressible:
+    """What Megatron-Core and the launchers that hand on all of its settings can run."""
+    return Expressible(
+        forbidden_cuts=unsupported_cuts(model), tiers=full_blocks, ladders=partial(megatron_ladders, model)
+    )
+
+
+TARGET = Target(title="Megatron-Core", checked_with="megatron-core 0.16.1, its own classes", can=can_run, export=export)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -198,10 +194,6 @@ def _schedule_problems(num_stages: int, pp: int, schedule: str, num_microbatches
     return problems
 
 
-def _cut_problems(model: ModelSpec, stages: Sequence[Stage], price: float | None) -> list[str]:
-    return [*_tower_problems(model, stages, price), *_forbidden_problems(model, stages)]
-
-
 def _forbidden_problems(model: ModelSpec, stages: Sequence[Stage]) -> list[str]:
     cuts = sorted(model.forbidden_cuts.difference(unsupported_cuts(model)) & {stage.start for stage in stages})
     if not cuts:
@@ -224,45 +216,5 @@ def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | No
     ]
 
 
-def _head_problems(model: ModelSpec, tp: int) -> list[str]:
-    problems: list[str] = []
-    for heads in sorted({(a.num_heads, a.num_kv_heads) for a in attentions(model, "language")}):
-        if heads[0] % tp:
-            problems.append(
-                f"tp {tp} was planned, and the language model's {heads[0]} attention heads do not divide by it: choose "
-                "a tp that divides them"
-            )
-        elif heads[1] % tp and tp % heads[1]:
-            problems.append(
-                f"tp {tp} was planned, and it neither divides the language model's {heads[1]} key-value heads nor is a "
-                "multiple of them: choose a tp that does"
-            )
-    return problems
-
-
-# -- the split ------------------------------------------------------------------------------------------------------
-
-
 def _blocks(count: int) -> str:
     return "t" * count if count < 2 else f"t*{count}"
-
-
-def _simple_split(counts: Sequence[int], pp: int, num_chunks: int) -> dict[str, Setting] | None:
-    """First and last count with even middles, where that says the same: every rank's chunks alike, no stage empty."""
-    ranks = [counts[rank::pp] for rank in range(pp)]
-    if any(len(set(chunks)) > 1 or chunks[0] == 0 for chunks in ranks):
-        return None
-    totals = [sum(chunks) for chunks in ranks]
-    virtual: dict[str, Setting] = {} if num_chunks == 1 else {"num_virtual_stages_per_pipeline_rank": num_chunks}
-    if len(set(totals)) == 1:
-        return virtual
-    middles = set(totals[1:-1]) or {totals[-1]}
-    if len(middles) > 1:
-        return None
-    (middle,) = middles
-    uneven: dict[str, Setting] = {}
-    if totals[0] != middle:
-        uneven["decoder_first_pipeline_num_layers"] = totals[0]
-    if totals[-1] != middle:
-        uneven["decoder_last_pipeline_num_layers"] = totals[-1]
-    return uneven | virtual

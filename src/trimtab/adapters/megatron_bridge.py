@@ -6,11 +6,13 @@ it cannot say either. Field names checked against megatron-bridge 0.3.1 by tests
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from trimtab.adapters.megatron import MegatronExport
-from trimtab.adapters.megatron_recompute import Setting
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.megatron_recompute import Setting, megatron_ladders
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks
+from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, RecomputeChoice, Stage
 
 _TRAIN = {"micro_batch_size": "cfg.train", "global_batch_size": "cfg.train", "use_distributed_optimizer": "cfg.ddp"}
@@ -72,3 +74,37 @@ def bridge_warnings(export: MegatronExport) -> tuple[str, ...]:
             "the Qwen families do not"
         )
     return tuple(warnings)
+
+
+def export(plan: Decided, price: float | None) -> Exported:
+    """Assignments to a recipe's `cfg`."""
+    flags = megatron_flags(plan, price)
+    return Exported(
+        text=bridge_python(flags),
+        fields=dict(bridge_fields(flags)),
+        runs=bridge_runs(plan.model, flags.runs),
+        warnings=bridge_warnings(flags),
+    )
+
+
+def _can_run(model: ModelSpec, _pp: int) -> Expressible:
+    """As Megatron-Core, without recompute of the vision tower."""
+
+    def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
+        for ladder in megatron_ladders(model, stages):
+            if all(way == bridge_runs(model, way) for way in ladder):
+                yield ladder
+
+    return Expressible(
+        forbidden_cuts=unsupported_cuts(model),
+        tiers=lambda layer: full_blocks(layer) if layer.tower == "language" else (),
+        ladders=ladders,
+    )
+
+
+TARGET = Target(
+    title="Megatron-Bridge",
+    checked_with="megatron-bridge 0.3.1, its sources; megatron-core 0.16.1",
+    can=_can_run,
+    export=export,
+)

@@ -5,19 +5,22 @@ Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py;
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from trimtab.adapters.blocks import attentions, head_problems
 from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count
 
 Launcher = Literal["megatron", "megatron-bridge", "ms-swift", "pai-megatron"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+_FLAG = re.compile(r"(?<=^--)[^=]+")  # the name of a long flag, which may stand with its value
 _MOST = 10_000  # letters of a layout that is written out: its repeats come from outside
 
 
@@ -52,32 +55,24 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
     Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
     argparse.
     """
-    known = {field.name: str(field.type) for field in fields(MegatronFlags)}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for field in fields(MegatronFlags):
+        how: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"nargs": "?", "const": ""}
+        parser.add_argument(f"--{field.name}", **how)
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
         raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
-    found: dict[str, int | str | bool] = {}
+    given, _ = parser.parse_known_args([_FLAG.sub(lambda flag: flag[0].replace("-", "_"), word) for word in words])
+    found: dict[str, int | str | bool] = {name: value for name, value in vars(given).items() if value is not None}
     problems: list[str] = []
-    for at, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, joined, value = word[2:].replace("-", "_").partition("=")
-        value = word.partition("=")[2] if joined else value
-        kind = known.get(name)
-        if kind is None:
-            continue
-        if kind == "bool":
-            found[name] = True
-            continue
-        if not joined:
-            value = words[at + 1] if at + 1 < len(words) else ""
-        if kind.startswith("str"):
-            found[name] = value
-        elif re.fullmatch(r"-?\d{1,9}", value):
-            found[name] = int(value)
-        else:
-            problems.append(f"--{name.replace('_', '-')} {value!r} is no whole number: give one, or leave the flag out")
+    for name, value in found.items():
+        if isinstance(value, str) and name != "pipeline_model_parallel_layout":
+            if re.fullmatch(r"-?\d{1,9}", value):
+                found[name] = int(value)
+            else:
+                flag = name.replace("_", "-")
+                problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
     for name in (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"),
         *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
@@ -97,13 +92,22 @@ def check_megatron(
 
     `vision_cleared`: the launcher is known to clear the language model's split in the vision tower's configuration.
     """
-    counts = [*split_problems(model, flags)]
-    stages = next((found for found in counts if isinstance(found, tuple)), None)
-    findings = [Finding(fails=True, message=found) for found in counts if isinstance(found, str)]
-    findings += _head_findings(model, flags.tensor_model_parallel_size)
-    if stages is not None:
+    declared = len(model.indices("language", "block"))
+    num_layers = flags.num_layers or declared
+    failing = head_problems(model, flags.tensor_model_parallel_size)
+    if num_layers != declared:
+        failing.append(
+            f"--num-layers {num_layers} was given, and {model.name} has {declared} language blocks: give {declared}"
+        )
+    findings = [*_padded_heads(model, flags.tensor_model_parallel_size)]
+    try:
+        stages = stage_counts(flags, num_layers)
+    except PlanError as error:
+        failing += str(error).splitlines()
+    else:
         findings += _deepstack_findings(model, stages)
         findings += _tied_findings(model, stages)
+    findings += [Finding(fails=True, message=found) for found in failing]
     if not vision_cleared:
         findings += _truncation_findings(model, flags, launcher)
     return sorted(findings, key=lambda finding: not finding.fails)
@@ -112,53 +116,39 @@ def check_megatron(
 # -- the split ------------------------------------------------------------------------------------------------------
 
 
-def split_problems(model: ModelSpec, flags: MegatronFlags) -> Iterator[str | tuple[int, ...]]:
-    """Problems of the split as sentences; if there is none, the decoder blocks of each stage instead."""
-    declared = len(model.indices("language", "block"))
-    num_layers = flags.num_layers or declared
-    if num_layers != declared:
-        yield (f"--num-layers {num_layers} was given, and {model.name} has {declared} language blocks: give {declared}")
+def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
+    """Decoder blocks of each stage, in the order in which a micro-batch passes them; `PlanError` with what is wrong."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
+    uneven = first is not None or last is not None
     if flags.pipeline_model_parallel_layout is not None:
-        others = [
-            name
-            for name, given in (
-                ("--decoder-first-pipeline-num-layers", first is not None),
-                ("--decoder-last-pipeline-num-layers", last is not None),
-                ("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", counted),
+        others = {
+            "--decoder-first-pipeline-num-layers": first is not None,
+            "--decoder-last-pipeline-num-layers": last is not None,
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": counted,
+        }
+        if any(others.values()):
+            raise PlanError(
+                "--pipeline-model-parallel-layout was given with "
+                f"{', '.join(name for name, given in others.items() if given)}, and it says the whole split: leave the "
+                "others out"
             )
-            if given
-        ]
-        if others:
-            yield (
-                f"--pipeline-model-parallel-layout was given with {', '.join(others)}, and it says the whole split: "
-                "leave the others out"
-            )
-        else:
-            yield from _read_layout(
-                flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers
-            )
-    elif first is not None or last is not None:
-        if counted:
-            yield (
-                "a first or last count was given with --account-for-embedding-in-pipeline-split or "
-                "--account-for-loss-in-pipeline-split, and Megatron-Core takes one or the other: leave one out"
-            )
-        else:
-            yield from _count_uneven(flags, num_layers)
-    else:
-        yield from _count_even(flags, num_layers)
+        return _read_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers)
+    if uneven and counted:
+        raise PlanError(
+            "a first or last count was given with --account-for-embedding-in-pipeline-split or "
+            "--account-for-loss-in-pipeline-split, and Megatron-Core takes one or the other: leave one out"
+        )
+    return _count_uneven(flags, num_layers) if uneven else _count_even(flags, num_layers)
 
 
-def _read_layout(layout: str, pp: int, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+def _read_layout(layout: str, pp: int, num_layers: int) -> tuple[int, ...]:
     stages = expand_layout(layout)
     if stages is None:
-        yield (
+        raise PlanError(
             f"layout {layout!r} holds something else than the letters E, t, m, L, repeats such as t*4 or (t|)*4 and |: "
             "there is no letter for vision layers and no blank"
         )
-        return
     problems = []
     if len(stages) % pp:
         problems.append(f"layout {layout!r} has {len(stages)} stages, no multiple of pp {pp}: add or take away a |")
@@ -169,9 +159,9 @@ def _read_layout(layout: str, pp: int, num_layers: int) -> Iterator[str | tuple[
     counts = tuple(stage.count("t") for stage in stages)
     if sum(counts) != num_layers:
         problems.append(f"layout {layout!r} has {sum(counts)} t, and the model {num_layers} blocks: make them equal")
-    yield from problems
-    if not problems:
-        yield counts
+    if problems:
+        raise PlanError(join_problems(problems))
+    return counts
 
 
 def expand_layout(layout: str) -> list[str] | None:
@@ -185,14 +175,13 @@ def expand_layout(layout: str) -> list[str] | None:
     return text.split("|") if re.fullmatch(r"[EtmL|]+", text) else None
 
 
-def _count_uneven(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     pp, first, last = flags.pipeline_model_parallel_size, *_first_last(flags)
     if pp == 1:
-        yield (
+        raise PlanError(
             f"a first or last count of {first if last is None else last} was given with pp 1, where Megatron-LM trains "
             f"that many of the {num_layers} layers without a word (NVIDIA/Megatron-LM#1778): leave it out"
         )
-        return
     problems = [
         f"--decoder-{where}-pipeline-num-layers {count} was given, and Megatron-Core wants more than 0: give 1 or "
         f"more, or the layout {example!r}"
@@ -212,13 +201,11 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple
             f"{_nearest_counts(num_layers, pp, first, last)}, or pass a layout"
         )
     if problems:
-        yield from problems
-        return
-    each = left // middles if middles else 0
-    ranks = [each] * pp
+        raise PlanError(join_problems(problems))
+    ranks = [left // middles if middles else 0] * pp
     ranks[0] = first if first is not None else ranks[0]
     ranks[-1] = last if last is not None else ranks[-1]
-    yield from _in_chunks(flags, ranks)
+    return _in_chunks(flags, ranks)
 
 
 def _first_last(flags: MegatronFlags) -> tuple[int | None, int | None]:
@@ -235,7 +222,7 @@ def _nearest_counts(num_layers: int, pp: int, first: int | None, last: int | Non
     return f"give a {where} count of {' or '.join(map(str, near))}" if near else "give other counts"
 
 
-def _count_even(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple[int, ...]]:
+def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     pp = flags.pipeline_model_parallel_size
     embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
     total = num_layers + embedding + loss
@@ -244,61 +231,37 @@ def _count_even(flags: MegatronFlags, num_layers: int) -> Iterator[str | tuple[i
         first = [n for n in range(1, num_layers) if pp > 1 and (num_layers - n) % (pp - 1) == 0]
         near = min(first, key=lambda n: abs(n - num_layers / pp), default=None)
         hint = "" if near is None else f"give --decoder-first-pipeline-num-layers {near}, or "
-        yield f"{what} do not divide by pp {pp}: {hint}pass a layout"
-        return
-    for found in _in_chunks(flags, [total // pp] * pp):
-        if isinstance(found, tuple):
-            counts = list(found)
-            counts[0] -= embedding
-            counts[-1] -= loss
-            found = tuple(counts)
-        yield found
+        raise PlanError(f"{what} do not divide by pp {pp}: {hint}pass a layout")
+    counts = [*_in_chunks(flags, [total // pp] * pp)]
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return tuple(counts)
 
 
-def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> Iterator[str | tuple[int, ...]]:
-    """Layers of each rank cut into its virtual stages, in the order in which a micro-batch passes them."""
+def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Layers of each rank cut into its virtual stages."""
     chunks = flags.num_virtual_stages_per_pipeline_rank or flags.virtual_pipeline_model_parallel_size or 1
     if flags.num_layers_per_virtual_pipeline_stage and len(ranks) > 1:
         chunks = max(1, ranks[0] // flags.num_layers_per_virtual_pipeline_stage)
     wrong = sorted({count for count in ranks if count % chunks})
     if wrong:
-        yield (
+        raise PlanError(
             f"ranks of {' and '.join(map(str, wrong))} layers do not divide into {chunks} virtual stages: change their "
             "number, or pass a layout"
         )
-        return
-    yield tuple(count // chunks for _ in range(chunks) for count in ranks)
+    return tuple(count // chunks for _ in range(chunks) for count in ranks)
 
 
 # -- what else does not fit -----------------------------------------------------------------------------------------
 
 
-def _head_findings(model: ModelSpec, tp: int) -> Iterator[Finding]:
-    for tower in ("language", "vision"):
-        attentions = {
-            (x.attention.num_heads, x.attention.num_kv_heads)
-            for x in model.layers
-            if x.tower == tower and x.attention is not None
-        }
-        for heads, groups in sorted(attentions):
-            if heads % tp and tower == "language":
-                yield Finding(
-                    fails=True,
-                    message=f"tp {tp} does not divide the language model's {heads} attention heads: choose a tp that "
-                    "does",
-                )
-            elif heads % tp:
-                yield Finding(
-                    fails=False,
-                    message=f"tp {tp} does not divide the vision tower's {heads} attention heads: Megatron-Core "
-                    f"refuses them unless the launcher pads them to {-(-heads // tp) * tp} or runs the tower with tp 1",
-                )
-            elif tower == "language" and groups % tp and tp % groups:
-                yield Finding(
-                    fails=True,
-                    message=f"tp {tp} neither divides the language model's {groups} key-value heads nor is a multiple "
-                    "of them: choose a tp that does",
-                )
+def _padded_heads(model: ModelSpec, tp: int) -> Iterator[Finding]:
+    for heads in sorted({x.num_heads for x in attentions(model, "vision") if x.num_heads % tp}):
+        yield Finding(
+            fails=False,
+            message=f"tp {tp} does not divide the vision tower's {heads} attention heads: Megatron-Core refuses them "
+            f"unless the launcher pads them to {-(-heads // tp) * tp} or runs the tower with tp 1",
+        )
 
 
 def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]:

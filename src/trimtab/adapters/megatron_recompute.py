@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trimtab.adapters.blocks import (
     MEANINGS,
+    attentions,
     blocks_of,
     has_other_kinds,
     is_block,
@@ -19,15 +20,10 @@ from trimtab.adapters.blocks import (
     recomputed_blocks,
     recomputing,
 )
-from trimtab.options import Tower
-from trimtab.specs import AttentionSpec, ModelSpec, ParallelDims, Stage
+from trimtab.specs import ModelSpec, ParallelDims, Stage
 from trimtab.units import format_count
 
 Setting = int | str | bool | tuple[str, ...]
-
-
-def attentions(model: ModelSpec, tower: Tower) -> list[AttentionSpec]:
-    return [x.attention for x in model.layers if x.tower == tower and x.attention is not None]
 
 
 def norm_cuts(model: ModelSpec) -> list[int]:

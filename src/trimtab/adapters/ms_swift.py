@@ -10,8 +10,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from trimtab.adapters.megatron import MegatronExport
+from trimtab.adapters.megatron import MegatronExport, can_run, megatron_flags
 from trimtab.adapters.megatron_recompute import Setting
+from trimtab.adapters.running import Decided, Exported, Target
 from trimtab.specs import ModelSpec, RecomputeChoice, Stage
 
 
@@ -68,3 +69,19 @@ def swift_warnings(export: MegatronExport, num_vision_layers: int) -> tuple[str,
             "as a whole or not at all: all of it is, which holds less and takes longer"
         )
     return tuple(warnings)
+
+
+def export(plan: Decided, price: float | None) -> Exported:
+    """Arguments of `megatron sft`."""
+    flags = megatron_flags(plan, price)
+    return Exported(
+        text=swift_shell(flags),
+        fields=dict(swift_arguments(flags)),
+        runs=swift_runs(plan.model, flags.runs),
+        warnings=swift_warnings(flags, len(plan.model.indices("vision", "block"))),
+    )
+
+
+TARGET = Target(
+    title="ms-swift", checked_with="ms-swift 4.6.0, its fields in its own parser", can=can_run, export=export
+)

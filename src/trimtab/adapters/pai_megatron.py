@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
-from trimtab.adapters.megatron import MegatronExport, megatron_flags
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import ModelSpec, Stage
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _OWN = {  # arguments that a plan does not decide, by position
@@ -22,22 +23,6 @@ _OWN = {  # arguments that a plan does not decide, by position
     17: "false", 18: "$SAVE_INTERVAL", 19: "$DATASET_PATH", 20: "$VALID_DATASET_PATH",
     21: "$PRETRAIN_CHECKPOINT_PATH", 22: "$TRAIN_ITERS", 23: "$LR_WARMUP_ITERS", 24: "$OUTPUT_BASEPATH",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaiExport:
-    """What to pass to `run_mcore_qwen.sh`."""
-
-    environment: tuple[tuple[str, str], ...]
-    arguments: tuple[str, ...]  # 24, in order; those with a $ are the user's own
-    runs: tuple[Stage, ...]
-    warnings: tuple[str, ...]
-
-    def shell(self) -> str:
-        """The command, quoted; the user's own variables are to be set before it."""
-        words = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in self.arguments]
-        lines = [*(f"{name}={value}" for name, value in self.environment), "sh run_mcore_qwen.sh", " ".join(words)]
-        return " \\\n    ".join(lines)
 
 
 def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
@@ -61,65 +46,49 @@ def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, .
     ]
 
 
-def pai_export(
-    *,
-    model: ModelSpec,
-    stages: Sequence[Stage],
-    dims: ParallelDims,
-    schedule: str,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    zero_stage: int = 1,
-    price: float | None = None,
-) -> PaiExport:
-    """The command that makes the scripts run these stages, or `UnsupportedPlanError` with what they cannot express.
-
-    `price` is the step time of the best plan they can run, relative to this plan's; it is quoted in a refusal.
-    """
-    problems = _unscripted(model, num_chunks)
-    export: MegatronExport | None = None
+def export(plan: Decided, price: float | None) -> Exported:
+    """Environment and command, quoted; arguments with a $ are the user's own variables, to be set before it."""
+    model, stages, dims = plan.model, plan.stages, plan.dims
+    problems = _unscripted(model, plan.num_chunks)
+    flags: MegatronExport | None = None
     try:
-        export = megatron_flags(
-            model=model,
-            stages=stages,
-            dims=dims,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            zero_stage=zero_stage,
-            price=price,
-        )
+        flags = megatron_flags(plan, price)
     except UnsupportedPlanError as error:
         problems.append(str(error))
     blocks = model.indices("language", "block")
     counts = [sum(stage.start <= i < stage.stop for i in blocks) for stage in stages]
-    if export is not None:
+    if flags is not None:
         problems += _uneven(counts, price)
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
-    assert export is not None
+    assert flags is not None
 
     recompute = any(stage.recompute for stage in stages)
-    runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in export.runs)
+    runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in flags.runs)
     # the other examples clear a first stage's count in the vision tower's copy of the configuration
     cleared = model.family != "qwen2_vl"
-    warnings = [w for w in export.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
+    warnings = [w for w in flags.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
     if recompute:
         warnings += _recompute_warnings(stages, runs)
-    arguments = _OWN | {
+    by_position = _OWN | {
         3: "1",
-        4: str(dims.dp * num_microbatches),
+        4: str(dims.dp * plan.num_microbatches),
         10: str(dims.tp),
         11: str(dims.pp),
         12: str(dims.cp),
         13: "false",
-        14: "true" if zero_stage == 1 else "false",
+        14: "true" if plan.zero_stage == 1 else "false",
         16: "full" if recompute else "none",
     }
-    uneven = (("MP_PP0_LAYERS", str(counts[0])),) if len(set(counts)) > 1 else ()
-    return PaiExport(
-        environment=(*uneven, *((("MP_AC_LAYERS", "1"),) if recompute else ())),
-        arguments=tuple(arguments[position] for position in range(1, 25)),
+    arguments = tuple(by_position[position] for position in range(1, 25))
+    environment = {"MP_PP0_LAYERS": str(counts[0])} if len(set(counts)) > 1 else {}
+    if recompute:
+        environment["MP_AC_LAYERS"] = "1"
+    words = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in arguments]
+    lines = [*(f"{name}={value}" for name, value in environment.items()), "sh run_mcore_qwen.sh", " ".join(words)]
+    return Exported(
+        text=" \\\n    ".join(lines),
+        fields={"environment": environment, "arguments": arguments},
         runs=runs,
         warnings=tuple(warnings),
     )
@@ -165,3 +134,15 @@ def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[
 
 def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
     return recomputing(stage, (i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"))
+
+
+def _can_run(model: ModelSpec, pp: int) -> Expressible:
+    return Expressible(
+        forbidden_cuts=unsupported_cuts(model),
+        splits=pai_splits(model, pp),
+        tiers=full_blocks,
+        ladders=lambda stages: [pai_ladder(model, stages)],
+    )
+
+
+TARGET = Target(title="Pai-Megatron-Patch", checked_with="its scripts, read and not run", can=_can_run, export=export)

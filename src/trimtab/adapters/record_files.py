@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,23 +19,10 @@ import numpy as np
 
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
-from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
+from trimtab.samples.record_lines import Lines, places_of, refuse_other_files, row_starts
+from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import record_id
 from trimtab.specs import IntArray, SampleTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """Where the record of each row of a sample table is: file `file[i]` of the list, its record `record[i]`.
-
-    `record` counts a file's records from 0, blank lines aside; `line` counts lines from 0, blank ones too, and is equal
-    to `record` where records have no lines.
-    """
-
-    file: IntArray
-    record: IntArray
-    line: IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,34 +40,47 @@ class Records:
         return lines.read(int(self._start[row]))
 
 
-@dataclass(slots=True)
-class _Scan:
-    """What one file holds, an entry per record that could be in a table."""
-
-    own: list[str | None] = field(default_factory=list)  # the record's own id
-    line: array[int] = field(default_factory=lambda: array("q"))  # from 0
-    record: array[int] = field(default_factory=lambda: array("q"))
-    num_broken: int = 0  # records that cannot be in a table
-
-
-def find_records(files: Sequence[Path], samples: SampleTable) -> Places:
-    """Where the samples' records are in the files they were sized from, of any format that can be sized.
+def find_records(files: Sequence[Path], samples: SampleTable) -> IntArray:
+    """Of each row the number of its record in its file, from 0, blank lines aside; files of any format that is sized.
 
     Rows are found by file and line, and their ids compared. Exact or refused: raises `SampleError` where a record is
     missing or has another id than the sample.
     """
-    scans = [_scan_file(path) for path in files]
-    chosen = _match(files, scans, samples)
-    return Places(
-        file=_file_of(scans)[chosen], record=_column(scans, "record")[chosen], line=_column(scans, "line")[chosen]
-    )
+    refuse_other_files(samples, files)
+    places, named = places_of(samples), ", ".join(map(str, files))
+    numbers, num_read, num_broken = np.full(len(samples), -1, np.int64), 0, 0
+    for index, path in enumerate(files):
+        rows = np.flatnonzero(places.file == index)
+        rows = rows[np.argsort(places.line[rows], kind="stable")]
+        lines, at = places.line[rows].tolist(), 0
+        for number, (line, own) in enumerate(_ids_in(path)):
+            num_read += 1
+            num_broken += own is None
+            if at < len(lines) and lines[at] == line:
+                if own is not None and _is_sample(samples, int(rows[at]), own):
+                    numbers[rows[at]] = number
+                at += 1
+    if samples.ids is None and (num_read != len(samples) or num_broken):
+        raise SampleError(
+            f"the plan holds {len(samples)} samples without ids, hence all of its data, and {named} "
+            f"{'hold' if len(files) > 1 else 'holds'} {num_read} records"
+            f"{f', {num_broken} of them broken' if num_broken else ''}: name the files that were planned, in order"
+        )
+    wrong = np.flatnonzero(numbers < 0)
+    if len(wrong):
+        raise SampleError(
+            f"{len(wrong)} of the plan's {len(samples)} samples, such as {shorten(samples.sample_id(int(wrong[0])))}, "
+            f"are not on the lines of {named} where they were sized (line {places.line[wrong[0]]}): name the files "
+            "that were planned, in their order, or plan again"
+        )
+    return numbers
 
 
 @contextmanager
 def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -> Iterator[Records]:
     """The samples' records as JSON; found and refused as by `find_records`. `folder` takes the passing JSON Lines."""
     with ExitStack() as stack:
-        scans, starts, opened = list[_Scan](), list[IntArray](), list[Lines | None]()
+        sources: list[Path] = []
         for number, path in enumerate(files):
             kind, source = detect_format(path), path
             if kind == "tar":
@@ -95,46 +94,28 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
                 stack.callback(source.unlink, missing_ok=True)
                 with source.open("wb") as spill:
                     _spill(path, kind, spill)
-            scans.append(_scan_file(source))
-            starts.append(line_starts(source)[np.array(scans[-1].line, np.int64)])
-            opened.append(None if source.stat().st_size == 0 else stack.enter_context(closing(Lines(source))))
-        chosen = _match(files, scans, samples)
-        yield Records(_file=_file_of(scans)[chosen], _start=np.concatenate(starts)[chosen], _lines=tuple(opened))
-
-
-def _file_of(scans: Sequence[_Scan]) -> IntArray:
-    return np.repeat(np.arange(len(scans)), [len(scan.own) for scan in scans])
-
-
-def _column(scans: Sequence[_Scan], name: str) -> IntArray:
-    return np.concatenate([np.array(getattr(scan, name), np.int64) for scan in scans])
+            sources.append(source)
+        find_records(sources, samples)
+        opened = tuple(
+            None if source.stat().st_size == 0 else stack.enter_context(closing(Lines(source))) for source in sources
+        )
+        yield Records(_file=places_of(samples).file, _start=row_starts(samples, sources), _lines=opened)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _scan_file(path: Path) -> _Scan:
-    scan, offset, number = _Scan(), 0, 0
-    for chunk in list_chunks(path):
-        last = 0
-        for record in read_chunk(chunk):
-            last = record.line
-            if record.blank:
-                continue
-            try:
-                if record.problem is not None:
-                    raise record.problem
-                if not isinstance(record.value, dict):
-                    raise BadRecordError("type", "the record is no object")
-                scan.own.append(record_id(record.value) or record.key)
-                scan.line.append(offset + record.line - 1)
-                scan.record.append(number)
-            except BadRecordError:
-                scan.num_broken += 1
-            number += 1
-        if chunk.first_line is None:  # its lines are numbered within the chunk
-            offset += last
-    return scan
+def _ids_in(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Line and own id of every record, blank lines aside: "" without one, None for a record that no table can hold."""
+    for record in read_records(path):
+        if record.blank:
+            continue
+        try:
+            usable = record.problem is None and isinstance(record.value, dict)
+            own = record_id(record.value) or record.key or "" if usable else None
+        except BadRecordError:
+            own = None
+        yield record.line, own
 
 
 def _spill(path: Path, kind: str, spill: BinaryIO) -> None:
@@ -170,52 +151,12 @@ def _odd_field(record: object) -> str:
     return ""
 
 
-# -- matching ---------------------------------------------------------------------------------------------------------
-
-
-def _match(files: Sequence[Path], scans: Sequence[_Scan], samples: SampleTable) -> IntArray:
-    """Of every row of the table its place among the records of all files: by file and line, checked by id."""
-    named = ", ".join(map(str, files))
-    num_broken = sum(scan.num_broken for scan in scans)
-    total = sum(len(scan.own) for scan in scans)
-    refuse_other_files(samples, files)
-    places = places_of(samples)
-    if samples.ids is None and (total != len(samples) or num_broken):
-        raise SampleError(
-            f"the plan holds {len(samples)} samples without ids, hence all of its data, and {named} "
-            f"{'hold' if len(files) > 1 else 'holds'} {total + num_broken} records"
-            f"{f', {num_broken} of them broken' if num_broken else ''}: name the files that were planned, in order"
-        )
-    n, line = len(samples), places.line - 1
-    rows = np.full(n, -1, np.int64)
-    first = 0
-    for number, scan in enumerate(scans):
-        here = np.flatnonzero(places.file == number)
-        known = np.array(scan.line, np.int64)
-        at = np.searchsorted(known, line[here])
-        found = at < len(known)
-        found[found] = known[at[found]] == line[here][found]
-        rows[here[found]] = first + at[found]
-        first += len(known)
-    wrong = rows < 0
-    if samples.ids is not None:
-        own = [name for scan in scans for name in scan.own]
-        wrong |= np.array(
-            [r < 0 or not _is_name(name, own[r]) for r, name in zip(rows.tolist(), samples.ids, strict=True)], bool
-        )
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise SampleError(
-            f"{int(wrong.sum())} of the plan's {n} samples, such as {shorten(samples.sample_id(row))}, are not on the "
-            f"lines of {named} where they were sized (line {int(line[row]) + 1}): name the files that were planned, in "
-            "their order, or plan again"
-        )
-    return rows
-
-
-def _is_name(name: str, own: str | None) -> bool:
+def _is_sample(samples: SampleTable, row: int, own: str) -> bool:
     """Whether sizing may have called a record of this id so: perhaps behind its file's name, perhaps numbered."""
-    if own is None:
+    if samples.ids is None:
+        return True
+    name = samples.ids[row]
+    if not own:
         return name.rpartition(":")[2].isdigit()
     stem, mark, number = name.rpartition("#")
     names = [name, stem] if mark and number.isdigit() else [name]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.errors import PartitionError, UnsupportedPlanError
+from trimtab.options import RecomputedTier, Tower
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import (
     Expressible,
@@ -20,8 +21,22 @@ from trimtab.plan.decide.expressible import (
 )
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.specs import ModelSpec, Stage
+from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 from trimtab.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a plan decides that a framework can be told."""
+
+    model: ModelSpec
+    stages: tuple[Stage, ...]  # every layer once, in forward order; stage s runs on pipeline rank s mod pp
+    dims: ParallelDims
+    schedule: str
+    num_microbatches: int
+    num_chunks: int = 1
+    zero_stage: int = 1
+    frozen_towers: tuple[Tower, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +52,48 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One framework."""
+    """One framework: what it can run, and how a plan is told to it. To add one, see `adapters.frameworks`."""
 
     title: str
+    checked_with: str  # the versions whose own code has read an export, or what stands in for that
     can: Callable[[ModelSpec, int], Expressible]  # of a model, at a pipeline degree
-    export: Callable[
-        [ReloadedPlan, float | None], Exported
-    ]  # raises `UnsupportedPlanError`, with the price it is given
+    export: Callable[[Decided, float | None], Exported]
+    """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
+    is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
+    own_setting: Callable[[ReloadedPlan, Exported], Exported] | None = None
+    """Adds the nearest setting that needs no code of ours; None: the export is such a setting itself."""
+
+
+def decided(found: ReloadedPlan) -> Decided:
+    """The decisions of a plan that was read back."""
+    case = found.case
+    return Decided(
+        model=case.model,
+        stages=found.stages,
+        dims=case.setting.dims,
+        schedule=case.options.schedule,
+        num_microbatches=case.setting.num_microbatches,
+        num_chunks=case.options.num_chunks,
+        zero_stage=case.options.zero_stage,
+        frozen_towers=case.options.frozen_towers,
+    )
+
+
+def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
+    """The recompute of frameworks that run whole blocks again, and nothing else."""
+    return ("full",) if layer.kind == "block" else ()
+
+
+def price_without_cuts(price: float | None, *, then: str = "") -> str:
+    """In parentheses, the step time of the best plan without the refused cuts, relative to the plan's; none is silence.
+
+    Infinite is a price too: without such cuts nothing fits, and `then` says what becomes of that.
+    """
+    if price is None:
+        return ""
+    if math.isinf(price):
+        return f" (without such cuts nothing fits these degrees of parallelism{then})"
+    return f" (the best plan without such cuts takes {price:.2f} x as long a step)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +130,21 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
     """
     case, planned = found.case, found.stages
-    said = _unsaid(planned)
-    if said:
+    said = []
+    num_offloaded = sum(stage.num_offloaded() for stage in planned)
+    if num_offloaded:
         found = replace(found, stages=recompute_offloaded(planned))
+        said.append(
+            f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
+            "which holds no more and takes other time"
+        )
     try:
-        exported = target.export(found, None)
+        exported = target.export(decided(found), None)
     except UnsupportedPlanError:
         best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
-        exported = target.export(found, math.inf if best is None else relative_time(case, best, planned))
+        exported = target.export(decided(found), math.inf if best is None else relative_time(case, best, planned))
+    if target.own_setting is not None:
+        exported = target.own_setting(found, exported)
     if case.vision is not None:
         said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
@@ -95,18 +152,6 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
             "memory do not hold"
         )
     return replace(exported, warnings=(*said, *exported.warnings))
-
-
-def _unsaid(stages: Sequence[Stage]) -> list[str]:
-    """Sentences on what exports write as something else that holds no more."""
-    said = []
-    num_offloaded = sum(stage.num_offloaded() for stage in stages)
-    if num_offloaded:
-        said.append(
-            f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
-            "which holds no more and takes other time"
-        )
-    return said
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:

@@ -7,15 +7,13 @@ this one is ours, plain enough for JSON. Class names checked against torch 2.13 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import cast
 
+from trimtab.adapters.running import Decided, Exported, Target
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import ScheduleName
 from trimtab.partition.schedules import device_of_stage
-from trimtab.plan.decide.expressible import recompute_offloaded
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.decide.expressible import Expressible
 
 SCHEDULE_CLASSES: dict[str, str] = {
     "1F1B": "Schedule1F1B",
@@ -26,77 +24,41 @@ SCHEDULE_CLASSES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpec:
-    """One stage; module paths as Hugging Face spells them, in forward order."""
+def export(plan: Decided, _price: float | None) -> Exported:
+    """All that a script needs to build stages and schedule, a stage a line; every split can be said.
 
-    stage: int
-    rank: int  # in the pipeline's process group
-    modules: tuple[str, ...]
-    recompute: tuple[str, ...]  # modules to wrap in torch.utils.checkpoint
-    recompute_selective: tuple[str, ...]  # the same with a policy that keeps the results of matrix products
-    recompute_attention: tuple[str, ...]  # the same with a policy that keeps the results of fused attention alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipeliningExport:
-    """Everything that a training script needs to build stages and schedule."""
-
-    schedule_class: str  # of torch.distributed.pipelining.schedules
-    num_stages: int
-    pp: int
-    num_microbatches: int
-    stages: tuple[StageSpec, ...]
-    tied: tuple[tuple[str, str], ...]  # on different stages: sum their gradients after every step
-    warnings: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, object]:
-        content = asdict(self)
-        del content["warnings"]
-        return content
-
-    def json(self) -> str:
-        """One stage a line."""
-        content = self.as_dict()
-        stages = ",\n  ".join(json.dumps(asdict(stage)) for stage in self.stages)
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items() if name != "stages"]
-        return "{\n " + ",\n ".join([*lines, f'"stages": [\n  {stages}\n ]']) + "\n}"
-
-
-def pipelining_export(
-    *,
-    model: ModelSpec,
-    stages: Sequence[Stage],
-    dims: ParallelDims,
-    schedule: str,
-    num_microbatches: int,
-    num_chunks: int = 1,
-) -> PipeliningExport:
-    """Every split can be said; `UnsupportedPlanError` for a schedule that torch does not have."""
-    if schedule not in SCHEDULE_CLASSES:
+    Of each stage its number, its rank in the pipeline's process group, its modules as Hugging Face spells them, in
+    forward order, and those to wrap in torch.utils.checkpoint: plain, with a policy that keeps the results of matrix
+    products (selective), or with one that keeps the results of fused attention alone. Of tied modules on different
+    stages the gradients are to be summed after every step.
+    """
+    model, dims = plan.model, plan.dims
+    if plan.schedule not in SCHEDULE_CLASSES:
         raise UnsupportedPlanError(
-            f"schedule {schedule} was planned, and torch.distributed.pipelining has {', '.join(SCHEDULE_CLASSES)}: "
-            "plan with one of them"
+            f"schedule {plan.schedule} was planned, and torch.distributed.pipelining has "
+            f"{', '.join(SCHEDULE_CLASSES)}: plan with one of them"
         )
-    name = cast(ScheduleName, schedule)
+    name = cast(ScheduleName, plan.schedule)
     names = [layer.name for layer in model.layers]
-    specs = []
-    for stage in stages:
+    stages: list[dict[str, object]] = []
+    held: dict[str, int] = {}
+    for stage in plan.stages:
         tiers: dict[str, list[str]] = {"full": [], "selective": [], "attention": []}
-        for choice in recompute_offloaded([stage])[0].recompute:
+        for choice in stage.recompute:
             tiers[choice.tier] += [names[i] for i in choice.layers]
-        specs.append(
-            StageSpec(
-                stage=stage.index,
-                rank=device_of_stage(name, stage.index, num_devices=dims.pp, num_chunks=num_chunks),
-                modules=tuple(names[stage.start : stage.stop]),
-                recompute=tuple(tiers["full"]),
-                recompute_selective=tuple(tiers["selective"]),
-                recompute_attention=tuple(tiers["attention"]),
-            )
+        modules = names[stage.start : stage.stop]
+        held |= dict.fromkeys(modules, stage.index)
+        stages.append(
+            {
+                "stage": stage.index,
+                "rank": device_of_stage(name, stage.index, num_devices=dims.pp, num_chunks=plan.num_chunks),
+                "modules": modules,
+                "recompute": tiers["full"],
+                "recompute_selective": tiers["selective"],
+                "recompute_attention": tiers["attention"],
+            }
         )
-    held = {module: spec.stage for spec in specs for module in spec.modules}
-    tied = tuple((a, b) for a, b in model.tied if held.get(a) != held.get(b))
+    tied = [(a, b) for a, b in model.tied if held.get(a) != held.get(b)]
     warnings = [
         f"{b} shares the weight of {a} on another stage, and torch.distributed.pipelining does not sum their "
         "gradients: all-reduce both before every optimizer step"
@@ -107,12 +69,23 @@ def pipelining_export(
             "stock stages take one shape for all micro-batches: pad the packs, or use `trimtab train`, whose stages "
             "take each pack's own shape"
         )
-    return PipeliningExport(
-        schedule_class=SCHEDULE_CLASSES[schedule],
-        num_stages=len(specs),
-        pp=dims.pp,
-        num_microbatches=num_microbatches,
-        stages=tuple(specs),
-        tied=tied,
-        warnings=tuple(warnings),
-    )
+    fields: dict[str, object] = {
+        "schedule_class": SCHEDULE_CLASSES[plan.schedule],
+        "num_stages": len(stages),
+        "pp": dims.pp,
+        "num_microbatches": plan.num_microbatches,
+        "tied": tied,
+        "stages": stages,
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items() if key != "stages"]
+    each = ",\n  ".join(map(json.dumps, stages))
+    text = "{\n " + ",\n ".join([*lines, f'"stages": [\n  {each}\n ]']) + "\n}"
+    return Exported(text=text, fields=fields, runs=plan.stages, warnings=tuple(warnings))
+
+
+TARGET = Target(
+    title="torch.distributed.pipelining",
+    checked_with="torch 2.13, its own class names and ranks",
+    can=lambda _model, _pp: Expressible(),
+    export=export,
+)

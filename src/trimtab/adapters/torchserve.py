@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from trimtab.errors import ConfigError
 from trimtab.files import write_atomically
@@ -178,7 +179,7 @@ def _write_archive(path: Path, texts: Mapping[str, str], weights: list[Path]) ->
                 info = _member(f"model/{file.name}")
                 info.file_size = file.stat().st_size  # more than 2 GiB need a larger header from the start
                 with archive.open(info, "w") as member, file.open("rb") as source:
-                    _copy(source, member)
+                    shutil.copyfileobj(source, member, 16 * MIB)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -188,11 +189,6 @@ def _member(name: str) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, _EPOCH)
     info.external_attr = 0o644 << 16
     return info
-
-
-def _copy(source: IO[bytes], member: IO[bytes]) -> None:
-    while block := source.read(16 * MIB):
-        member.write(block)
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from trimtab.adapters.blocks import TIERS, blocks_of, lost_tiers, recomputing
-from trimtab.adapters.refusals import price_without_cuts
+from trimtab.adapters.blocks import TIERS, blocks_of, head_problems, lost_tiers, recomputing
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks, price_without_cuts
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 
 _POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
 _ATTENTION_POLICY = '''from dataclasses import dataclass
@@ -31,37 +31,8 @@ class AttentionAC(SelectiveAC):
     def get_save_ops(self):
         return {op for op in super().get_save_ops() if "attention" in str(op) or "attn" in str(op)}
 '''
+_VISION_MODULE = "vision_encoder"  # the child of torchtitan's models that holds tower and projector
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchtitanExport:
-    """Fields of `ParallelismConfig` and `TrainingConfig`, and the class of the recompute policy."""
-
-    parallelism: tuple[tuple[str, int | str | list[list[str]]], ...]
-    local_batch_size: int
-    recompute: str | None  # a class of torchtitan.distributed.activation_checkpoint, or AttentionAC of these lines
-    runs: tuple[Stage, ...]
-    warnings: tuple[str, ...]
-
-    def python(self) -> str:
-        """Lines for a config function, behind `cfg = ...`."""
-        lines = []
-        for name, setting in self.parallelism:
-            if isinstance(setting, list):
-                parts = "\n".join(f"    {part!r}," for part in setting)
-                lines.append(f"cfg.parallelism.{name} = [\n{parts}\n]")
-            else:
-                lines.append(f"cfg.parallelism.{name} = {setting!r}")
-        lines.append(f"cfg.training.local_batch_size = {self.local_batch_size}")
-        if self.recompute is None:
-            lines.append("cfg.activation_checkpoint = None")
-        else:
-            own = self.recompute == _POLICIES["attention"]
-            given = f"from torchtitan.distributed.activation_checkpoint import {self.recompute}"
-            lines.append(_ATTENTION_POLICY if own else given)
-            lines.append(f"cfg.activation_checkpoint = {self.recompute}.Config()")
-        return "\n".join(lines)
 
 
 def titan_unsupported_cuts(model: ModelSpec) -> frozenset[int]:
@@ -77,33 +48,19 @@ def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage,
     ]
 
 
-def titan_export(
-    *,
-    model: ModelSpec,
-    stages: Sequence[Stage],
-    dims: ParallelDims,
-    schedule: str,
-    num_microbatches: int,
-    zero_stage: int = 1,
-    price: float | None = None,
-    vision_modules: Sequence[str] = ("vision_encoder",),
-) -> TorchtitanExport:
-    """The configuration that makes torchtitan run these stages, or `UnsupportedPlanError` with everything it cannot.
-
-    `vision_modules` are the children of torchtitan's model that hold tower and projector; other names are its
-    decoder's: tok_embeddings, layers.0, ..., norm, lm_head. `price` is the step time of the best plan it can run,
-    relative to this plan's.
-    """
-    problems = _problems(model, stages, dims, schedule, price)
+def export(plan: Decided, price: float | None) -> Exported:
+    """Lines for a config function, behind `cfg = ...`: parallelism, local batch size and the recompute policy."""
+    model, stages, dims, zero_stage = plan.model, plan.stages, plan.dims, plan.zero_stage
+    problems = _problems(model, stages, dims, plan.schedule, price)
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
-    names = titan_names(model, vision_modules)
+    names = titan_names(model)
     parts = [[name for i in range(stage.start, stage.stop) for name in names[i]] for stage in stages]
     warnings: list[str] = []
     recompute, runs = _recompute(model, stages, warnings)
     parallelism: dict[str, int | str | list[list[str]]] = {
         "pipeline_parallel_degree": dims.pp,
-        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_schedule": plan.schedule,
         "pipeline_parallel_microbatch_size": 1,
         "tensor_parallel_degree": dims.tp,
         "context_parallel_degree": dims.cp,
@@ -118,30 +75,54 @@ def titan_export(
             f"ZeRO stage {zero_stage} was planned, and torchtitan shards parameters and gradients too: the run holds "
             "less than planned and sends more"
         )
-    if vision_modules and model.indices("vision"):
+    if model.indices("vision"):
         warnings.append(
-            "torchtitan's own model definition must hold tower and projector in "
-            f"{', '.join(vision_modules)}: give the names of yours if they differ"
+            f"torchtitan's own model definition must hold tower and projector in {_VISION_MODULE}: write the names of "
+            "yours if they differ"
         )
     warnings.append(
         "torchtitan's schedules take micro-batches of one shape: pad packs to the limits of the plan, or all steps to "
         "their longest"
     )
-    return TorchtitanExport(
-        parallelism=tuple(parallelism.items()),
-        local_batch_size=num_microbatches,
-        recompute=recompute,
+    text = _python(parallelism, plan.num_microbatches, recompute)
+    return Exported(
+        text=text,
+        fields={
+            "parallelism": parallelism,
+            "local_batch_size": plan.num_microbatches,
+            "activation_checkpoint": recompute,
+            "python": text,
+        },
         runs=runs,
         warnings=tuple(warnings),
     )
 
 
-def titan_names(model: ModelSpec, vision_modules: Sequence[str]) -> list[tuple[str, ...]]:
+def _python(parallelism: Mapping[str, object], local_batch_size: int, recompute: str | None) -> str:
+    lines = []
+    for name, setting in parallelism.items():
+        if isinstance(setting, list):
+            parts = "\n".join(f"    {part!r}," for part in setting)
+            lines.append(f"cfg.parallelism.{name} = [\n{parts}\n]")
+        else:
+            lines.append(f"cfg.parallelism.{name} = {setting!r}")
+    lines.append(f"cfg.training.local_batch_size = {local_batch_size}")
+    if recompute is None:
+        lines.append("cfg.activation_checkpoint = None")
+    else:
+        own = recompute == _POLICIES["attention"]
+        given = f"from torchtitan.distributed.activation_checkpoint import {recompute}"
+        lines.append(_ATTENTION_POLICY if own else given)
+        lines.append(f"cfg.activation_checkpoint = {recompute}.Config()")
+    return "\n".join(lines)
+
+
+def titan_names(model: ModelSpec) -> list[tuple[str, ...]]:
     """torchtitan's names of what each layer is, by layer number; the whole tower is named once, at its first layer."""
     names: list[tuple[str, ...]] = [() for _ in model.layers]
     tower = [i for i, layer in enumerate(model.layers) if layer.tower != "language"]
     if tower:
-        names[tower[0]] = tuple(vision_modules)
+        names[tower[0]] = (_VISION_MODULE,)
     for i in model.indices("language", "embed")[:1]:
         names[i] = ("tok_embeddings",)
     for number, i in enumerate(model.indices("language", "block")):
@@ -178,11 +159,7 @@ def _problems(
             f"{borrower} shares the weight of {owner}, and torchtitan refuses tied weights with pipeline parallelism: "
             "plan with pp 1, or untie them"
         )
-    heads = {x.attention.num_heads for x in model.layers if x.tower == "language" and x.attention is not None}
-    for count in sorted(heads):
-        if count % dims.tp:
-            problems.append(f"tp {dims.tp} does not divide the language model's {count} heads: choose a tp that does")
-    return problems
+    return [*problems, *head_problems(model, dims.tp)]
 
 
 def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> tuple[str | None, tuple[Stage, ...]]:
@@ -213,3 +190,23 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
     del tiers[tier]
     warnings += lost_tiers(tiers, "blocks", f"one torchtitan policy serves all ({_POLICIES[tier]})")
     return _POLICIES[tier], tuple(recomputing(stage, blocks_of(model, stage), tier) for stage in stages)
+
+
+def _tiers(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
+    return ("attention", *full_blocks(layer)) if layer.tower == "language" and layer.kind == "block" else ()
+
+
+def _can_run(model: ModelSpec, _pp: int) -> Expressible:
+    return Expressible(
+        forbidden_cuts=titan_unsupported_cuts(model),
+        tiers=_tiers,
+        ladders=lambda stages: [titan_ladder(model, stages)],
+    )
+
+
+TARGET = Target(
+    title="torchtitan",
+    checked_with="torchtitan 0.3.0, its own configuration and splitter",
+    can=_can_run,
+    export=export,
+)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from trimtab.adapters.frameworks import FRAMEWORKS
 from trimtab.cli.output import JsonOption, console, print_json
 
 if TYPE_CHECKING:
@@ -15,24 +16,10 @@ if TYPE_CHECKING:
     from trimtab.plan.measured.check_memory import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
-Framework = Literal[
-    "megatron",
-    "megatron-bridge",
-    "ms-swift",
-    "pai-megatron",
-    "torchtitan",
-    "deepspeed",
-    "torch-pipelining",
-    "xtuner-fsdp",
-    "huggingface",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    problems: list[str]  # what does not hold
-    warnings: list[str]  # what only costs something
-    memory: MemoryCheck | None = None
+if TYPE_CHECKING:
+    Framework = str
+else:
+    Framework = Literal[tuple(FRAMEWORKS)]
 
 
 def check(
@@ -59,8 +46,20 @@ def check(
     With --for, also what keeps a framework from running the plan, or the given --flags, as they stand. With --memory,
     also the counted peak of every pipeline rank, at the packs it runs.
     """
-    found = _check_plan(plan, framework, flags, config, vision_cleared, memory)
-    problems, warnings, counted = found.problems, found.warnings, found.memory
+    from trimtab.errors import PlanError
+
+    if (plan is None) == (flags is None):
+        raise PlanError("a check was asked for, and it takes either a plan or --flags: give one of them")
+    if flags is not None and memory:
+        raise PlanError("--memory was asked for with --flags, and it is a plan's packs that are replayed: give a plan")
+    warnings: list[str] = []
+    counted: MemoryCheck | None = None
+    if plan is None:
+        problems, warnings = _check_flags(flags or "", framework, config, vision_cleared)
+    else:
+        problems, counted = _check_plan(plan, config, memory)
+        if framework is not None and not problems:
+            problems, warnings = _check_for(plan, framework, vision_cleared)
     if as_json:
         content = {"ok": not problems, "problems": problems}
         content |= {} if framework is None else {"warnings": warnings}
@@ -88,46 +87,19 @@ def _praise(plan: Path | None, framework: str | None, memory: bool) -> str:
     return holds if framework is None else f"{holds}; {framework} can run it"
 
 
-def _check_plan(
-    plan: Path | None,
-    framework: Framework | None,
-    flags: str | None,
-    config: str | None,
-    vision_cleared: bool,
-    memory: bool,
-) -> _Outcome:
-    from trimtab.errors import PlanError
-
-    if (plan is None) == (flags is None):
-        raise PlanError("a check was asked for, and it takes either a plan or --flags: give one of them")
-    if flags is not None and memory:
-        raise PlanError("--memory was asked for with --flags, and it is a plan's packs that are replayed: give a plan")
-    if flags is not None:
-        failing, costly = _check_flags(flags, framework, config, vision_cleared)
-        return _Outcome(problems=failing, warnings=costly)
-    assert plan is not None
-    if config is not None and not memory:
-        raise PlanError(
-            f"--config {config} was given with a plan, which names its model itself: leave it out, or give --memory too"
-        )
-    from trimtab.plan.measured.check import check_plan
-
-    if not memory:
-        problems, counted = check_plan(plan), None
-    else:
-        problems, counted = _check_memory(plan, config)
-    warnings: list[str] = []
-    if framework is not None and not problems:
-        problems, warnings = _check_for(plan, framework, vision_cleared)
-    return _Outcome(problems=problems, warnings=warnings, memory=counted)
-
-
-def _check_memory(plan: Path, config: str | None) -> tuple[list[str], MemoryCheck | None]:
-    """What does not hold, memory as counted included; and the count, where the plan can be read back."""
-    from trimtab.errors import TrimtabError
+def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str], MemoryCheck | None]:
+    """What does not hold; and the count of bytes, where it was asked for and the plan can be read back."""
+    from trimtab.errors import PlanError, TrimtabError
     from trimtab.plan.measured.check import check_plan
     from trimtab.plan.measured.check_memory import check_memory, find_traced_model
 
+    if not memory:
+        if config is not None:
+            raise PlanError(
+                f"--config {config} was given with a plan, which names its model itself: leave it out, or give "
+                "--memory too"
+            )
+        return check_plan(plan), None
     problems = check_plan(plan, model=find_traced_model(plan, config).model)
     try:
         counted = check_memory(plan, config=config)
@@ -139,8 +111,6 @@ def _check_memory(plan: Path, config: str | None) -> tuple[list[str], MemoryChec
 
 
 def _memory_json(counted: MemoryCheck) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "cap_bytes": counted.cap_bytes,
         "ranks": [
@@ -148,11 +118,11 @@ def _memory_json(counted: MemoryCheck) -> dict[str, Any]:
                 "rank": rank.rank,
                 "stages": [stage.index for stage in rank.stages],
                 "counted_bytes": rank.peak.memory.total_bytes,
-                "counted": asdict(rank.peak.memory),
+                "counted": rank.peak.memory,
                 "step": rank.peak.step,
                 "dp_rank": rank.peak.dp_rank,
                 "planned_bytes": rank.planned.total_bytes,
-                "planned": asdict(rank.planned),
+                "planned": rank.planned,
                 "fits": rank.problem is None,
             }
             for rank in counted.ranks
@@ -179,25 +149,27 @@ def _check_flags(
 
 def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[list[str], list[str]]:
     """The framework's refusals as problems; where it is one of Megatron's launchers, those of its flags too."""
+    from trimtab.adapters.frameworks import find_target
+    from trimtab.adapters.megatron import megatron_flags
     from trimtab.adapters.megatron_check import LAUNCHERS, check_megatron, parse_megatron_flags
-    from trimtab.adapters.running import cost_of_running, export_plan
-    from trimtab.adapters.targets import TARGETS, megatron_export
+    from trimtab.adapters.running import cost_of_running, decided, export_plan
     from trimtab.errors import UnsupportedPlanError
     from trimtab.plan.file.reload import reload_plan
 
     found = reload_plan(plan)
     try:
-        exported = export_plan(found, TARGETS[framework])
+        exported = export_plan(found, find_target(framework))
     except UnsupportedPlanError as error:
         return str(error).splitlines(), []
     warnings = [*exported.warnings, *cost_of_running(found, exported)]
     launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
     if launcher is None:
         return [], warnings
-    export = megatron_export(found)
-    # Pai's scripts have no layout
-    words = export.simple_flags if launcher == "pai-megatron" else export.flags
-    parsed = parse_megatron_flags(" ".join(words or ()))
+    parsed = parse_megatron_flags(" ".join(megatron_flags(decided(found)).flags))
+    if launcher == "pai-megatron":  # its scripts have no layout
+        first = cast("dict[str, str]", exported.fields["environment"]).get("MP_PP0_LAYERS")
+        count = None if first is None else int(first)
+        parsed = replace(parsed, pipeline_model_parallel_layout=None, decoder_first_pipeline_num_layers=count)
     failing, costly = _sorted(
         check_megatron(found.case.model, parsed, launcher=launcher, vision_cleared=vision_cleared)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -37,14 +36,13 @@ def describe(
     if not towers["audio"]:
         del towers["audio"]
     if as_json:
-        layers = [asdict(layer) for layer in model.layers]
         print_json(
             {
                 "name": model.name,
                 "family": model.family,
                 "num_params": {**towers, "total": model.num_params},
-                "num_layers": len(layers),
-                "layers": layers,
+                "num_layers": len(model.layers),
+                "layers": model.layers,
                 "tied": model.tied,
                 "forbidden_cuts": sorted(model.forbidden_cuts),
                 "forbidden_cut_reason": model.forbidden_cut_reason,

@@ -12,7 +12,7 @@ from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.output import JsonOption, log, print_json
 
 if TYPE_CHECKING:
-    from trimtab.adapters.data_files import Exported, Field
+    from trimtab.adapters.data_files import Field, WrittenData
 
 app = typer.Typer(
     help="Write a plan's decisions, or a placed model, in another framework's words.", no_args_is_help=True
@@ -62,14 +62,7 @@ def torchserve(
         ),
     )
     if as_json:
-        print_json(
-            {
-                "archive": str(exported.archive),
-                "config": str(exported.config),
-                "command": exported.command,
-                "notes": exported.notes,
-            }
-        )
+        print_json(exported)
         return
     for note in exported.notes:
         log(f"note: {note}")
@@ -168,32 +161,9 @@ def npy(
     _tell(write_arrays(plan, out, data=data), as_json)
 
 
-@app.command("xtuner")
-def xtuner(
-    plan: PlanArgument,
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    data: DataOption = None,
-    allow_images: Annotated[
-        bool, typer.Option("--allow-images", help="Write samples with images too; xtuner today drops their pixels.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the packs of PLAN in xtuner's preset format."""
-    from trimtab.adapters.data_files import write_xtuner_packs
-
-    _tell(write_xtuner_packs(plan, out, data=data, allow_images=allow_images), as_json)
-
-
-def _tell(exported: Exported, as_json: bool) -> None:
+def _tell(exported: WrittenData, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in exported.files],
-                "num_records": exported.num_records,
-                "num_packs": exported.num_packs,
-                "notes": exported.notes,
-            }
-        )
+        print_json(exported)
         return
     for note in exported.notes:
         log(f"note: {note}")

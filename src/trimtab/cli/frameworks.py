@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.adapters.frameworks import FRAMEWORKS
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.output import JsonOption, log, print_json
 
@@ -16,22 +17,11 @@ FitOption = Annotated[
     Path | None,
     typer.Option(help="Folder for the best plan that the framework can run, with the same packs; it is exported."),
 ]
-_HELP = {
-    "megatron": "Print Megatron-Core flags for PLAN, or say why Megatron-Core cannot express it and what that costs.",
-    "megatron-bridge": "Print assignments to a Megatron-Bridge configuration for PLAN.",
-    "ms-swift": "Print arguments of ms-swift's `megatron sft` for PLAN.",
-    "pai-megatron": "Print environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts for PLAN.",
-    "torchtitan": "Print torchtitan's parallelism and recompute settings for PLAN.",
-    "deepspeed": "Write a Python module with a PipelineModule that is cut as PLAN says.",
-    "torch-pipelining": "Write modules, rank and recompute of each stage as JSON for torch.distributed.pipelining.",
-    "xtuner-fsdp": "Print recompute_ratio and vision_recompute_ratio of xtuner's FSDPConfig for PLAN.",
-    "huggingface": "Print the lines that recompute PLAN's layers in a Transformers model, and its own nearest setting.",
-}
 
 
 def add_frameworks(app: typer.Typer) -> None:
     """One command a framework."""
-    for name, text in _HELP.items():
+    for name, text in FRAMEWORKS.items():
         app.command(name, help=text)(_command(name))
 
 
@@ -43,8 +33,8 @@ def _command(name: str) -> Callable[..., None]:
 
 
 def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: bool) -> None:
+    from trimtab.adapters.frameworks import find_target
     from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
-    from trimtab.adapters.targets import TARGETS
     from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
     from trimtab.plan.decide.expressible import relative_time
@@ -53,7 +43,7 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
 
     if out is not None:
         refuse_folder(out)
-    target, found = TARGETS[name], reload_plan(plan)
+    target, found = find_target(name), reload_plan(plan)
     notes: list[str] = []
     if fit is not None:
         _refuse_own_folder(plan, fit)

@@ -25,19 +25,17 @@ def image_size(
     as_json: JsonOption = False,
 ) -> None:
     """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
-    match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", size.strip())
-    if match is None:
-        raise ImageError(f"{size!r} is not an image size: write width x height in pixels, as in 1920x1080")
+    width, height = read_size(size)
     model = images.describe(config)
     if frames is None:
-        counts = model.image_rule.count(int(match[1]), int(match[2]))
+        counts = model.image_rule.count(width, height)
     elif model.clip_rule is None:
         raise ConfigError(
             f"a clip was to be counted, and the files of {model.name}'s processor were not given: put "
             "preprocessor_config.json or processor_config.json beside config.json"
         )
     else:
-        counts = model.clip_rule.count_clip(int(match[1]), int(match[2]), frames, fps)
+        counts = model.clip_rule.count_clip(width, height, frames, fps)
     if as_json:
         print_json({"model": model.name, "rule": model.image_rule.name, **asdict(counts)})
         return
@@ -45,3 +43,11 @@ def image_size(
         f"{model.name}: {counts.patches:,} ViT patches in {counts.tiles} tile(s), "
         f"{counts.tokens:,} LLM tokens ({model.image_rule.name})"
     )
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """Width and height of "1920x1080"."""
+    match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", text.strip())
+    if match is None:
+        raise ImageError(f"{text!r} is not an image size: write width x height in pixels, as in 1920x1080")
+    return int(match[1]), int(match[2])

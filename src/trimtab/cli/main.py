@@ -24,6 +24,7 @@ from trimtab.cli.report import report
 from trimtab.cli.serve import serve
 from trimtab.cli.size import size
 from trimtab.cli.train import train
+from trimtab.cli.uneven import uneven
 from trimtab.errors import TrimtabError
 
 app = typer.Typer(
@@ -47,6 +48,7 @@ app.command("image-size")(image_size)
 app.command("profile")(profile)
 app.command("size")(size)
 app.command("pack")(pack)
+app.command("uneven")(uneven)
 
 _INSTALL_HINTS = {
     "pyarrow": "data",

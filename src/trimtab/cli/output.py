@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,12 +21,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 _SHOW_AFTER_S = 1.0
 
 
-def print_json(content: Mapping[str, Any]) -> None:
-    """One JSON object, non-finite numbers as null."""
+def print_json(content: Any) -> None:
+    """One JSON object of a mapping or a dataclass: paths as text, non-finite numbers as null."""
     sys.stdout.write(json.dumps(_finite(content), allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _finite(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

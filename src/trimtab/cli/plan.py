@@ -99,7 +99,7 @@ def plan(
 
 def _cut_for(target: Framework, model: "ModelSpec", options: PlanOptions) -> "ModelSpec":
     """The model with the cuts that the framework cannot express forbidden."""
-    from trimtab.adapters.targets import TARGETS
+    from trimtab.adapters.frameworks import find_target
     from trimtab.errors import PlanError
 
     if options.schedule == "auto":
@@ -107,7 +107,7 @@ def _cut_for(target: Framework, model: "ModelSpec", options: PlanOptions) -> "Mo
             f"--schedule auto was asked for with --for {target}, which runs some schedules alone (Megatron's: 1F1B and "
             "Interleaved1F1B): give --schedule one that it has"
         )
-    forbidden = TARGETS[target].can(model, options.pp or 1).forbidden_cuts
+    forbidden = find_target(target).can(model, options.pp or 1).forbidden_cuts
     return replace(model, forbidden_cuts=model.forbidden_cuts | forbidden)
 
 

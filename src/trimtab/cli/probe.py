@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,8 +43,9 @@ def probe(
         print_json(
             {
                 "limit_bytes": result.limit_bytes,
-                "devices": [asdict(device) for device in result.devices],
-                "runs": [asdict(run) for run in result.runs],
+                "devices": result.devices,
+                "steps": [device.steps(result.limit_bytes) for device in result.devices],
+                "runs": result.runs,
                 "num_step_backs": result.num_step_backs,
                 "plan": plan_json(result.details, paths),
             }
@@ -57,34 +57,46 @@ def probe(
 
 def print_probe(result: ProbeResult, console: Console) -> None:
     """A row a device: what full recompute leaves, what layers keep, what was chosen and how full it ran."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
+    from trimtab.report.table import Column, Table, numeric, print_table
     from trimtab.report.words import memory_scale
     from trimtab.units import format_bytes, format_seconds
 
     scale = memory_scale([result.limit_bytes, *(x.full_peak_bytes for x in result.devices)])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("device")
-    for title in (f"full\n{scale.unit}", "left\n", "ViT layer\nfrees", "LLM layer\nfrees"):
-        table.add_column(title, justify="right")
-    table.add_column("recompute\nchosen")
-    for title in (f"peak\n{scale.unit}", "predicted\n", "left\n"):
-        table.add_column(title, justify="right")
-    for device in result.devices:
-        table.add_row(
-            str(device.device),
-            scale.number(device.full_peak_bytes),
-            scale.number(result.limit_bytes - device.full_peak_bytes),
-            _kinds_text(device, "vision"),
-            _kinds_text(device, "language"),
-            "\n".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
-            scale.number(device.peak_bytes),
-            f"{device.predicted_bytes / device.peak_bytes - 1:+.1%}",
-            scale.number(result.limit_bytes - device.peak_bytes),
-        )
-    console.print(table)
+    unit = scale.unit
+    table = Table(
+        title="Devices",
+        columns=numeric(
+            *("Device", f"Full,\n{unit}", f"Left,\n{unit}", "ViT layer\nfrees", "LLM layer\nfrees"),
+            *("Recompute\nchosen", f"Peak,\n{unit}", "Predicted", f"Left,\n{unit}"),
+        ),
+        rows=[
+            (
+                str(device.device),
+                scale.number(device.full_peak_bytes),
+                scale.number(result.limit_bytes - device.full_peak_bytes),
+                _kinds_text(device, "vision"),
+                _kinds_text(device, "language"),
+                "\n".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
+                scale.number(device.peak_bytes),
+                f"{device.predicted_bytes / device.peak_bytes - 1:+.1%}",
+                scale.number(result.limit_bytes - device.peak_bytes),
+            )
+            for device in result.devices
+        ],
+    )
+    print_table(table, console)
+    fullest = max(result.devices, key=lambda x: x.full_peak_bytes)
+    steps = Table(
+        title=f"The four steps on device {fullest.device}",
+        columns=(Column("Step"), *numeric(f"Before,\n{unit}", f"After,\n{unit}"), Column("What it bought")),
+        rows=[
+            (x.what, scale.number(x.before_bytes), scale.number(x.after_bytes), x.bought)
+            for x in fullest.steps(result.limit_bytes)
+        ],
+    )
+    print_table(steps, console)
     runs, backs = len(result.runs), result.num_step_backs
     console.print(
         Text(

@@ -1,6 +1,6 @@
 """`trimtab profile`: seconds and bytes of a model's layers: by formula, counted, timed on a device, or from logs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,11 +56,13 @@ class ProfileOptions:
     ] = ()
 
     def __post_init__(self) -> None:
-        tp, logs, sizes = self.tp, self.from_logs is not None, self.sizes is not None
+        tp, sizes = self.tp, self.sizes is not None
+        given = {"--timed": self.timed, "--traced": self.traced, "--from-logs": self.from_logs is not None}
+        sources = [flag for flag, asked in given.items() if asked]
         refused = (
             (
-                self.timed and logs,
-                "--timed and --from-logs were both given, and each gives the seconds: give one of them",
+                len(sources) > 1,
+                f"{' and '.join(sources)} were both given, and each makes a profile of its own: give one of them",
             ),
             (
                 self.timed and tp > 1,
@@ -71,25 +73,16 @@ class ProfileOptions:
                 "fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out",
             ),
             (
-                self.traced and self.timed,
-                "--traced and --timed were both given, and each makes a profile of its own: give one of them",
-            ),
-            (
-                self.traced and logs,
-                "--traced and --from-logs were both given, and each makes a profile of its own: give one",
-            ),
-            (
                 self.traced and tp > 1,
                 f"tp {tp} was to be traced, and real layers are whole: leave --tp out, `trimtab plan` divides",
             ),
-            (self.traced and sizes, "--sizes were given with --traced, which chooses its own: leave them out"),
             (
                 not self.timed and self.device is None,
                 "no device was named: give --device as in H200, or --timed to time the one that is here",
             ),
             (
-                not self.timed and not self.traced and sizes,
-                "--sizes were given, and formulas need none: leave them out, or give --timed",
+                not self.timed and sizes,
+                "--sizes were given, and rows are chosen where nothing is timed: leave them out, or give --timed",
             ),
             (
                 not self.timed and self.repeats is not None,
@@ -179,18 +172,18 @@ def _show(
             {
                 "model": model.name,
                 "method": result.method,
-                "device": asdict(result.device),
+                "device": result.device,
                 "dtype": result.dtype,
                 "attention": result.attention,
                 "time_error": result.time_error,
                 "memory_error": result.memory_error,
-                "kinds": [asdict(row) for row in rows],
-                "kept": [{**asdict(row), "fused_share": row.fused_share} for row in kept],
+                "kinds": rows,
+                "kept": kept,
                 "assumptions": result.assumptions,
-                "runs": [] if calibration is None else [asdict(run) for run in calibration.runs],
-                "terms": [] if calibration is None else [asdict(term) for term in calibration.terms],
+                "runs": [] if calibration is None else calibration.runs,
+                "terms": [] if calibration is None else calibration.terms,
                 "warnings": warnings,
-                "file": None if out is None else str(out),
+                "file": out,
             }
         )
         return

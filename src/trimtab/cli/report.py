@@ -35,7 +35,7 @@ def report(
     write_atomically(html, html_report(details, run=log))
     write_atomically(trace, chrome_trace(details))
     if as_json:
-        print_json({"report": str(html), "trace": str(trace)})
+        print_json({"report": html, "trace": trace})
         return
     print_plan(details, console())
     if log is not None:

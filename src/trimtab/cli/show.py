@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,11 @@ def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]
     plan = details.plan
     return {
         "summary": plan.summary,
-        "files": {name: str(path) for name, path in paths.items()},
-        "decisions": asdict(plan.decisions),
-        "estimates": asdict(plan.estimates),
+        "files": paths,
+        "decisions": plan.decisions,
+        "estimates": plan.estimates,
         "num_samples": plan.inputs.data.num_samples,
         "num_skipped": plan.inputs.data.num_skipped,
-        **({"mixture": [asdict(source) for source in plan.inputs.data.mixture]} if plan.inputs.data.mixture else {}),
+        **({"mixture": plan.inputs.data.mixture} if plan.inputs.data.mixture else {}),
         "assumptions": plan.assumptions,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +36,7 @@ def size(
                 "num_samples": len(table),
                 "num_read": result.num_read,
                 "num_bad": len(result.bad),
-                "bad": [asdict(bad) for bad in result.bad],
+                "bad": result.bad,
                 "num_images": int(table.num_images.sum()),
                 "num_patches": int(table.num_patches.sum()),
                 "num_tokens": int(table.num_tokens.sum()),
@@ -46,7 +45,7 @@ def size(
                 "patch_unit": table.patch_unit,
                 "tokens_exact": table.tokens_exact,
                 "assumptions": result.assumptions,
-                "table": None if out is None else str(out),
+                "table": out,
             }
         )
         return

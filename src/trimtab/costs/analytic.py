@@ -20,7 +20,6 @@ from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
     DeviceSpec,
-    FloatArray,
     LayerCost,
     LayerSpec,
     RecomputeTier,
@@ -53,6 +52,14 @@ class WorkColumns:
     pairs: int
     rows_per_unit: float
     pair_share: float  # pairs computed for each squared row: 1/2 when causal
+
+    def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
+        """Figures for each row, each pair and each micro-batch in their WORK_TERMS."""
+        values = [0.0] * NUM_WORK_TERMS
+        values[0] = float(once)
+        values[self.rows] = float(rows * self.rows_per_unit)
+        values[self.pairs] = float(pairs * self.pair_share)
+        return tuple(values)
 
 
 def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str]) -> list[Gradients]:
@@ -89,7 +96,6 @@ def cost_layer(
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.measure(layer, device, settings)
-    scale = _Scale(columns)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
     first_only = _first_product_share(layer, settings) if not gradients.inputs else 0.0
     passes = (1.0 if gradients.inputs else 1.0 - first_only) + (1.0 if gradients.weights else 0.0)
@@ -97,33 +103,33 @@ def cost_layer(
         passes = 1.0 if gradients.weights else 0.0
     rows = seconds.products + seconds.traffic + seconds.collectives
     pairs = seconds.attention + seconds.pair_traffic
-    forward = scale.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
+    forward = columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     if layer.tower == "audio":
-        forward = scale.terms()
-    again = scale.terms(rows=rows, pairs=pairs, once=seconds.once)
-    backward = weight = scale.terms()
+        forward = columns.terms()
+    again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
+    backward = weight = columns.terms()
     if runs_backward and gradients.weights:
-        weight = scale.terms(rows=seconds.products, once=seconds.once + seconds.scatter)
+        weight = columns.terms(rows=seconds.products, once=seconds.once + seconds.gather)
     if runs_backward:
-        backward = scale.terms(
+        backward = columns.terms(
             rows=passes * seconds.products
             + 2 * seconds.traffic
             + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
-            once=2 * seconds.once + seconds.gather + (seconds.scatter if gradients.weights else 0.0),
+            once=2 * seconds.once + seconds.gather + (seconds.gather if gradients.weights else 0.0),
         )
-    none_bytes = scale.terms()
+    none_bytes = columns.terms()
     if runs_backward:
         kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
-        none_bytes = scale.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
-    tiers = [RecomputeTier(name="none", extra_backward_s=scale.terms(), saved_bytes=none_bytes)]
+        none_bytes = columns.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
+    tiers = [RecomputeTier(name="none", extra_backward_s=columns.terms(), saved_bytes=none_bytes)]
     if runs_backward and layer.kind == "block":
-        tiers += _recompute_tiers(layer, settings, seconds, scale, again)
-    transients = _transients(layer, settings, scale, none_bytes) if runs_backward else (scale.terms(),)
+        tiers += _recompute_tiers(layer, settings, seconds, columns, again)
+    transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
     params = local_params(layer, settings.dims.tp)
     if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
         params = tied_copy_params(layer, settings.dims.tp)
-    gathered = scale.terms(once=_gathered_bytes(params, settings))
+    gathered = columns.terms(once=_gathered_bytes(params, settings))
     transients = tuple(_add(moment, gathered) for moment in transients)
     return LayerCost(
         name=layer.name,
@@ -131,7 +137,7 @@ def cost_layer(
         kind=layer.kind,
         forward_s=forward,
         backward_s=backward,
-        output_bytes=scale.output_terms(layer, settings),
+        output_bytes=_output_bytes(layer, columns, settings),
         state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
         num_params=params,
         tiers=tuple(tiers),
@@ -161,34 +167,6 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     )
 
 
-def backward_workspace(layer: LayerSpec, settings: CostSettings, work: FloatArray) -> float:
-    """Bytes that the backward of a block holds at its worst moment above all that the block keeps; 0 for other layers.
-
-    The largest of three moments in the backward of the MLP; N rows. At its last product, where nothing kept is freed
-    yet: gradient of the block's output (it goes on along the residual) w N h, gradient of the product's input w N f,
-    gradient of its weight w f h. At the gate (or a GELU in separate operations): gradients of the block's output, and
-    of the gate's result and two operands, less the product's input: w N (h + 2 f). At the first products, where fused
-    kernels make one matrix of two: w (2 N h - N f + 2 h f), largest only with few rows.
-    The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32 accumulator, and
-    Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy grad_weight" in
-    tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too much where a
-    norm stands behind the MLP (Gemma 3), whose input is freed before. Experts, and unfused attention: see
-    `_transients`. `LayerCost` holds the first two moments, which are linear in the rows; the third is larger than both
-    only with fused kernels and fewer rows than about half the width, and by less than w h f.
-    """
-    if layer.kind != "block" or layer.mlp is None:
-        return 0.0
-    w, share = settings.item_bytes, settings.row_share(layer.tower)
-    columns = find_columns(layer, settings)
-    N = columns.rows_per_unit * float(work[columns.rows])
-    moments = [moment.rows * N + moment.once for moment in _workspaces(layer, settings)]
-    m = layer.mlp
-    if m.gated and settings.fused_kernels and m.num_experts is None:
-        h, f = layer.hidden_size, m.intermediate_size / settings.dims.tp
-        moments.append(w * (2 * N * h / share - N * f + 2 * h * f))
-    return max(moments)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workspace:
     """Bytes above all that a block keeps, at one moment of its backward."""
@@ -198,7 +176,17 @@ class _Workspace:
 
 
 def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _Workspace]:
-    """At the MLP's last product and at its gate.
+    """At the MLP's last product and at its gate; N rows.
+
+    At the last product, where nothing kept is freed yet: gradient of the block's output (it goes on along the residual)
+    w N h, gradient of the product's input w N f, gradient of its weight w f h. At the gate (or a GELU in separate
+    operations): gradients of the block's output, and of the gate's result and two operands, less the product's input:
+    w N (h + 2 f). The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32
+    accumulator, and Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy
+    grad_weight" in tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too
+    much where a norm stands behind the MLP (Gemma 3), whose input is freed before. Not counted: the first products
+    where fused kernels make one matrix of two, w (2 N h - N f + 2 h f), larger than both only with fewer rows than
+    about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
     Experts (measured on one family, 3 % too much): rows visit several; their results, weighed, and the copies of their
     inputs have gradients too, and one kernel makes the gradient of all experts' weights.
@@ -227,8 +215,7 @@ class _LayerSeconds:
     attention: float
     pair_traffic: float
     once: float
-    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
-    scatter: float  # ZeRO-3: gradients to them
+    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped; gradients to them take as long
 
     @classmethod
     def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
@@ -259,33 +246,19 @@ class _LayerSeconds:
             + count_kernels(matmuls, traffic, layer) * KERNEL_S
             + num_collectives * COLLECTIVE_S,
             gather=gather,
-            scatter=gather,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Puts per-row, per-pair and per-micro-batch figures into their WORK_TERMS."""
-
-    columns: WorkColumns
-
-    def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
-        values = [0.0] * NUM_WORK_TERMS
-        values[0] = float(once)
-        values[self.columns.rows] = float(rows * self.columns.rows_per_unit)
-        values[self.columns.pairs] = float(pairs * self.columns.pair_share)
-        return tuple(values)
-
-    def output_terms(self, layer: LayerSpec, settings: CostSettings) -> tuple[float, ...]:
-        """Bytes of the rows that leave, per device: split over tp only under sequence parallel."""
-        values = [0.0] * NUM_WORK_TERMS
-        share = settings.row_share(layer.tower)
-        values[self.columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
-        return tuple(values)
+def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
+    """Of the rows that leave, per device: split over tp only under sequence parallel."""
+    values = [0.0] * NUM_WORK_TERMS
+    share = settings.row_share(layer.tower)
+    values[columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
+    return tuple(values)
 
 
 def _recompute_tiers(
-    layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, scale: _Scale, again: tuple[float, ...]
+    layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, columns: WorkColumns, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
     """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work the last alone.
 
@@ -296,19 +269,19 @@ def _recompute_tiers(
     scales or norms its last result. The price here is the whole forward: an upper bound.
     """
     row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
-    full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=scale.terms(rows=row))
+    full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=columns.terms(rows=row))
     if layer.measured is not None:
         return [full]
     eager = settings.attention == "eager"
     kernels = sum(t.num_kernels for t in layer_traffic(layer, settings))
-    extra = scale.terms(
+    extra = columns.terms(
         rows=seconds.traffic,
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
         once=kernels * KERNEL_S,
     )
     tiers = [
         RecomputeTier(
-            name="selective", extra_backward_s=extra, saved_bytes=scale.terms(rows=selective_bytes(layer, settings))
+            name="selective", extra_backward_s=extra, saved_bytes=columns.terms(rows=selective_bytes(layer, settings))
         )
     ]
     if layer.attention is not None and not eager:
@@ -316,39 +289,39 @@ def _recompute_tiers(
         tiers.append(
             RecomputeTier(
                 name="attention",
-                extra_backward_s=scale.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
-                saved_bytes=scale.terms(rows=row + attention_result_bytes(layer.attention, settings)),
+                extra_backward_s=columns.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
+                saved_bytes=columns.terms(rows=row + attention_result_bytes(layer.attention, settings)),
             )
         )
     return [*tiers, full]
 
 
 def _transients(
-    layer: LayerSpec, settings: CostSettings, scale: _Scale, none_bytes: tuple[float, ...]
+    layer: LayerSpec, settings: CostSettings, columns: WorkColumns, none_bytes: tuple[float, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """What is live only while the layer runs backward, at one or two moments of which the larger counts.
 
-    Blocks: `backward_workspace`; with unfused attention besides its scores once more, for their gradients (twice where
+    Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
-    again as well: `assess_stages` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients before and
-    behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random states (16
-    bytes a layer on a GPU), the vision tower's gather under vision data parallel.
+    again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
+    before and behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random
+    states (16 bytes a layer on a GPU), the vision tower's gather under vision data parallel.
     """
     if layer.kind == "block":
         scores = [0.0] * NUM_WORK_TERMS
         if settings.attention == "eager" and layer.attention is not None:
             heads = local_heads(layer.attention, settings.dims.tp).query
-            twice = scale.terms(pairs=2.0 * settings.item_bytes * heads)
-            pairs = scale.columns.pairs
+            twice = columns.terms(pairs=2.0 * settings.item_bytes * heads)
+            pairs = columns.pairs
             scores[pairs] = max(none_bytes[pairs], twice[pairs])
         return tuple(
-            _add(scale.terms(rows=moment.rows, once=moment.once), tuple(scores))
+            _add(columns.terms(rows=moment.rows, once=moment.once), tuple(scores))
             for moment in _workspaces(layer, settings)
         )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (scale.terms(rows=8.0 * product.out_width),)
-    return (scale.terms(),)
+        return (columns.terms(rows=8.0 * product.out_width),)
+    return (columns.terms(),)
 
 
 def _gathered_bytes(params: float, settings: CostSettings) -> float:

@@ -6,10 +6,11 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from trimtab.specs import (
     Profile,
     RecomputeChoice,
     Stage,
+    stages_between,
 )
 
 LoggedSchedule = Literal["1F1B", "GPipe"]
@@ -34,7 +36,7 @@ FORMAT = "trimtab-runs 1.0"
 MAX_COUNT = 2**16  # of micro-batches, or ranks of a dimension: a file must not make us fill the memory
 
 MIN_S, MAX_S = 1e-6, 1e7
-"""Of what was logged: no stage is over sooner, no step takes a season, and squares of other ratios overflow."""
+"""Of what was logged: no stage takes less, no step more, and squares of larger ratios would overflow."""
 
 _MOST = 1e18  # of what a micro-batch holds, and of bytes
 
@@ -132,9 +134,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     blocks = [i for i, layer in enumerate(kept) if layer.kind == "block" and layer.tower in _COUNTED]
     ends = np.cumsum([sum(stage.values()) for stage in counts])[:-1]
     # behind the previous stage's last block
-    cuts = [0, *(blocks[end - 1] + 1 for end in ends.tolist()), len(kept)]
-    stages = tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
-    return model, stages
+    return model, stages_between([0, *(blocks[end - 1] + 1 for end in ends.tolist()), len(kept)])
 
 
 class _RunReader:
@@ -157,24 +157,25 @@ class _RunReader:
         before = len(self.problems)
         if not self.entry:
             return None
-        M = self.count("num_microbatches", None)
-        tp, dp = self.count("tp", 1), self.count("dp", 1)
+        M, tp, dp = self.one("num_microbatches", None), self.one("tp", 1), self.one("dp", 1)
         schedule = self.entry.get("schedule", "1F1B")
         if schedule not in get_args(LoggedSchedule):
             self.wrong(f"schedule {schedule!r} cannot be fitted: log runs of {' or '.join(get_args(LoggedSchedule))}")
         placed = self.stages(model)
         num_stages = len(placed[1]) if placed else None
         work = self.work(M)
-        iteration_s = self.entry.get("iteration_s")
-        if iteration_s is not None and not _is_seconds(iteration_s):
-            self.wrong(f"iteration_s is {str(iteration_s)[:60]}: give seconds, from {MIN_S:g} to {MAX_S:g}")
-        stage_s, peak_bytes = self.per_stage("stage_s", num_stages), self.per_stage("peak_bytes", num_stages)
-        if iteration_s is None and self.entry.get("stage_s") is None:
+        has_step, has_stages = (self.entry.get(key) is not None for key in ("iteration_s", "stage_s"))
+        iteration_s = self.one("iteration_s", None) if has_step else None
+        stage_s, peak_bytes, recomputed = (
+            self.per_stage(key, num_stages) for key in ("stage_s", "peak_bytes", "recompute")
+        )
+        if not has_step and not has_stages:
             self.wrong("neither iteration_s nor stage_s is given: give the seconds of a step, or of each stage")
         if len(self.problems) > before or placed is None or work is None or tp is None or dp is None:
             return None
         built, stages = placed
-        stages = self.recomputed(built, stages)
+        if recomputed is not None:
+            stages = self.recomputed(built, stages, recomputed)
         try:
             dims = ParallelDims(tp=tp, dp=dp, pp=len(stages))
             profile = profile_model(built, device, dims=dims, **settings)
@@ -193,28 +194,27 @@ class _RunReader:
             schedule=schedule,
         )
 
-    def count(self, key: str, absent: int | None) -> int | None:
+    def one(self, key: str, absent: int | None) -> Any:
+        """The value of a key, or None and a problem."""
         value = self.entry.get(key, absent)
-        if not _is_count(value) or value > MAX_COUNT:
-            self.wrong(f"{key} is {str(value)[:60]}: give a whole number from 1 to {MAX_COUNT}")
-            return None
-        return value
+        is_sound, what = _SOUND[key]
+        if is_sound(value):
+            return value
+        self.wrong(f"{key} is {str(value)[:60]}: give {what}")
+        return None
 
     def per_stage(self, key: str, num_stages: int | None) -> tuple[float, ...] | None:
         values = self.entry.get(key)
         if values is None:
             return None
-        sound, what = {
-            "stage_s": (_is_seconds, f"seconds, from {MIN_S:g} to {MAX_S:g}"),
-            "peak_bytes": (_is_bytes, f"bytes, from 1 to {_MOST:g}"),
-        }[key]
-        if not isinstance(values, list) or not values or not all(map(sound, values)):
+        is_sound, what = _SOUND[key]
+        if not isinstance(values, list) or not values or not all(map(is_sound, values)):
             self.wrong(f"{key} is {str(values)[:60]}: give a list of {what}, one for each stage")
             return None
         if num_stages is not None and len(values) != num_stages:
             self.wrong(f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage")
             return None
-        return tuple(float(value) for value in values)
+        return tuple(values)
 
     def stages(self, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]] | None:
         given = self.entry.get("stages")
@@ -245,37 +245,24 @@ class _RunReader:
         expected = [layer.name for layer in model.layers]
         flat = [name for stage in names for name in stage]
         if flat != expected:
-            odd = next((a for a, b in itertools.zip_longest(flat, expected) if a != b), None)
-            at = next(i for i, (a, b) in enumerate(itertools.zip_longest(flat, expected)) if a != b)
-            wanted = expected[at] if at < len(expected) else "the end"
+            odd, wanted = next((a, b) for a, b in itertools.zip_longest(flat, expected) if a != b)
             self.wrong(
-                f"its stages name {odd or 'nothing more'} where the model continues with {wanted}: name every layer "
-                "once, in forward order"
+                f"its stages name {odd or 'nothing more'} where the model continues with {wanted or 'the end'}: name "
+                "every layer once, in forward order"
             )
             return None
         if not all(names):
             self.wrong("a stage names no module: give every stage one layer or more")
             return None
-        cuts = [0, *np.cumsum([len(stage) for stage in names]).tolist()]
-        return model, tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
+        return model, stages_between([0, *np.cumsum([len(stage) for stage in names]).tolist()])
 
-    def recomputed(self, model: ModelSpec, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        counts = self.entry.get("recompute")
-        if counts is None:
-            return stages
-        if (
-            not isinstance(counts, list)
-            or len(counts) != len(stages)
-            or not all(c == 0 or _is_count(c) for c in counts)
-        ):
-            self.wrong(f"recompute is {str(counts)[:60]}: give for each of the {len(stages)} stages a number of blocks")
-            return stages
+    def recomputed(self, model: ModelSpec, stages: tuple[Stage, ...], counts: Sequence[float]) -> tuple[Stage, ...]:
         changed = []
         for stage, count in zip(stages, counts, strict=True):
             blocks = [i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"]
             if count > len(blocks):
                 self.wrong(f"stage {stage.index} recomputes {count} of its {len(blocks)} blocks: give at most those")
-            choice = RecomputeChoice(tier="full", layers=tuple(blocks[:count]))
+            choice = RecomputeChoice(tier="full", layers=tuple(blocks[: int(count)]))
             changed.append(replace(stage, recompute=(choice,)) if count else stage)
         return tuple(changed)
 
@@ -320,29 +307,28 @@ def _unfold(entry: str) -> list[str]:
     return [f"{match['stem']}.{i}" for i in range(int(match["first"]), int(match["last"]) + 1)]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+def _is_amount(value: Any, least: float = 0, most: float = _MOST) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_seconds(value: Any) -> bool:
-    return _is_number(value) and MIN_S <= value <= MAX_S
-
-
-def _is_bytes(value: Any) -> bool:
-    return _is_number(value) and 1 <= value <= _MOST
-
-
-def _is_amount(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= _MOST
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and _is_amount(value, least, MAX_COUNT)
 
 
 def _is_counts(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and set(value) <= set(_COUNTED)
-        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value.values())
+        and all(isinstance(n, int) and _is_amount(n, most=math.inf) for n in value.values())
     )
+
+
+_COUNT = (partial(_is_count, least=1), f"a whole number from 1 to {MAX_COUNT}")
+_SECONDS = (partial(_is_amount, least=MIN_S, most=MAX_S), f"seconds, from {MIN_S:g} to {MAX_S:g}")
+_SOUND: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("num_microbatches", "tp", "dp"), _COUNT),
+    **dict.fromkeys(("iteration_s", "stage_s"), _SECONDS),
+    "peak_bytes": (partial(_is_amount, least=1), f"bytes, from 1 to {_MOST:g}"),
+    "recompute": (_is_count, "numbers of blocks"),
+}
+"""What a value, or each of a list, must be; and how that is said."""

@@ -9,10 +9,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.costs.least_squares import least_squares
 from trimtab.costs.observed import Observed, SimulateStep, Term
 from trimtab.specs import FloatArray
 
@@ -25,11 +27,7 @@ _MAX_ROUNDS = 40
 
 def find_minima(seen: Sequence[Observed], terms: Sequence[Term], simulate_step: SimulateStep) -> tuple[FloatArray, ...]:
     """Local minima within `NOISE` of the best, the best first; of those alike only one."""
-    logged = np.concatenate([x.logged for x in seen])
-
-    def predict(theta: FloatArray) -> FloatArray:
-        result: FloatArray = np.concatenate([x.predict(theta, simulate_step) for x in seen]) / logged
-        return result
+    predict = partial(_predict, seen, simulate_step)
 
     def misfit(predicted: FloatArray) -> float:
         return float(np.sqrt(np.mean((predicted - 1.0) ** 2)))
@@ -41,7 +39,7 @@ def find_minima(seen: Sequence[Observed], terms: Sequence[Term], simulate_step: 
         predicted = predict(theta)
         for _ in range(_MAX_ROUNDS):
             J = _derivatives(predict, theta, predicted, unit)
-            aim = _least_squares(J, 1.0 - predicted + J @ theta, prior, unit)
+            aim = least_squares(J, 1.0 - predicted + J @ theta, prior=prior, unit=unit)
             step, better = 1.0, False
             while step > 1e-3 and not better:
                 moved = theta + step * (aim - theta)
@@ -61,6 +59,12 @@ def find_minima(seen: Sequence[Observed], terms: Sequence[Term], simulate_step: 
         if not any(np.allclose(theta / unit, other / unit, rtol=NOISE, atol=NOISE) for other in minima):
             minima.append(theta)
     return tuple(minima)
+
+
+def _predict(seen: Sequence[Observed], simulate_step: SimulateStep, theta: FloatArray) -> FloatArray:
+    """(R,) predicted / logged."""
+    result: FloatArray = np.concatenate([x.predict(theta, simulate_step) / x.logged for x in seen])
+    return result
 
 
 def _scales(
@@ -95,25 +99,6 @@ def _derivatives(
     return np.array(columns).T
 
 
-def _least_squares(J: FloatArray, y: FloatArray, prior: FloatArray, unit: FloatArray) -> FloatArray:
-    """theta >= 0 of least |J theta - y|, exact: every choice of coefficients held at 0 is tried (K <= 5).
-
-    Where J leaves a direction open, the solution nearest to `prior`, in `unit`s.
-    """
-    best, best_error = np.zeros(J.shape[1]), np.inf
-    for choice in itertools.product((True, False), repeat=J.shape[1]):
-        free = np.array(choice)
-        theta = np.zeros(J.shape[1])
-        if free.any():
-            scaled = J[:, free] * unit[free]
-            moved, *_ = np.linalg.lstsq(scaled, y - J[:, free] @ prior[free], rcond=1e-9)
-            theta[free] = prior[free] + unit[free] * moved
-        error = float(np.linalg.norm(J @ theta - y))
-        if (theta >= 0).all() and error < best_error - 1e-12:
-            best, best_error = theta, error
-    return best
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
     """How far errors in the logged times move the coefficients."""
@@ -130,16 +115,11 @@ def spread_of(
 
     A coefficient at 0 counts as one that could have come out above it: others trade with it.
     """
-    logged = np.concatenate([x.logged for x in seen])
-
-    def predict(at: FloatArray) -> FloatArray:
-        result: FloatArray = np.concatenate([x.predict(at, simulate_step) for x in seen]) / logged
-        return result
-
+    predict = partial(_predict, seen, simulate_step)
     scale = np.where(theta > 0, theta, _scales(seen, terms, simulate_step)[1])
     predicted = predict(theta)
     J = _derivatives(predict, theta, predicted, scale) * scale
-    spare = len(logged) - len(theta)
+    spare = len(predicted) - len(theta)
     misfit = math.sqrt(float(((predicted - 1.0) ** 2).sum()) / spare) if spare > 0 else 0.0
     _, singular, rows = np.linalg.svd(J, full_matrices=True)
     strength = np.zeros(len(theta))

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from trimtab.costs.logs import LoggedRun, LoggedSchedule
-from trimtab.specs import FloatArray, LayerCost, RecomputeTier, Stage
+from trimtab.specs import FloatArray, LayerCost, chosen_tiers
 
 Term = Literal["vision", "language", "first stage", "last stage", "step"]
 """vision (with the projector), language: factors on the formulas, and a tower that is not fitted takes the other's;
@@ -43,14 +43,13 @@ class Observed:
         kinds = []
         for s, stage in enumerate(run.stages):
             held = set()
-            for i in range(stage.start, stage.stop):
-                layer = run.profile.layers[i]
+            own = run.profile.layers[stage.start : stage.stop]
+            for layer, tier in zip(own, chosen_tiers(run.profile, stage), strict=True):
                 held.add("language" if layer.tower == "language" else "vision")
                 factor = factor_of(layer, terms)
                 k = K if factor is None else list(terms).index(factor)
                 forward[k, s] += run.work @ np.array(layer.forward_s)
-                extra = find_tier(layer, stage, i).extra_backward_s
-                backward[k, s] += run.work @ (np.array(layer.backward_s) + np.array(extra))
+                backward[k, s] += run.work @ (np.array(layer.backward_s) + np.array(tier.extra_backward_s))
             kinds.append(" + ".join(name for name in ("vision", "language") if name in held))
         for k, name in enumerate(terms):
             if name in ("first stage", "last stage"):
@@ -106,13 +105,3 @@ def factor_of(layer: LayerCost, terms: Sequence[str]) -> Literal["vision", "lang
     if layer.tower == "language":
         return "language" if "language" in terms else "vision" if "vision" in terms else None
     return "vision" if "vision" in terms else "language" if "language" in terms else None
-
-
-def find_tier(layer: LayerCost, stage: Stage, index: int) -> RecomputeTier:
-    """How layer number `index` of the profile holds its activations on `stage`."""
-    choice = next((choice for choice in stage.recompute if index in choice.layers), None)
-    if choice is None:
-        return layer.tiers[0]
-    tier = layer.tier(choice.tier)
-    assert tier is not None, "stages name tiers that their layers have"
-    return tier

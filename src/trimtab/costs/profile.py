@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
-from trimtab.costs.settings import CostSettings, Efficiency
+from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
-from trimtab.options import Attention, Tower
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile
+from trimtab.options import Tower
+from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, Profile
 from trimtab.typed_json import read_typed
 
 FORMAT = "trimtab-profile 1.2"
@@ -28,63 +28,41 @@ MEMORY_ERROR = 0.10
 """A margin for CUDA context, buffers and fragmentation, stated and not measured; kept bytes alone miss by far less."""
 
 
-def profile_model(
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    dims: ParallelDims | None = None,
-    dtype: str = "bf16",
-    grad_dtype: str = "fp32",
-    zero_stage: int = 1,
-    optimizer: str = "adamw",
-    attention: Attention = "flash",
-    packed: bool = True,
-    fused_kernels: bool = False,
-    sequence_parallel: bool = False,
-    frozen_towers: frozenset[Tower] = frozenset(),
-    dp_bytes_per_s: float | None = None,
-    efficiency: Efficiency | None = None,
-) -> Profile:
-    """Analytic seconds and bytes of every layer of `model` on one `device`.
+def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
+    """Analytic seconds and bytes of every layer of `model` on one `device`: what plans are made of without a GPU.
 
-    attention: "flash" skips masked pairs and needs no mask; "sdpa" and "eager" are Transformers' own paths.
-    packed: several samples share one row of tokens, which SDPA can only do with a mask.
-    fused_kernels: norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch operations.
-    sequence_parallel: of the language model, over the tp devices.
-    dp_bytes_per_s: what one device sends to its data-parallel neighbours; used by ZeRO-3, None means its own node.
+    `choices` are fields of `CostSettings`: dims, dtype, zero_stage, attention, fused_kernels, frozen_towers, ...
+
+    >>> import trimtab
+    >>> model, device = trimtab.describe("Qwen2.5-VL-7B"), trimtab.find_device("A100-80GB")
+    >>> profile = trimtab.profile_model(model, device, dims=trimtab.ParallelDims(tp=2), zero_stage=2)
+    >>> profile.layers[0].name
+    'model.visual.patch_embed'
     """
-    settings = CostSettings(
-        dims=dims or ParallelDims(),
-        dtype=dtype,
-        grad_dtype=grad_dtype,
-        zero_stage=zero_stage,
-        optimizer=optimizer,
-        attention=attention,
-        packed=packed,
-        fused_kernels=fused_kernels,
-        sequence_parallel=sequence_parallel,
-        frozen_towers=frozen_towers,
-        dp_bytes_per_s=dp_bytes_per_s,
-        efficiency=efficiency or Efficiency(),
-    )
+    return price_model(model, device, CostSettings(**choices))
+
+
+def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
+    """`profile_model` under given settings."""
     problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
     if problems:
         raise PartitionError(join_problems(problems))
-    layers = zip(
-        model.layers, find_gradients(model.layers, frozen_towers), group_layers(model, frozen_towers), strict=True
-    )
+    frozen = settings.frozen_towers
+    groups, gradients = group_layers(model, frozen), find_gradients(model.layers, frozen)
+    first = {group: i for i, group in reversed(list(enumerate(groups)))}  # layers of one group cost the same
+    costs = {g: cost_layer(model.layers[i], gradients[i], device, settings, group=g) for g, i in first.items()}
     return Profile(
-        layers=tuple(cost_layer(x, gradients, device, settings, group=group) for x, gradients, group in layers),
+        layers=tuple(replace(costs[g], name=layer.name) for layer, g in zip(model.layers, groups, strict=True)),
         method="analytic",
         device=device,
         dims=settings.dims,
-        dtype=dtype,
+        dtype=settings.dtype,
         time_error=TIME_ERROR,
         memory_error=MEMORY_ERROR,
         assumptions=tuple(_list_assumptions(model, settings)),
-        attention=attention,
-        fused_kernels=fused_kernels,
-        frozen_towers=tuple(sorted(frozen_towers)),
+        attention=settings.attention,
+        fused_kernels=settings.fused_kernels,
+        frozen_towers=tuple(sorted(frozen)),
         layers_blake2b=layers_fingerprint(model),
     )
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from trimtab.costs.profile import layers_fingerprint
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier
+
+Terms = tuple[float, ...]
+"""Coefficients of WORK_TERMS."""
 
 
 def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
@@ -64,21 +70,18 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     Assumption: tp divides measured seconds as it divides the formulas'. Bytes, and what comes once a step, are the
     formulas'; a calibration's constant of a step is added.
     """
-    measured_links = base.dims.tp > 1
+    measured = partial(_carry_seconds, measured_links=base.dims.tp > 1)
     layers = []
-    for x, at_base, at_target, alone in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+    for alike in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        x, at_base, at_target, _ = alike
         step_s = at_target.step_s
         if saved.method in ("logged", "probed"):
             step_s = max(0.0, step_s + x.step_s - at_base.step_s)
         layers.append(
             replace(
                 at_target,
-                forward_s=_carry(x.forward_s, at_base.forward_s, at_target.forward_s, alone.forward_s, measured_links),
-                backward_s=_carry(
-                    x.backward_s, at_base.backward_s, at_target.backward_s, alone.backward_s, measured_links
-                ),
-                weight_s=_carry(x.weight_s, at_base.weight_s, at_target.weight_s, alone.weight_s, measured_links),
-                tiers=tuple(_carry_tier(t, x, at_base, alone, measured_links) for t in at_target.tiers),
+                **_carry_terms(alike, ("forward_s", "backward_s", "weight_s"), measured),
+                tiers=_carry_tiers(alike, extra_backward_s=measured),
                 step_s=step_s,
             )
         )
@@ -107,18 +110,15 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
     Assumption: tp divides counted bytes as it divides the formulas'. Seconds and what comes once a step are the
     formulas'; what recompute takes is scaled from `saved`, which knows where it stops.
     """
+    again = partial(_carry_seconds, measured_links=False)
     layers = []
-    for x, at_base, at_target, alone in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
-        tiers = []
-        for tier in at_target.tiers:
-            own, formula = (_tier_of(layer, tier.name) for layer in (x, at_base))
-            priced = _carry_tier(tier, x, at_base, alone, False)
-            tiers.append(replace(priced, saved_bytes=_scale(own.saved_bytes, formula.saved_bytes, tier.saved_bytes)))
+    for alike in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        x, at_base, at_target, alone = alike
         layers.append(
             replace(
                 at_target,
-                tiers=tuple(tiers),
-                output_bytes=_scale(x.output_bytes, at_base.output_bytes, at_target.output_bytes),
+                tiers=_carry_tiers(alike, extra_backward_s=again, saved_bytes=_scale),
+                **_carry_terms(alike, ("output_bytes",), _scale),
                 transient_bytes=_carry_transient(x.transient_bytes, at_base, at_target, alone),
                 other_transient_bytes=_carry_transient(x.other_transient_bytes, at_base, at_target, alone),
                 entry_bytes=x.entry_bytes,
@@ -146,30 +146,52 @@ def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Pr
     `saved` nothing changes. Optimizer and ZeRO stage are those of `saved`.
     """
     layers = []
-    for x, at_base, at_target in zip(saved.layers, base.layers, carried.layers, strict=True):
-        tiers = []
-        for tier in at_target.tiers:
-            own, formula = (_tier_of(layer, tier.name) for layer in (x, at_base))
-            kept = _scale(own.saved_bytes, formula.saved_bytes, tier.saved_bytes)
-            tiers.append(replace(tier, saved_bytes=kept))
+    for alike in zip(saved.layers, base.layers, carried.layers, strict=True):
+        x, at_base, at_target = alike
         layers.append(
             replace(
                 at_target,
-                tiers=tuple(tiers),
+                tiers=_carry_tiers(alike, saved_bytes=_scale),
+                **_carry_terms(alike, ("output_bytes",), _scale),
+                **_carry_terms(alike, ("transient_bytes", "other_transient_bytes"), _shift),
                 state_bytes=_in_proportion(x.state_bytes, at_base.state_bytes, at_target.state_bytes),
-                output_bytes=_scale(x.output_bytes, at_base.output_bytes, at_target.output_bytes),
                 entry_bytes=x.entry_bytes,
-                transient_bytes=_shift(x.transient_bytes, at_base.transient_bytes, at_target.transient_bytes),
-                other_transient_bytes=_shift(
-                    x.other_transient_bytes, at_base.other_transient_bytes, at_target.other_transient_bytes
-                ),
                 group=x.group,
             )
         )
     return replace(carried, layers=tuple(layers), memory_error=saved.memory_error)
 
 
-def _scale(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
+# -- one layer as the saved profile, the formulas at its degrees, and those at the plan's have it --------------------
+
+
+def _carry_terms(alike: Sequence[LayerCost], names: Sequence[str], rule: Callable[..., Terms]) -> dict[str, Any]:
+    """Each of these tuples of the layer by `rule`, which is handed what each profile says of it."""
+    return {name: rule(*(getattr(layer, name) for layer in alike)) for name in names}
+
+
+def _carry_tiers(alike: Sequence[LayerCost], **rules: Callable[..., Terms]) -> tuple[RecomputeTier, ...]:
+    """The tiers of the plan's formulas; of each the tuples named by their rules."""
+    result = []
+    for tier in alike[2].tiers:
+        own = [found for layer in alike if (found := layer.tier(tier.name)) is not None]
+        assert len(own) == len(alike), "`refuse_unlike` comes first"
+        made: dict[str, Any] = {name: rule(*(getattr(x, name) for x in own)) for name, rule in rules.items()}
+        result.append(replace(tier, **made))
+    return tuple(result)
+
+
+def _carry_seconds(saved: Terms, base: Terms, target: Terms, linkless: Terms, *, measured_links: bool) -> Terms:
+    if base == target:
+        return saved
+    result = []
+    for s, b, t, alone in zip(saved, base, target, linkless, strict=False):  # weight_s is empty where it is not known
+        kept = t if measured_links else alone
+        result.append((s * kept / b if b > 0 else s) + (t - kept))
+    return tuple(result)
+
+
+def _scale(saved: Terms, base: Terms, target: Terms, *_: Terms) -> Terms:
     return tuple(map(_in_proportion, saved, base, target))
 
 
@@ -177,15 +199,13 @@ def _in_proportion(saved: float, base: float, target: float) -> float:
     return saved * target / base if base > 0 and base != target else saved
 
 
-def _shift(saved: tuple[float, ...], base: tuple[float, ...], target: tuple[float, ...]) -> tuple[float, ...]:
+def _shift(saved: Terms, base: Terms, target: Terms) -> Terms:
     if base == target:
         return saved
     return tuple(t + (s - b) for s, b, t in zip(saved, base, target, strict=True))
 
 
-def _carry_transient(
-    saved: tuple[float, ...], base: LayerCost, target: LayerCost, linkless: LayerCost
-) -> tuple[float, ...]:
+def _carry_transient(saved: Terms, base: LayerCost, target: LayerCost, linkless: LayerCost) -> Terms:
     """Scaled; and what `target` gathers on top of `linkless`. Nothing stays nothing."""
     if not saved:
         return ()
@@ -194,36 +214,6 @@ def _carry_transient(
     return tuple(own + (more - less) for own, (more, less) in zip(scaled, gathered, strict=True))
 
 
-def _most_moment(layer: LayerCost) -> tuple[float, ...]:
+def _most_moment(layer: LayerCost) -> Terms:
     """The larger of a formula's two moments, term by term."""
-    other = layer.other_transient_bytes or layer.transient_bytes
-    return tuple(map(max, layer.transient_bytes, other))
-
-
-def _tier_of(layer: LayerCost, name: str) -> RecomputeTier:
-    tier = layer.tier(name)
-    assert tier is not None, "`refuse_unlike` comes first"
-    return tier
-
-
-def _carry(
-    saved: tuple[float, ...],
-    base: tuple[float, ...],
-    target: tuple[float, ...],
-    linkless: tuple[float, ...],
-    measured_links: bool,
-) -> tuple[float, ...]:
-    if base == target:
-        return saved
-    result = []
-    for s, b, t, alone in zip(saved, base, target, linkless, strict=True):
-        kept = t if measured_links else alone
-        result.append((s * kept / b if b > 0 else s) + (t - kept))
-    return tuple(result)
-
-
-def _carry_tier(
-    target: RecomputeTier, saved: LayerCost, base: LayerCost, linkless: LayerCost, measured_links: bool
-) -> RecomputeTier:
-    own, at_base, alone = (_tier_of(layer, target.name).extra_backward_s for layer in (saved, base, linkless))
-    return replace(target, extra_backward_s=_carry(own, at_base, target.extra_backward_s, alone, measured_links))
+    return tuple(map(max, layer.transient_bytes, layer.other_transient_bytes or layer.transient_bytes))

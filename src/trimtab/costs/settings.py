@@ -43,19 +43,19 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
-    """The choices of `profile_model`, checked together; see there for what each means."""
+    """The choices of `profile_model`, checked together."""
 
-    dims: ParallelDims
+    dims: ParallelDims = field(default_factory=ParallelDims)
     dtype: str = "bf16"
     grad_dtype: str = "fp32"
     zero_stage: int = 1
     optimizer: str = "adamw"
-    attention: Attention = "flash"
-    packed: bool = True
-    fused_kernels: bool = False
-    sequence_parallel: bool = False
+    attention: Attention = "flash"  # skips masked pairs and needs no mask; sdpa, eager: Transformers' own paths
+    packed: bool = True  # several samples share one row of tokens, which SDPA can only do with a mask
+    fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
+    sequence_parallel: bool = False  # of the language model, over the tp devices
     frozen_towers: frozenset[Tower] = frozenset()
-    dp_bytes_per_s: float | None = None
+    dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def __post_init__(self) -> None:

@@ -22,11 +22,11 @@ from trimtab.costs.analytic import Gradients, find_gradients
 from trimtab.costs.devices import find_device
 from trimtab.costs.kind_model import DTYPES, refusing
 from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
-from trimtab.costs.profile import profile_model
+from trimtab.costs.profile import price_model
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.timed_model import Call, RealModel, Run, build_model, has_flash, runs
 from trimtab.errors import TrimtabError
-from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, Tower
+from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, Profile, Tower
 
 Clock = Literal["wall", "process"]
 """Of the CPU: seconds that pass, or that this process's threads compute (for one thread on a machine with others)."""
@@ -82,14 +82,8 @@ def profile_timed(
     options = options or TimingOptions()
     attention, sizes = options.attention_on(device), options.sizes_on(device)
     frozen = frozenset(options.frozen_towers)
-    settings = CostSettings(dims=ParallelDims(), dtype=options.dtype, attention=attention, frozen_towers=frozen)
-    analytic = profile_model(
-        model,
-        measure_device(device, options.dtype, clock=options.clock),
-        dtype=options.dtype,
-        attention=attention,
-        frozen_towers=frozen,
-    )
+    settings = CostSettings(dtype=options.dtype, attention=attention, frozen_towers=frozen)
+    analytic = price_model(model, measure_device(device, options.dtype, clock=options.clock), settings)
     measured = time_layers(config, model, analytic, settings, device, options, progress=progress)
     how = f"{options.dtype}, {attention} attention, medians of {options.repeats} at {', '.join(map(str, sizes))} rows"
     if options.clock == "process" and device.type == "cpu":

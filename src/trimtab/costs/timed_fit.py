@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
+from trimtab.costs.least_squares import least_squares
 from trimtab.specs import FloatArray
 
 _SAME_DIRECTION = 1e-6  # of the largest singular value: what two columns must differ by to be told apart
@@ -36,7 +36,9 @@ def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float])
     bases = _bases(shape)
     columns = [(work @ basis.T) / seconds[:, None] for basis in bases]
     number = next((i for i, c in enumerate(columns) if _told_apart(c)), len(bases) - 1)
-    coefficients = _non_negative(columns[number]) @ bases[number]
+    told = columns[number]
+    zero, size = np.zeros(told.shape[1]), np.linalg.norm(told, axis=0)
+    coefficients = least_squares(told, np.ones(len(told)), prior=zero, unit=1.0 / size) @ bases[number]
     misses = np.abs(work @ coefficients / seconds - 1.0)
     return Fit(coefficients=tuple(coefficients.tolist()), error=float(misses.max()), resolved=number == 0)
 
@@ -56,20 +58,3 @@ def _told_apart(columns: FloatArray) -> bool:
         return False
     values = np.linalg.svd(columns / norms, compute_uv=False)
     return bool(values[-1] > _SAME_DIRECTION * values[0])
-
-
-def _non_negative(columns: FloatArray) -> FloatArray:
-    """x >= 0 with the least |columns x - 1|: the best of the least-squares solutions over all subsets of columns."""
-    count = columns.shape[1]
-    norms = np.linalg.norm(columns, axis=0)
-    scaled = columns / norms
-    best, least = np.zeros(count), np.inf
-    for size in range(count, 0, -1):
-        for chosen in combinations(range(count), size):
-            part = scaled[:, chosen]
-            solution = np.linalg.lstsq(part, np.ones(len(part)), rcond=None)[0]
-            residual = float(np.linalg.norm(part @ solution - 1.0))
-            if (solution >= 0).all() and residual < least - 1e-12:
-                least, best = residual, np.zeros(count)
-                best[list(chosen)] = solution / norms[list(chosen)]
-    return best

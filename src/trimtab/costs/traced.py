@@ -13,13 +13,11 @@ from typing import Any
 from torch import nn
 
 from trimtab.costs.kind_model import ROW, KindModel, count_pairs, refusing
-from trimtab.costs.profile import group_layers, is_unpriced, profile_model
+from trimtab.costs.profile import group_layers, is_unpriced, price_model
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import PATCHES, KindCounts, Probe, TracedProfile, fit_counts, traced_profile
-from trimtab.costs.traced_kernels import fuse_kernels
 from trimtab.costs.traced_step import trace_step
 from trimtab.models.asking.inputs import quietly
-from trimtab.options import Attention, Tower
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims
 
 _LARGE = (2048, 4096)
@@ -35,61 +33,39 @@ def profile_traced(
     model: ModelSpec,
     device: DeviceSpec,
     *,
-    dtype: str = "bf16",
-    attention: Attention = "sdpa",
-    packed: bool = True,
-    fused_kernels: bool = False,
-    frozen_towers: frozenset[Tower] = frozenset(),
-    compare_fused: bool = True,
     rows: tuple[int, ...] | None = None,
+    **choices: Any,
 ) -> TracedProfile:
     """The profile of `model` (described from `config`) with bytes counted on its layers as Transformers builds them.
 
     At tp 1; one layer of each kind is real, the others hand their rows on; nothing takes the memory of weights.
-    `packed`: samples share a row of tokens, so SDPA and eager attention are handed masks. `compare_fused`: count what
-    fused norms and gates would keep too. `rows`: of the steps that give transients; few are enough for narrow layers.
+    `choices` are fields of `CostSettings` other than dims; attention is "sdpa" unless they say so. With `packed`, SDPA
+    and eager attention are handed masks. `rows`: of the steps that give transients; few are enough for narrow layers.
     Seconds are the formulas'. Raises `UnknownModelError` where Transformers has no such model or takes no step.
     """
-    settings = CostSettings(
-        dims=ParallelDims(),
-        dtype=dtype,
-        attention=attention,
-        packed=packed,
-        fused_kernels=fused_kernels,
-        frozen_towers=frozen_towers,
-    )
-    numbers = group_layers(model, frozen_towers)
+    settings = CostSettings(dims=ParallelDims(), **{"attention": "sdpa", **choices})
+    numbers = group_layers(model, settings.frozen_towers)
     groups = {numbers.index(group): group for group in set(numbers)}  # by the first layer of each
     traced = KindModel(config, model, settings, sorted(groups))
     kept = [_probe(traced, times, words) for times, words in _SMALL]
     unit = max(1.0, kept[0].work[traced.numbers[0]][PATCHES])
-    large = rows or (_LARGE_EAGER if attention == "eager" else _LARGE)
+    large = rows or (_LARGE_EAGER if settings.attention == "eager" else _LARGE)
     recomputed = [_probe(traced, max(1, round(size / unit)), size, recompute=True) for size in large]
-    fused = []
-    if compare_fused and not fused_kernels:
-        fuse_kernels(traced.module)
-        fused = [_probe(traced, *_SMALL[0], backward=False)]
     warnings = traced.say()
-    if attention == "eager":
+    if settings.attention == "eager":
         warnings.append(
             "Eager attention keeps the scores of every pair: bytes grow with the square of the rows; "
             "use sdpa or flash attention."
         )
-    how = f"{dtype}, {attention} attention{', fused norms and gates' if fused_kernels else ''}"
-    if traced.packed and attention != "flash":
+    how = f"{settings.dtype}, {settings.attention} attention"
+    if settings.fused_kernels:
+        how += ", fused norms and gates"
+    if traced.packed and settings.attention != "flash":
         how += ", several samples to a row, so with masks"
-    kinds = fit_counts(model, settings, groups, kept, recomputed, fused)
+    kinds = fit_counts(model, settings, groups, kept, recomputed)
     warnings += _list_misfits(model, kinds)
     idle = set(groups.values()) - {x.group for x in kinds} if traced.has_images else set()
-    analytic = profile_model(
-        price_layers(model, kinds, numbers, idle=idle),
-        device,
-        dtype=dtype,
-        attention=attention,
-        packed=packed,
-        fused_kernels=fused_kernels,
-        frozen_towers=frozen_towers,
-    )
+    analytic = price_model(price_layers(model, kinds, numbers, idle=idle), device, settings)
     return traced_profile(analytic, model, settings, kinds, how=how, warnings=warnings)
 
 
@@ -126,7 +102,7 @@ def price_layers(
     return replace(model, layers=tuple(layers))
 
 
-def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = False, backward: bool = True) -> Probe:
+def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = False) -> Probe:
     """One traced step on `times` the smallest images and `num_text` words; every block recomputed, or none."""
     layers = kinds.model.layers
     batch = kinds.batches.make(times, num_text, multiple=ROW)
@@ -147,7 +123,6 @@ def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = Fal
             recomputed=blocks if recompute else (),
             rng_state_bytes=16,
             accumulate=True,
-            backward=backward,
         )
     return Probe(trace=trace, numbers=kinds.numbers, work=kinds.work(pairs, batch))
 

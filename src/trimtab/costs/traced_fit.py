@@ -50,7 +50,6 @@ class KindCounts:
     backward_flops: Terms
     recompute_flops: Terms
     misfit: float = 0.0  # share of the largest count that these terms leave: products of tokens and patches have none
-    fused_bytes: Terms | None = None  # kept_bytes if norms and gates were single kernels; None: they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +115,16 @@ def fit_counts(
     groups: Mapping[int, int],
     kept: Sequence[Probe],
     recomputed: Sequence[Probe],
-    fused: Sequence[Probe],
 ) -> tuple[KindCounts, ...]:
     """Counts of each traced layer as coefficients of WORK_TERMS.
 
     `groups`: of the layer that stands for each. `kept`: steps in which nothing was recomputed; bytes and FLOPs are
     sums of their terms, so the fit leaves nothing, or says what (`TrimtabError` if it leaves 30 %).
     `recomputed`: larger ones with every block recomputed; transients are maxima of sums, so these are lines through
-    large sizes. `fused`: the first of the steps `kept`, with fused kernels; what those save is a sum of rows alone.
+    large sizes.
     """
     blocks = {x.name for x in model.layers if x.kind == "block"}
     shares = [share_bytes(probe.trace, blocks=blocks) for probe in kept]
-    fused_shares = [share_bytes(probe.trace, blocks=blocks) for probe in fused]
     counts = []
     for number in sorted(set(groups) & set(kept[0].numbers)):
         place, layer = kept[0].numbers.index(number), model.layers[number]
@@ -138,11 +135,10 @@ def fit_counts(
             continue
 
         misfits: list[float] = []
-        fit = partial(_fit_into, misfits, work, columns, layer.name)
+        fit = partial(_fit, layer.name, work, columns, misfits)
         kept_bytes = fit([s[place].kept for s in shares], "kept bytes")
         recomputed_bytes = fit([s[place].recomputed for s in shares], "bytes kept under recompute")
         again = _difference(kept_bytes, recomputed_bytes if layer.name in blocks else kept_bytes)
-        less = [a[place].kept - b[place].kept for a, b in zip(shares, fused_shares, strict=False)]
         counts.append(
             KindCounts(
                 layer=number,
@@ -156,8 +152,7 @@ def fit_counts(
                 forward_flops=fit([x.forward_flops for x in traced], "forward FLOPs"),
                 backward_flops=fit([x.backward_flops for x in traced], "backward FLOPs"),
                 recompute_flops=fit([x.recompute_flops for x in traced], "recompute FLOPs"),
-                misfit=max(misfits),
-                fused_bytes=_without(kept_bytes, less, work, find_columns(layer, settings).rows) if fused else None,
+                misfit=max(misfits, default=0.0),
             )
         )
     return tuple(counts)
@@ -168,25 +163,14 @@ def _columns(layer: LayerSpec, settings: CostSettings) -> list[int]:
     return [0, PATCHES, TOKENS, find_columns(layer, settings).pairs]
 
 
-def _fit_into(
-    misfits: list[float],
-    work: FloatArray,
-    columns: Sequence[int],
-    name: str,
-    values: Sequence[int],
-    what: str,
+def _fit(
+    name: str, work: FloatArray, columns: Sequence[int], misfits: list[float], values: Sequence[int], what: str
 ) -> Terms:
-    terms, left = _fit(work, values, columns, f"{what} of {name}")
-    misfits.append(left)
-    return terms
-
-
-def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: str) -> tuple[Terms, float]:
-    """Coefficients that give `values`, and the share that they leave."""
+    """Coefficients of layer `name` that give `values`; the share that they leave is added to `misfits`."""
     y = np.array(values, dtype=np.float64)
     terms = [0.0] * NUM_WORK_TERMS
     if not y.any():
-        return tuple(terms), 0.0
+        return tuple(terms)
     # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
     for chosen in (columns[:-1], columns):
         X = work[:, chosen]
@@ -197,18 +181,14 @@ def _fit(work: FloatArray, values: Sequence[int], columns: Sequence[int], what: 
             break
     if left > MAX_MISFIT:
         raise TrimtabError(
-            f"{what} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave {left:.2%}: "
-            "this model does not keep the same for each row; profile without --traced, and please report it"
+            f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave "
+            f"{left:.2%}: this model does not keep the same for each row; profile without --traced, and please report "
+            "it"
         )
     for column, value in zip(chosen, found, strict=True):
         terms[column] = float(value)
-    return tuple(terms), float(left) if left > MISFIT else 0.0
-
-
-def _without(kept: Terms, less: Sequence[int], work: FloatArray, rows: int) -> Terms:
-    """`kept` less what each row saves."""
-    terms = list(kept)
-    terms[rows] -= max(saved / work[i, rows] for i, saved in enumerate(less))
+    if left > MISFIT:
+        misfits.append(float(left))
     return tuple(terms)
 
 
@@ -301,7 +281,7 @@ def traced_profile(
 
 
 def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """Groups anew: the first layer of a tower may hold more than those that were like it."""
+    """New groups: the first layer of a tower may hold more than those that were like it."""
     groups: dict[tuple[object, ...], int] = {}
     return tuple(
         replace(x, group=groups.setdefault((x.group, x.tiers), len(groups)))  # tiers alone were changed unlike

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimtab.errors import TrimtabError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SavedStorage:
     """Memory that autograd kept when the forward was over, and who wanted it; layers by their place in `Trace.layers`.
 
@@ -16,28 +16,28 @@ class SavedStorage:
     """
 
     num_bytes: int
-    savers: frozenset[int]  # layers that saved it
-    saved_outside: bool  # code outside all layers saved it
-    entered: frozenset[int]  # layers it was handed to, by position: held as long as they are recomputed
-    named: frozenset[int]  # layers it was handed to by keyword (rotary tables, masks): held all the same
-    follows_gradient: bool  # it is part of the graph, as rows are and masks are not
-    behind: int | None  # the layer last entered when code outside first saved it; None: before all of them
+    savers: set[int] = field(default_factory=set)  # layers that saved it
+    saved_outside: bool = False  # code outside all layers saved it
+    entered: set[int] = field(default_factory=set)  # layers it was handed to, by position: held while they recompute
+    named: set[int] = field(default_factory=set)  # layers it was handed to by keyword (rotary tables, masks): as well
+    follows_gradient: bool = False  # it is part of the graph, as rows are and masks are not
+    behind: int | None = None  # the layer last entered when code outside first saved it; None: before all of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TracedLayer:
     """One layer in the traced step; sums over its calls where it ran more than once, except for the transients."""
 
     name: str
     num_params: int
-    num_calls: int
-    keeps: bool  # autograd kept something for it: recompute has something to free
-    output_bytes: int
-    forward_flops: int
-    backward_flops: int  # with what is computed again, where the layer was recomputed
-    recompute_flops: int  # what recompute adds: it stops at the last tensor backward needs
-    forward_transient_bytes: int  # most that lived from its start to the next layer's, above what was there before
-    backward_transient_bytes: int  # the same inside its backward: computed again where recomputed, and gradients
+    num_calls: int = 0
+    keeps: bool = False  # autograd kept something for it: recompute has something to free
+    output_bytes: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0  # with what is computed again, where the layer was recomputed
+    recompute_flops: int = 0  # what recompute adds: it stops at the last tensor backward needs
+    forward_transient_bytes: int = 0  # most that lived from its start to the next layer's, above what was there before
+    backward_transient_bytes: int = 0  # the same inside its backward: computed again where recomputed, and gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

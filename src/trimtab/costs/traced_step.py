@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,14 +32,13 @@ def trace_step(
     recomputed: Collection[str] = (),
     rng_state_bytes: int | None = None,
     accumulate: bool = False,
-    backward: bool = True,
 ) -> Trace:
     """What `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (module paths).
 
     `recomputed` are checkpointed while the step runs (non-reentrant), each with `rng_state_bytes` of random state, by
     default that of the CPU's generator: so `peak_bytes` is the peak of that choice. `accumulate`: gradients of an
     earlier micro-batch are there (and not counted), so those of this one live only until they are added. The gradients
-    of `module` are cleared. Without `backward` its counts are 0. Layers must not lie in one another.
+    of `module` are cleared. Layers must not lie in one another.
     """
     _refuse_unusable(module, layers, recomputed)
     fixed = [*module.parameters(), *module.buffers()]
@@ -51,11 +50,11 @@ def trace_step(
                 parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
     mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
-    recorder = _Recorder(mode, len(layers), fixed)
+    parts = {name: module.get_submodule(name) for name in layers}
+    recorder = _Recorder(mode, parts, fixed)
     state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
-    parts = [module.get_submodule(name) for name in layers]
     with ExitStack() as stack:
-        for place, (name, part) in enumerate(zip(layers, parts, strict=True)):
+        for place, (name, part) in enumerate(parts.items()):
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
@@ -66,18 +65,14 @@ def trace_step(
         gc.collect(0)
         recorder.end_forward()
         forward_bytes = mode.live_bytes
-        storages, keepers = recorder.list_storages(), recorder.list_keepers()
-        if backward:
-            recorder.begin_backward()
-            loss.backward()
-            recorder.end_backward()
+        storages = recorder.list_storages()
+        recorder.begin_backward()
+        loss.backward()
+        recorder.end_backward()
     del loss
     module.zero_grad(set_to_none=True)
     return Trace(
-        layers=tuple(
-            record.as_layer(name, part, keeps=place in keepers)
-            for place, (name, part, record) in enumerate(zip(layers, parts, recorder.records, strict=True))
-        ),
+        layers=tuple(recorder.records),
         storages=storages,
         recomputed=frozenset(recomputed),
         forward_bytes=forward_bytes,
@@ -150,39 +145,16 @@ class _Call:
     last_saved_flops: int | None = None
 
 
-@dataclass
-class _Storage:
-    num_bytes: int
-    follows_gradient: bool = False
-    savers: set[int] = field(default_factory=set)
-    saved_outside: bool = False
-    behind: int | None = None
-    entered: set[int] = field(default_factory=set)
-    named: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Record:
-    num_calls: int = 0
-    output_bytes: int = 0
-    forward_flops: int = 0
-    recompute_flops: int = 0
-    backward_flops: int = 0
-    forward_transient_bytes: int = 0
-    backward_transient_bytes: int = 0
-
-    def as_layer(self, name: str, part: nn.Module, *, keeps: bool) -> TracedLayer:
-        counts = asdict(self) | ({} if keeps else {"recompute_flops": 0})
-        return TracedLayer(name=name, num_params=sum(p.numel() for p in part.parameters()), keeps=keeps, **counts)
-
-
 class _Recorder:
     """Hooks around layers, and what they saw."""
 
-    def __init__(self, mode: StepMode, num_layers: int, fixed: Iterable[Tensor]) -> None:
+    def __init__(self, mode: StepMode, layers: Mapping[str, nn.Module], fixed: Iterable[Tensor]) -> None:
         self.mode = mode
-        self.records = [_Record() for _ in range(num_layers)]
-        self.storages: dict[int, _Storage] = {}  # by number
+        self.records = [
+            TracedLayer(name=name, num_params=sum(p.numel() for p in part.parameters()))
+            for name, part in layers.items()
+        ]
+        self.storages: dict[int, SavedStorage] = {}  # by number
         self.open_calls: list[_Call] = []
         self.calls: list[_Call] = []
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
@@ -278,12 +250,9 @@ class _Recorder:
 
     def _number(self, tensor: Tensor) -> int:
         number = self.mode.identify(tensor)
-        storage = self.storages.setdefault(number, _Storage(tensor.untyped_storage().nbytes()))
+        storage = self.storages.setdefault(number, SavedStorage(num_bytes=tensor.untyped_storage().nbytes()))
         storage.follows_gradient |= tensor.requires_grad
         return number
-
-    def list_keepers(self) -> frozenset[int]:
-        return frozenset(kept.call.place for kept in self.kept if kept.call is not None)
 
     def list_storages(self) -> tuple[SavedStorage, ...]:
         """In the order they were first met; those of parameters and buffers left out."""
@@ -296,27 +265,23 @@ class _Recorder:
             else:
                 storage.savers.add(kept.call.place)
                 keeping.add(kept.call)
+                self.records[kept.call.place].keeps = True
         for call in keeping:
             for number in call.entered:
                 self.storages[number].entered.add(call.place)
             for number in call.named:
                 self.storages[number].named.add(call.place)
+        for record in self.records:
+            if not record.keeps:  # then recompute has nothing to do
+                record.recompute_flops = 0
         return tuple(
-            SavedStorage(
-                num_bytes=x.num_bytes,
-                savers=frozenset(x.savers),
-                saved_outside=x.saved_outside,
-                entered=frozenset(x.entered),
-                named=frozenset(x.named),
-                follows_gradient=x.follows_gradient,
-                behind=x.behind,
-            )
+            x
             for number, x in self.storages.items()
             if number not in self.fixed and (x.savers or x.saved_outside or x.entered or x.named)
         )
 
 
-def _earlier(storage: _Storage, behind: int | None) -> int | None:
+def _earlier(storage: SavedStorage, behind: int | None) -> int | None:
     """Where code outside first saved it: handles come in no order."""
     if not storage.saved_outside:
         return behind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from trimtab.demo.recipe import make_pictures
-from trimtab.demo.samples import SOURCES, make_sample
+from trimtab.demo.samples import make_sample
 from trimtab.demo.tokenizer import tokenizer_config, train_tokenizer
 from trimtab.errors import TrimtabError
 from trimtab.files import write_atomically
@@ -30,8 +29,6 @@ class DemoData:
     tokenizer_config: Path
     num_samples: int
     num_pictures: int  # files; samples share them
-    num_bytes: int
-    samples_per_source: tuple[tuple[str, int], ...]
 
 
 def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progress: Progress | None = None) -> DemoData:
@@ -44,24 +41,22 @@ def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progre
         raise TrimtabError(f"a demo of {num_samples} samples was asked for, and holds nothing to plan: draw 1 or more")
     from trimtab.demo.pictures import encode
 
-    report = progress or _say_nothing
+    report = progress or (lambda _what, _done, _total: None)
     rng = Random(seed)  # noqa: S311 - draws pictures, guards no secret
     pictures = make_pictures(rng, min(320, max(40, num_samples // 6)))
     samples = [make_sample(rng, number, pictures) for number in range(num_samples)]
     images = folder / "images"
-    num_bytes = 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         for done, (picture, content) in enumerate(zip(pictures, threads.map(encode, pictures), strict=True), 1):
-            num_bytes += _write(images / picture.file, content)
+            _write(images / picture.file, content)
             report("images", done, len(pictures))
     report("tokenizer", 0, 1)
     texts = (text for sample in samples for turn in sample.turns for text in turn)
     tokenizer, config, data = (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "data.jsonl"))
-    num_bytes += _write(tokenizer, train_tokenizer(texts).encode())
-    num_bytes += _write(config, tokenizer_config().encode())
+    _write(tokenizer, train_tokenizer(texts).encode())
+    _write(config, tokenizer_config().encode())
     report("tokenizer", 1, 1)
-    num_bytes += _write(data, "".join(sample.line() for sample in samples).encode())
-    counts = Counter(sample.source for sample in samples)
+    _write(data, "".join(sample.line() for sample in samples).encode())
     return DemoData(
         folder=folder,
         data=data,
@@ -70,16 +65,9 @@ def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progre
         tokenizer_config=config,
         num_samples=num_samples,
         num_pictures=len(pictures),
-        num_bytes=num_bytes,
-        samples_per_source=tuple((source, counts[source]) for source in SOURCES),
     )
 
 
-def _say_nothing(what: str, done: int, total: int) -> None:
-    pass
-
-
-def _write(path: Path, content: bytes) -> int:
-    """Bytes written; a demo can be drawn again, and hundreds of images need not wait for the disk."""
+def _write(path: Path, content: bytes) -> None:
+    """A demo can be drawn again, and hundreds of images need not wait for the disk."""
     write_atomically(path, content, sync=False)
-    return len(content)

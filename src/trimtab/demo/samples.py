@@ -25,6 +25,17 @@ _LENGTHS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "multi-image": ((30, 20, 60), (50, 60, 200), (20, 200, 500)),
     "text": ((46, 20, 120), (32, 120, 400), (15, 400, 1100), (5, 1100, 2400), (2, 2400, 3600)),
 }
+_QUESTIONS: dict[str, tuple[str, ...]] = {
+    "page": ("Summarize this document.", "Transcribe the text of this page.", "Explain the main point of this page."),
+    "photo": (
+        "Describe this picture in detail.",
+        "Which colors stand out?",
+        "Write a short story that takes place here.",
+    ),
+    "screenshot": ("What is on this screen?", "Where would you click to go on?", "Describe it from top to bottom."),
+    "multi-image": ("What do these images have in common?", "Which image is the odd one out, and why?"),
+    "text": ('Write an essay on "{}".', 'What should I know about "{}"?', 'Tell a story called "{}".'),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,129 +65,56 @@ def make_sample(rng: Random, number: int, pictures: Sequence[Picture]) -> Sample
     """A sample of a source drawn by weight; its pictures are some of `pictures`."""
     source = rng.choices(SOURCES, _SOURCE_WEIGHTS)[0]
     images: tuple[Picture, ...] = ()
-    if source == "text":
-        turns = _talk(rng)
-    elif source == "multi-image":
+    if source == "multi-image":
         small = [p for p in pictures if p.width * p.height <= _MAX_MULTI_PIXELS]
         images = tuple(rng.choices(small, k=rng.choices((2, 3, 4, 6, 8), (50, 24, 14, 8, 4))[0]))
-        turns = _compare(rng, images)
-    else:
+    elif source != "text":
         # icons are crops of screens, and are asked about as screens are
-        picture = rng.choice([p for p in pictures if p.kind == source or (p.kind == "icon" and source == "screenshot")])
-        images = (picture,)
-        turns = _read_chart(rng, picture) if source == "chart" else _look(rng, picture, source)
-        place = "{}\n<image>" if rng.random() < 0.15 else "<image>\n{}"
-        turns[0] = (place.format(turns[0][0]), turns[0][1])
+        kinds = ("screenshot", "icon") if source == "screenshot" else (source,)
+        images = (rng.choice([p for p in pictures if p.kind in kinds]),)
+    turns = _read_chart(rng, images[0]) if source == "chart" else _talk(rng, source)
+    turns[0] = (_place(rng, turns[0][0], len(images)), turns[0][1])
     return Sample(id=f"{source}-{number:06d}", source=source, images=images, turns=tuple(turns))
+
+
+def _place(rng: Random, question: str, num_images: int) -> str:
+    """The question with its images, in one of the ways in which data sets place them."""
+    if num_images == 0:
+        return question
+    if num_images == 1:
+        return f"{question}\n<image>" if rng.randint(1, 7) == 1 else f"<image>\n{question}"
+    numbered = "".join(f"Image-{number}: <image>\n" for number in range(1, num_images + 1))
+    apart = f"First: {'<image>' * (num_images - 1)} and later: <image>\n"
+    return rng.choice((numbered, apart, "<image>" * num_images + "\n")) + question
+
+
+def _read_chart(rng: Random, picture: Picture) -> list[tuple[str, str]]:
+    """One to five questions whose answers stand in the chart."""
+    names, values = picture.labels, picture.values
+    rows = [f"| {name} | {value} |" for name, value in zip(names, values, strict=True)]
+    i, j = rng.sample(range(len(names)), 2)
+    questions = [
+        (f"What is the value for {names[i]}?", str(values[i])),
+        ("Which entry has the highest value?", f"{names[values.index(max(values))]}, with {max(values)}."),
+        (f"What is the difference between {names[i]} and {names[j]}?", str(abs(values[i] - values[j]))),
+        ("What is the title of the chart?", picture.title),
+        ("Turn the chart into a table.", "\n".join(["| entry | value |", "|---|---|", *rows])),
+    ]
+    return rng.sample(questions, rng.choices((1, 2, 3, 5), (40, 30, 20, 10))[0])
+
+
+def _talk(rng: Random, source: str) -> list[tuple[str, str]]:
+    """One to six turns; of text alone now and then about a long text that the user brings."""
+    pairs = []
+    for _ in range(rng.choices((1, 2, 3, 6), (62, 24, 12, 2))[0]):
+        question = rng.choice(_QUESTIONS[source]).format(words.title(rng))
+        if source == "text" and rng.randint(1, 8) == 1:
+            question = f"Summarize this text.\n\n{words.answer(rng, _num_words(rng, source))}"
+        pairs.append((question, words.answer(rng, _num_words(rng, source))))
+    return pairs
 
 
 def _num_words(rng: Random, source: str) -> int:
     rows = _LENGTHS[source]
     _, fewest, most = rng.choices(rows, [row[0] for row in rows])[0]
     return rng.randint(fewest, most)
-
-
-def _read_chart(rng: Random, picture: Picture) -> list[tuple[str, str]]:
-    """One to five questions whose answers stand in the chart."""
-    names, values = picture.labels, picture.values
-    highest, lowest = names[values.index(max(values))], names[values.index(min(values))]
-    i, j = rng.sample(range(len(names)), 2)
-    more = "higher" if values[i] > values[j] else "lower"
-    questions = [
-        (f"What is the value for {names[i]}?", str(values[i])),
-        ("Which entry has the highest value?", f"{highest}, with {max(values)}."),
-        ("Which entry has the lowest value?", f"{lowest}, with {min(values)}."),
-        (f"Is {names[i]} higher or lower than {names[j]}?", f"{names[i]} is {more}: {values[i]} against {values[j]}."),
-        (f"What is the difference between {names[i]} and {names[j]}?", str(abs(values[i] - values[j]))),
-        ("How many entries does the chart show?", str(len(names))),
-        ("What is the title of the chart?", picture.title),
-        (
-            "Turn the chart into a table.",
-            "\n".join(
-                ["| entry | value |", "|---|---|", *(f"| {n} | {v} |" for n, v in zip(names, values, strict=True))]
-            ),
-        ),
-    ]
-    return rng.sample(questions, rng.choices((1, 2, 3, 5), (40, 30, 20, 10))[0])
-
-
-_QUESTIONS: dict[str, tuple[str, ...]] = {
-    "page": (
-        "Summarize this document.",
-        "What does the first paragraph say?",
-        "Transcribe the text of this page.",
-        "Which dates are mentioned, and what happened then?",
-        "Explain the main point to somebody who has not read the page.",
-    ),
-    "photo": (
-        "Describe this picture in detail.",
-        "What time of day is it, and how can you tell?",
-        "Which colors stand out?",
-        "What lies in the distance?",
-        "Write a short story that takes place here.",
-        "Would this be a good place for a walk? Give reasons.",
-    ),
-    "screenshot": (
-        "What is on this screen?",
-        "Where would you click to go on?",
-        "Describe the layout from top to bottom.",
-        "Which program is this, and what is it used for?",
-        "Read out the largest text that you can see.",
-    ),
-}
-
-
-def _look(rng: Random, picture: Picture, source: str) -> list[tuple[str, str]]:
-    """Questions about a page, a photograph or a screen; what is certain about it opens the first answer."""
-    opening = {
-        "page": f'The page is headed "{picture.title}".',
-        "photo": f"A landscape: {picture.style}, with ridges that fade into the haze.",
-        "screenshot": f'A window called "{picture.title}".' if picture.kind == "screenshot" else "A small icon.",
-    }[source]
-    questions = rng.sample(_QUESTIONS[source], rng.choices((1, 2, 3), (60, 28, 12))[0])
-    pairs = [(question, words.answer(rng, _num_words(rng, source))) for question in questions]
-    if picture.labels and rng.random() < 0.6:
-        i = rng.randrange(len(picture.labels))
-        pairs.append((f'What stands in the row "{picture.labels[i]}"?', str(picture.values[i])))
-    return [(pairs[0][0], f"{opening} {pairs[0][1]}"), *pairs[1:]]
-
-
-def _compare(rng: Random, shown: Sequence[Picture]) -> list[tuple[str, str]]:
-    """A question over several images, written in one of the three ways in which data sets place them."""
-    ask = rng.choice(
-        (
-            "What do these images have in common?",
-            "Describe each image in one sentence.",
-            "Which image is the odd one out, and why?",
-            "Put the images into a sensible order and tell what happens.",
-        )
-    )
-    form = rng.randint(0, 2)
-    if form == 0:
-        question = "".join(f"Image-{i}: <image>\n" for i in range(1, len(shown) + 1)) + ask
-    elif form == 1:
-        question = "<image>" * len(shown) + "\n" + ask
-    else:
-        half = len(shown) // 2
-        question = f"Here is what we saw first: {'<image>' * half} and later: {'<image>' * (len(shown) - half)}\n{ask}"
-    listing = " ".join(f"Image {i} is a {p.kind}." for i, p in enumerate(shown, 1))
-    return [(question, f"{listing} {words.answer(rng, _num_words(rng, 'multi-image'))}")]
-
-
-def _talk(rng: Random) -> list[tuple[str, str]]:
-    """A conversation without images, one to six turns; now and then about a long text that the user brings."""
-    pairs = []
-    for _ in range(rng.choices((1, 2, 4, 6), (62, 20, 12, 6))[0]):
-        topic = words.title(rng)
-        question = rng.choice(
-            (
-                f'Write an essay on "{topic}".',
-                f'What should I know about "{topic}"?',
-                f'Give me a plan for "{topic}", step by step.',
-                f'Tell a story called "{topic}".',
-            )
-        )
-        if rng.random() < 0.12:
-            question = f"Summarize this text.\n\n{words.answer(rng, _num_words(rng, 'text'))}"
-        pairs.append((question, words.answer(rng, _num_words(rng, "text"))))
-    return pairs

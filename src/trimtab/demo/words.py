@@ -1,7 +1,7 @@
-"""English-like text from small word lists: sentences, paragraphs, and questions with their answers.
+"""English-like text from small word lists: headings, sentences and answers of a wanted length.
 
-All choices come from the `random.Random` that is passed in, and no floating point beyond comparisons is involved: the
-same seed gives the same text on every machine and every Python.
+All choices are integer choices of the `random.Random` that is passed in: the same seed gives the same text on every
+machine and every Python.
 """
 
 # ruff: noqa: SIM905 - word lists read best as text
@@ -11,179 +11,92 @@ from __future__ import annotations
 import re
 from random import Random
 
-_NOUNS = """
-    anchor archive battery beacon bridge budget cabin camera canal canyon carpet castle catalog cellar chapel
-    circuit cloud coast column compass contract copper corridor cottage courier crystal current delta design desert
-    diagram dinner district document drawing engine entrance estimate factory farm ferry field figure forest
-    fountain frame freight garden gateway glacier grain granite harbor hangar harvest helmet highway hospital index
-    instrument invoice island journal journey kettle kitchen ladder lantern laundry ledger lemon lens letter library
-    lighthouse line machine magnet manual map marble margin market meadow measure meeting memory message meter
-    mirror model monitor morning motor mountain museum network notebook number observer ocean office orchard order
-    packet paddle paper parcel passage pattern pebble pencil picture pipeline planet platform pocket portrait
-    printer process project pump quarry quarter radio railway rainfall record recipe reservoir review ribbon river
-    rocket room route saddle sample scale schedule school screen sensor shadow shelter shipment signal silver sketch
-    spring stadium staircase station stone storage storm street student summary surface survey switch table tanker
-    target teacher temple theater thermometer ticket timber tower trail trumpet tunnel turbine valley valve vessel
-    village violin voltage voyage wagon wall warehouse water weather wheel window winter workshop yard
-""".split()
-
-_ADJECTIVES = """
-    ancient annual average bitter blue bright broad broken calm careful central certain cheap clear coastal cold
-    common complete copper crowded curious daily damp dark deep delicate digital distant double dry early eastern
-    empty equal exact faint familiar fast final flat foreign former fragile fresh frozen gentle golden grand green
-    heavy hidden hollow humid idle important inner large late light little local lonely long lower main major marine
-    middle minor modern narrow new noisy northern novel open ordinary outer pale patient plain possible quiet rapid
-    rare recent red remote rough rural safe second secret sharp short silent simple slow small smooth solid southern
-    spare steady steep still strange strong sudden tall thin tiny typical unusual upper urban useful usual vast warm
-    western wide wild wooden yellow young
-""".split()
-
-_VERBS = """
-    adjust answer arrange attach borrow carry check clean climb collect compare connect count cover cross deliver
-    describe display divide employ enter examine exchange explain explore extend fasten filter finish follow gather
-    guard handle inspect install join label launch lift limit load measure melt mention mix notice observe open
-    order pack paint pass pick plant polish present print protect pull question reach record reduce repair replace
-    report rescue return review sail select sharpen show sketch sort start support test touch trace transfer travel
-    turn visit wash watch weigh
-""".split()
-
-_ADVERBS = """
-    again almost always barely calmly carefully clearly daily easily evenly finally gently gradually hardly likely
-    nearly often partly perhaps plainly promptly quickly quietly rarely seldom sharply silently slowly softly
-    sometimes soon steadily suddenly twice usually weekly
-""".split()
-
-_NAMES = """
-    Ada Amara Anton Beatriz Bilal Carmen Chen Dalia Diego Elif Emeka Farah Felix Grace Hana Hugo Ines Ivan Jana
-    Jonas Kavya Keiko Lars Leila Lucia Mateo Mei Nadia Noor Olga Omar Pavel Priya Rafael Rosa Samir Sofia Tariq
-    Tomas Uma Vera Wanda Yusuf Zoe
-""".split()
-
-_PLACES = """
-    Ankara Arequipa Bergen Bilbao Cardiff Cusco Dakar Dresden Fukuoka Galway Ghent Goa Halifax Hobart Izmir Jaipur
-    Kigali Kyoto Lagos Leipzig Lima Lyon Malmo Mombasa Nantes Oslo Porto Quito Riga Rosario Salzburg Sapporo Seville
-    Split Tampere Tartu Tbilisi Trieste Turin Utrecht Valdivia Vilnius York Zadar
-""".split()
-_TOWN_ENDINGS = ("bridge", "burg", "field", "ford", "haven", "mouth", "stead", "ton", "vale", "wick")
-MONTHS = tuple("January February March April May June July August September October November December".split())
-
-_SENTENCES = (
-    "The {adjective} {noun} near {place} was {verbed} {adverb}, and the {nouns} were {verbed} in {month}.",
-    "{name} {verbed} {number} {adjective} {nouns} before the {noun} could {verb}.",
-    "About {percent} percent of the {nouns} are {adjective}; the rest {verb} {adverb}.",
-    "Nobody in {place} had {verbed} such a {adjective} {noun} since {year}.",
-    "When the {noun} is {adjective}, {verb} the {noun} first and {verb} the {nouns} later.",
-    "A {noun} that {verbs} {adverb} needs a {adjective} {noun} and at least {number} {nouns}.",
-    "{name} and {name} {verbed} the {noun} between {place} and {place}.",
-    "In {month} {year} the {adjective} {nouns} {verbed} {number} times, {percent} percent more than in {month}.",
-    "Every {noun} should {verb} the {adjective} {noun}, unless a {noun} has been {verbed}.",
-    "The {noun} {verbs} the {noun}, the {noun} {verbs} the {nouns}, and {name} {verbs} both {adverb}.",
-    "It is {adjective}, {adjective} and {adverb} {verbed}.",
-    "Why would the {nouns} of {place} {verb} a {adjective} {noun}?",
-    "First {verb} the {noun}; then {verb} {number} {nouns}; finally, {verb} the {adjective} {noun}.",
-    "Seen from the {noun}, the {adjective} {noun} seems to {verb} {adverb}.",
-)
-
-_BEFORE_VOWEL = re.compile(r"\b([Aa]) (?=[aeiou])(?!us[ue])")  # a useful thing, an unusual thing
-
-_STEPS = (
-    "{verb} the {adjective} {noun} {adverb}",
-    "{verb} {number} {nouns} and {verb} the {noun}",
-    "ask {name} to {verb} the {noun}",
-    "wait until the {noun} is {adjective}",
-)
-
-
-def _past(verb: str) -> str:
-    if verb.endswith("e"):
-        return verb + "d"
-    if verb.endswith("y") and verb[-2] not in "aeiou":
-        return verb[:-1] + "ied"
-    doubled = {"plan", "ship", "transfer"}
-    return verb + verb[-1] + "ed" if verb in doubled else verb + "ed"
-
-
-def _with_s(word: str) -> str:
-    if word.endswith("y") and word[-2] not in "aeiou":
-        return word[:-1] + "ies"
-    return word + "es" if word.endswith(("s", "x", "ch", "sh", "z")) else word + "s"
-
-
-class _Slots(dict[str, str]):
-    """Fills each `{slot}` of a template with a fresh draw: `str.format_map` asks for the slots one by one."""
-
-    def __init__(self, rng: Random) -> None:
-        self.rng = rng
-
-    def __missing__(self, slot: str) -> str:
-        rng = self.rng
-        if slot == "number":
-            return str(rng.choice((rng.randint(2, 12), rng.randint(13, 99), rng.randint(100, 9999))))
-        if slot == "percent":
-            return str(rng.randint(1, 99))
-        if slot == "year":
-            return str(rng.randint(1961, 2024))
-        if slot == "place" and rng.random() < 0.5:
-            return rng.choice(_NOUNS).capitalize() + rng.choice(_TOWN_ENDINGS)  # rare words, for the tokenizer to split
-        if slot in ("nouns", "verbs"):
-            return _with_s(rng.choice(_LISTS[slot[:-1]]))
-        if slot == "verbed":
-            return _past(rng.choice(_VERBS))
-        return rng.choice(_LISTS[slot])
-
-
-_LISTS: dict[str, list[str] | tuple[str, ...]] = {
-    "noun": _NOUNS,
-    "adjective": _ADJECTIVES,
-    "verb": _VERBS,
-    "adverb": _ADVERBS,
-    "name": _NAMES,
-    "place": _PLACES,
-    "month": MONTHS,
+# regular words: a noun takes "s" in the plural, a verb "s" and "ed"
+_LISTS = {
+    "noun": """
+        anchor archive beacon bridge budget cabin camera canal canyon carpet castle circuit cloud column compartment
+        contract corridor cottage crystal current desert diagram dinner document engine estimate field figure forest
+        fountain garden gateway glacier harbor harvest helmet highway hospital instrument invoice island journal kettle
+        kitchen ladder lantern ledger letter machine magnet manual market meadow measurement message meter mirror model
+        monitor motor mountain museum network notebook number observer ocean office orchard packet paddle paper parcel
+        pattern pebble pencil picture pipeline planet platform printer project pump quarter recipe record ribbon river
+        rocket room sample schedule school screen sensor shadow shelter shipment signal sketch stadium station stone
+        storm student surface table tanker target teacher temple ticket tower trail tunnel valve village violin window
+    """.split(),
+    "adjective": """
+        ancient annual bitter blue bright broad broken calm careful central certain clear coastal cold common crowded
+        daily dark deep delicate digital distant double early equal familiar fast final foreign former fragile fresh
+        gentle golden green heavy hidden hollow humid important large light local long lower main marine modern narrow
+        northern novel open ordinary outer plain quiet rapid rare recent red remote rural safe sharp short silent simple
+        slow smooth solid southern steady steep strange strong sudden tall thin typical unusual urban useful vast warm
+    """.split(),
+    "verb": """
+        adjust answer attach borrow check clean collect connect count cover deliver display employ enter explain explore
+        extend fasten filter follow gather inspect install join launch lift limit load mention obtain open order paint
+        plant present print protect question reach record repair report return select sharpen show sort start support
+        test trail transport turn visit wait watch weigh
+    """.split(),
+    "place": """
+        Ankara Arequipa Bergen Bilbao Cardiff Cusco Dakar Dresden Fukuoka Galway Ghent Halifax Hobart Izmir Jaipur
+        Kigali Kyoto Lagos Leipzig Lima Lyon Malmo Mombasa Nantes Oslo Porto Quito Riga Rosario Salzburg Sapporo Seville
+        Tampere Tartu Tbilisi Trieste Turin Utrecht Valdivia Vilnius York Zadar
+    """.split(),
+    "town": "bridge burg field ford haven mouth stead ton vale wick".split(),
+    "month": "January February March April May June July August September October November December".split(),
 }
+MONTHS = tuple(_LISTS["month"])
+_NUMBERS = {"number": 9999, "percent": 99}
+_SENTENCES = (
+    "The {adjective} {noun} near {place} was {verb}ed in {month}, and the {noun}s were {verb}ed later.",
+    "About {percent} percent of the {noun}s are {adjective}; the others {verb} the {noun}.",
+    "Nobody in {place} had {verb}ed such {adjective} {noun}s before the {noun} {verb}ed them.",
+    "When the {noun} is {adjective}, {verb} the {noun} first and {verb} the {noun}s later.",
+    "Between {place} and {place}{town} there are {number} {adjective} {noun}s.",
+    "In {month} the {adjective} {noun}s {verb}ed {number} times, {percent} percent more than in {month}.",
+    "Every {noun} should {verb} the {adjective} {noun}, unless the {noun} has been {verb}ed.",
+    "Why would the {noun}s of {place}{town} {verb} the {adjective} {noun}?",
+)
+_STEPS = ("{verb} the {adjective} {noun}", "{verb} {number} {noun}s", "wait until the {noun} is {adjective}")
 
 
 def fill(rng: Random, template: str) -> str:
-    """`template` with every `{slot}` filled, first letter in upper case."""
-    text = _BEFORE_VOWEL.sub(r"\1n ", template.format_map(_Slots(rng)))
+    """`template` with a word drawn for every `{slot}`, the first letter in upper case."""
+
+    def draw(slot: re.Match[str]) -> str:
+        kind = slot[1]
+        return str(rng.randint(1, _NUMBERS[kind])) if kind in _NUMBERS else rng.choice(_LISTS[kind])
+
+    text = re.sub(r"\{(\w+)\}", draw, template)
     return text[:1].upper() + text[1:]
-
-
-def sentence(rng: Random) -> str:
-    return fill(rng, rng.choice(_SENTENCES))
 
 
 def title(rng: Random) -> str:
     """Two to four words, as a heading has them."""
-    return fill(rng, rng.choice(("{adjective} {nouns}", "{nouns} of {place}", "The {adjective} {noun} of {place}")))
+    return fill(rng, rng.choice(("{adjective} {noun}s", "{noun}s of {place}", "the {adjective} {noun} of {place}")))
 
 
 def label(rng: Random) -> str:
-    """One word, for an axis or a button."""
-    return rng.choice(rng.choice((_NOUNS, _ADJECTIVES))).capitalize()
+    """One word, for an axis or a row."""
+    return fill(rng, "{noun}")
 
 
 def paragraph(rng: Random, num_words: int) -> str:
     """Whole sentences, until they hold `num_words` words or more."""
     sentences: list[str] = []
     while num_words > 0:
-        sentences.append(sentence(rng))
+        sentences.append(fill(rng, rng.choice(_SENTENCES)))
         num_words -= sentences[-1].count(" ") + 1
     return " ".join(sentences)
 
 
 def answer(rng: Random, num_words: int) -> str:
-    """An assistant's reply of about `num_words` words: a sentence, paragraphs, or paragraphs with a numbered list."""
-    if num_words <= 40:
-        return paragraph(rng, num_words)
+    """A reply of about `num_words` words: paragraphs, and now and then a numbered list."""
     parts: list[str] = []
     while num_words > 0:
-        part = _steps(rng) if parts and rng.random() < 0.2 else paragraph(rng, rng.randint(30, 110))
-        parts.append(part)
-        num_words -= part.count(" ") + 1
+        if parts and rng.randint(1, 5) == 1:
+            steps = [fill(rng, rng.choice(_STEPS)) for _ in range(rng.randint(3, 7))]
+            parts.append("\n".join(f"{number}. {step}." for number, step in enumerate(steps, 1)))
+        else:
+            parts.append(paragraph(rng, min(num_words, rng.randint(30, 110))))
+        num_words -= parts[-1].count(" ") + 1
     return "\n\n".join(parts)
-
-
-def _steps(rng: Random) -> str:
-    steps = (fill(rng, rng.choice(_STEPS)) for _ in range(rng.randint(3, 7)))
-    return "\n".join(f"{i}. {step}." for i, step in enumerate(steps, 1))

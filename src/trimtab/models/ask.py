@@ -21,13 +21,13 @@ from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.files import write_atomically
 from trimtab.models.quote import quote
 
-Question = Literal["complete", "describe", "images"]
+Question = Literal["describe", "images"]
 MAX_CPU_S = 60  # largest published models take under 10
 MAX_WALL_S = 300  # disks of clusters are slow to import from
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**22
 CHILD = "trimtab.models.asking.child"
-ANSWERS = 2  # raise it when answers to the same question change: remembered ones are then asked anew
+ANSWERS = 3  # raise it when answers to the same question change: remembered ones are then asked anew
 
 INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which are asked for it without weights"
 
@@ -38,7 +38,7 @@ def is_installed() -> bool:
 
 
 def ask(config: Mapping[str, object], question: Question) -> Mapping[str, Any]:
-    """The child's answer: the completed configuration, or a description as `description.read_description` takes it.
+    """The child's answer: counts of images, or a description file with the completed configuration under `config`.
 
     Use `describe`, which asks by itself where it must. Answers lie in `cache_dir`; deleting it costs seconds.
     Raises `ConfigError` in one sentence where Transformers is missing, refuses, or does not end in time.

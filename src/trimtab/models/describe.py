@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trimtab.errors import ConfigError, UnknownModelError, join_problems
+from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
 from trimtab.models.families.architecture import Architecture
-from trimtab.models.families.fields import Fields
 from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.images import UnsettledRule, clip_rule, image_rule_by_processor, image_rule_or_reason, with_limits
+from trimtab.models.fields import Fields, LackingFileError
+from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
+from trimtab.models.images.apply import with_limits
+from trimtab.models.images.asked import clip_rule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
-from trimtab.specs import ImageRule, ModelOrigin, ModelSpec
+from trimtab.specs import ModelOrigin, ModelSpec
 
 MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
 
@@ -37,9 +41,9 @@ def describe(
 ) -> ModelSpec:
     """The model that `source` describes: a config.json, a folder or a description file, its content, or a shipped name.
 
-    Families with arithmetic of their own are described without torch. Another `model_type`, and a configuration that
-    leaves out what equals a class default, are put to Transformers where it is installed (`models.ask`), unless `ask`
-    is false.
+    Shipped names, description files and families with arithmetic of their own need no torch. Another `model_type`, and
+    a configuration that leaves out what equals a class default, are put to Transformers where it is installed
+    (`models.ask`), unless `ask` is false.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
     itself. It is needed where the configuration alone does not settle how images are cut, and for nothing else:
@@ -50,15 +54,10 @@ def describe(
     ill-typed field at once, and with every contradiction once all can be read.
     """
     path, config = _read_source(source)
-    origin = _origin(source, preprocessor, max_pixels, max_tiles)
-    carried = config.get("config") if "description_version" in config else None
-    if preprocessor is not None and isinstance(carried, Mapping):
-        config = carried  # images cut otherwise than the description says
+    settings, files = _read_processor(preprocessor, beside=path)
     if "description_version" in config:
-        model = _read_described(config, preprocessor, whence=str(path or "the description"))
+        model = _read_described(config, settings, files, whence=str(path or "the description"))
     else:
-        settings = _read_preprocessor(preprocessor, beside=path)
-        files = _processor_files(settings, preprocessor, beside=path)
         model = _describe_config(config, settings, files, may_ask=ask)
         model = replace(
             model,
@@ -67,20 +66,32 @@ def describe(
             clip_rule=clip_rule(config, files),
         )
     rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
+    origin = None
+    if not isinstance(source, Mapping) and not isinstance(preprocessor, Mapping):
+        other = None if preprocessor is None else str(preprocessor)
+        origin = ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
     return replace(model, name=name or model.name, image_rule=rule, origin=origin)
 
 
-def _read_described(config: Config, preprocessor: object, *, whence: str) -> ModelSpec:
-    if preprocessor is not None:
+def _read_described(config: Config, settings: Config | None, files: Files, *, whence: str) -> ModelSpec:
+    """What the file says; where images are cut otherwise (`settings`), with the rule that its configuration makes."""
+    model = read_description(config, whence=whence)
+    if settings is None:
+        return model
+    carried = config.get("config")
+    if not isinstance(carried, Mapping):
         raise ConfigError(
             f"{whence} is a description, and its image rule was settled when it was written: give --preprocessor "
             "to `trimtab describe MODEL --out` instead"
         )
-    return read_description(config, whence=whence)
+    rule = image_rule_or_reason(carried, settings)
+    return replace(
+        model, image_rule=rule, config_blake2b=_digest(carried, settings), clip_rule=clip_rule(carried, files)
+    )
 
 
 def _describe_config(config: Config, settings: Config | None, files: Files, *, may_ask: bool) -> ModelSpec:
-    """By hand-written arithmetic where a family knows every part, else by asking Transformers."""
+    """By hand-written arithmetic where a family has it and knows every part, else by asking Transformers."""
     model_type = config.get("model_type")
     by_hand = family_of(model_type).describe
     may_ask = may_ask and isinstance(model_type, str) and is_installed()
@@ -92,40 +103,22 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
             f"model_type {quote(model_type)} cannot be described: known are {names}; correct "
             f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
         )
-    fields = Fields(config)
+    fields = Fields.of_model(config, settings)
     architecture = by_hand(fields)
     found = fields.problems
     if may_ask and not found.wrong and (found.foreign or found.missing):
-        try:
-            if found.foreign:
-                return _asked(config, settings, files)
-            return _describe_completed(_completed(config), settings, files)
-        except UnknownModelError:  # a family that has remote code alone: what it lacks is said below
-            pass
-    return _assembled(model_type, architecture, fields, config, settings)
+        with contextlib.suppress(UnknownModelError):  # it has remote code alone: what it lacks is said below
+            return _asked(config, settings, files)
+    return _assembled(model_type, architecture, fields)
 
 
-def _describe_completed(config: Config, settings: Config | None, files: Files) -> ModelSpec:
-    """Of a configuration whose gaps Transformers filled."""
-    model = _describe_config({**config, "_completed": True}, settings, files, may_ask="_completed" not in config)
-    return replace(model, notes=(*model.notes, "Fields that the configuration leaves out were filled by Transformers."))
-
-
-def _assembled(
-    model_type: str, architecture: Architecture, fields: Fields, config: Config, settings: Config | None
-) -> ModelSpec:
-    problems = fields.problems.messages()
-    rule: ImageRule | None = None
-    ill = fields.problems.wrong or fields.problems.foreign
-    if not ill:  # the image rule reads some of the same fields: lacking ones it can name, ill ones no
-        try:
-            rule = image_rule_or_reason(config, settings)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems or rule is None:
-        raise ConfigError(join_problems(problems))
-    notes = architecture.notes
-    if isinstance(rule, UnsettledRule):
+def _assembled(model_type: str, architecture: Architecture, fields: Fields) -> ModelSpec:
+    read_rule, notes = family_of(model_type).image_rule, architecture.notes
+    assert read_rule is not None, "a family whose layers stand here has its rule here too"
+    try:
+        rule = read_rule(fields)
+    except LackingFileError as error:
+        rule = UnsettledRule(reason=str(error))
         notes += ("Images cannot be counted: preprocessor_config.json was not given.",)
     return ModelSpec(
         name=model_type,
@@ -141,33 +134,18 @@ def _assembled(
     )
 
 
-_OURS = ("preprocess", "projector", "source", "_completed")
+_OURS = ("preprocess", "projector", "source")
 """Fields of shipped descriptions that no library knows."""
-
-
-def _completed(config: Config) -> Config:
-    """The configuration with the class defaults of Transformers in its gaps; fields it does not know stay."""
-    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "complete")
-    assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
-    return {**config, **{key: value for key, value in answer.items() if key not in assumed}}
 
 
 def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
-    whence = f"the answer on model_type {quote(config.get('model_type'))}"
-    known = {k: v for k, v in config.items() if k not in _OURS}
-    model = read_description(ask_transformers(known, "describe"), whence=whence)
-    rule, markup = image_rule_by_processor(known, files, settings)
+    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "describe")
+    model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
+    assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
+    whole = {**config, **{key: value for key, value in answer["config"].items() if key not in assumed}}
+    rule, markup = image_rule_by_processor(whole, files, settings)
     return replace(model, image_rule=rule, image_markup=markup)
-
-
-def _origin(
-    source: str | Path | Config, preprocessor: str | Path | Config | None, max_pixels: int | None, max_tiles: int | None
-) -> ModelOrigin | None:
-    if isinstance(source, Mapping) or isinstance(preprocessor, Mapping):
-        return None
-    other = None if preprocessor is None else str(preprocessor)
-    return ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
 
 
 def read_config(source: str | Path | Config) -> Config:
@@ -201,7 +179,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        return path, _parse(_read_file(path), str(path))
+        return path, _read_json(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description"
@@ -215,21 +193,40 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
         ) from error
 
 
-def _read_preprocessor(preprocessor: str | Path | Config | None, *, beside: Path | None) -> Config | None:
-    """preprocessor_config.json, or the processor_config.json that Transformers 5 writes in its place."""
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # Transformers 5 writes the second
+
+
+def _read_processor(
+    preprocessor: str | Path | Config | None, *, beside: Path | None
+) -> tuple[Config | None, dict[str, Config]]:
+    """What image rules read, and by name all that Transformers makes the processor of.
+
+    That is the file given, else what lies beside config.json.
+    """
+    if preprocessor is not None:
+        given = _read_given(preprocessor)
+        return given, {_OF_IMAGES["image_processor" in given]: given}
+    if beside is None:
+        return None, {}
+    paths = [beside.parent / name for name in (*_OF_IMAGES, "video_preprocessor_config.json")]
+    files = {path.name: _read_json(path) for path in paths if path.is_file()}
+    settings = next((files[name] for name in _OF_IMAGES if name in files), None)
+    if settings is None:
+        return None, {}
+    tokenizer = beside.parent / "tokenizer_config.json"
+    if tokenizer.is_file() and tokenizer.stat().st_size <= MAX_CONFIG_BYTES:
+        content = _read_json(tokenizer)
+        extra = content.get("extra_special_tokens")
+        named = {**(extra if isinstance(extra, Mapping) else {}), **content}
+        files[tokenizer.name] = {k: v for k, v in named.items() if k.endswith("_token") or k == "processor_class"}
+    return settings, files
+
+
+def _read_given(preprocessor: str | Path | Config) -> Config:
     if isinstance(preprocessor, Mapping):
         return _checked(preprocessor, "the preprocessor configuration")
-    if preprocessor is None:
-        if beside is None:
-            return None
-        for candidate in ("preprocessor_config.json", "processor_config.json"):
-            path = beside.parent / candidate
-            if path.is_file():
-                return _parse(_read_file(path), str(path))
-        return None
-    path = Path(preprocessor)
     try:
-        return _parse(_read_file(path), str(path))
+        return _read_json(Path(preprocessor))
     except OSError as error:
         raise ConfigError(
             f"preprocessor {str(preprocessor)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable "
@@ -237,42 +234,20 @@ def _read_preprocessor(preprocessor: str | Path | Config | None, *, beside: Path
         ) from error
 
 
-def _processor_files(
-    settings: Config | None, preprocessor: str | Path | Config | None, *, beside: Path | None
-) -> dict[str, Config]:
-    """What Transformers makes the processor of: the file given, else all that lie beside config.json."""
-    if preprocessor is not None and settings is not None:
-        return {"processor_config.json" if "image_processor" in settings else "preprocessor_config.json": settings}
-    folder = None if beside is None or settings is None else beside.parent
-    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-    there = [folder / name for name in names if (folder / name).is_file()] if folder else []
-    files = {path.name: _parse(_read_file(path), str(path)) for path in there}
-    tokenizer = folder / "tokenizer_config.json" if folder else None
-    if files and tokenizer is not None and tokenizer.is_file() and tokenizer.stat().st_size <= MAX_CONFIG_BYTES:
-        content = _parse(_read_file(tokenizer), str(tokenizer))
-        extra = content.get("extra_special_tokens")
-        named = {**(extra if isinstance(extra, Mapping) else {}), **content}
-        files[tokenizer.name] = {k: v for k, v in named.items() if k.endswith("_token") or k == "processor_class"}
-    return files
-
-
-def _read_file(path: Path) -> bytes:
+def _read_json(path: Path) -> Config:
+    """`OSError` where it cannot be read."""
     with path.open("rb") as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
         raise ConfigError(
             f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
         )
-    return content
-
-
-def _parse(content: bytes, whence: str) -> Config:
     try:
         value = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{whence} is not JSON ({reason}): give the config.json as the model ships it") from None
-    return _checked(value, whence)
+        raise ConfigError(f"{path} is not JSON ({reason}): give the config.json as the model ships it") from None
+    return _checked(value, str(path))
 
 
 def _refuse_constant(constant: str) -> object:

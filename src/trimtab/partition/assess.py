@@ -1,14 +1,17 @@
-"""What given stages cost and hold: seconds per micro-batch, bytes per device."""
+"""The split problem, and what given stages cost and hold in it: seconds per micro-batch, bytes per device."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.options import ScheduleName
+from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
     check_schedule,
     devices_of_stages,
@@ -16,7 +19,8 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, LayerCost, Profile, RecomputeTier, Stage
+from trimtab.specs import FloatArray, Profile, Stage, chosen_tiers
+from trimtab.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,108 +63,136 @@ class SplitResult:
 OFFLOAD_BUFFERS = 2.0  # while an offloaded layer's backward runs: its own bytes, and as many for the layer before it
 
 
-def assess_stages(
-    profile: Profile,
-    stages: Sequence[Stage],
-    *,
-    work_mean: FloatArray,
-    work_max: FloatArray,
-    num_microbatches: int,
-    schedule: ScheduleName = "1F1B",
-    num_chunks: int = 1,
-    overhead_bytes: float = 0.0,
-    forbidden_cuts: frozenset[int] = frozenset(),
-) -> SplitResult:
-    """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitProblem:
+    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
 
-    Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and what
-    its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is the
-    workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its tier saves:
-    layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes back for the
-    layer before it meanwhile; until its backward ends it takes as much of host memory, for each micro-batch.
-    Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
-    Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
-    recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
-    """
-    mean, most = np.asarray(work_mean, np.float64), np.asarray(work_max, np.float64)
-    S, P = len(stages), len(stages) // num_chunks
-    check_schedule(schedule, num_devices=P, num_chunks=num_chunks, num_microbatches=num_microbatches)
-    shape = {"num_devices": P, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
-    devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
+    profile: Profile
+    num_stages: int  # devices of the pipeline
+    work_mean: FloatArray  # of a micro-batch: prices time
+    work_max: FloatArray  # of the largest micro-batch, term by term: prices memory
+    num_microbatches: int
+    memory_bytes: float = math.inf  # of one device
+    forbidden_cuts: frozenset[int] = frozenset()
+    schedule: ScheduleName = "1F1B"
+    num_chunks: int = 1  # virtual stages of a device
+    recompute: RecomputeMode = "auto"
+    overhead_bytes: float = 0.0
+    host_bytes: float = math.inf  # of host memory for one device's offloaded layers
 
-    # 1. Seconds of every stage at the mean micro-batch.
-    forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
-    own = [slice(stage.start, stage.stop) for stage in stages]
-    chosen = [chosen_tiers(profile, stage) for stage in stages]
-    extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
-    stage_forward = np.array([forward[x].sum() for x in own])
-    stage_backward = np.array([backward[x].sum() for x in own]) + extra
-    unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
-
-    # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
-    workspace, entry = profile.transients(most), entry_bytes(profile, most)
-    once = splits_backward(schedule)  # then nothing computed again comes on top
-    held = [
-        _stage_bytes(profile.layers[x], tiers, most, workspace[x], float(entry[x.start]), once=once)
-        for x, tiers in zip(own, chosen, strict=True)
-    ]
-    saved = np.array([x.saved for x in held])
-    away = np.array([x.host for x in held])
-    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=np.maximum(saved, [x.whole for x in held]))
-    host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
-    on = [[x for x, device in zip(held, devices, strict=True) if device == d] for d in range(P)]
-    return SplitResult(
-        stages=tuple(stages),
-        forward_s=tuple(stage_forward.tolist()),
-        backward_s=tuple(stage_backward.tolist()),
-        recompute_s=tuple(extra.tolist()),
-        in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
-        memory=tuple(
-            DeviceMemory(
-                state_bytes=float(np.array([x.state for x in own_stages]).sum()),
-                saved_bytes=float(peaks[d]),
-                transient_bytes=float(max(x.transient for x in own_stages)),
-                overhead_bytes=float(overhead_bytes),
-                host_bytes=float(host_peaks[d]),
+    def __post_init__(self) -> None:
+        L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
+        if self.recompute not in get_args(RecomputeMode):
+            raise PartitionError(f"recompute={self.recompute!r} is unknown: choose auto, none or full")
+        if not 1 <= P * V <= L:
+            what = f"{P} stages" if V == 1 else f"{P} stages of {V} chunks each"
+            raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
+        check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
+        if not 0 <= self.overhead_bytes < self.memory_bytes:
+            raise PartitionError(
+                f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
+                "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
             )
-            for d, own_stages in enumerate(on)
-        ),
-        devices=tuple(devices.tolist()),
-        bottleneck_s=float((stage_forward + stage_backward).max()),
-        lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
-        exact=False,
+        if not self.host_bytes >= 0:
+            raise PartitionError(f"{self.host_bytes} bytes of host memory cannot hold anything: give 0 or more")
+        runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
+        if runs < P * V:
+            raise PartitionError(
+                f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
+                f"choose at most {runs} stages"
+            )
+
+    def assess(self, stages: Sequence[Stage]) -> SplitResult:
+        """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+
+        Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
+        what its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is
+        the workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its
+        tier saves: layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes
+        back for the layer before it meanwhile; until its backward ends it takes as much of host memory, for each
+        micro-batch. Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate
+        operations). Where weight gradients run apart, a micro-batch whose backward has begun holds everything until
+        they are done, recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
+        """
+        profile, schedule = self.profile, self.schedule
+        mean, most = np.asarray(self.work_mean, np.float64), np.asarray(self.work_max, np.float64)
+        S, P = len(stages), len(stages) // self.num_chunks
+        shape = {"num_devices": P, "num_chunks": self.num_chunks, "num_microbatches": self.num_microbatches}
+        devices = devices_of_stages(schedule, num_devices=P, num_chunks=self.num_chunks)
+
+        # 1. Seconds of every stage at the mean micro-batch.
+        forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
+        own = [slice(stage.start, stage.stop) for stage in stages]
+        chosen = [chosen_tiers(profile, stage) for stage in stages]
+        extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
+        stage_forward = np.array([forward[x].sum() for x in own])
+        stage_backward = np.array([backward[x].sum() for x in own]) + extra
+        unsplittable = np.add.reduceat(
+            forward + backward, [c for c in range(len(forward)) if c not in self.forbidden_cuts]
+        )
+
+        # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
+        once = splits_backward(schedule)  # then nothing computed again comes on top
+        held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
+        saved, whole, transient, away = map(np.concatenate, zip(*held, strict=True))
+        peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
+        host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
+        state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
+        return SplitResult(
+            stages=tuple(stages),
+            forward_s=tuple(stage_forward.tolist()),
+            backward_s=tuple(stage_backward.tolist()),
+            recompute_s=tuple(extra.tolist()),
+            in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
+            memory=tuple(
+                DeviceMemory(
+                    state_bytes=float(state[devices == d].sum()),
+                    saved_bytes=float(peaks[d]),
+                    transient_bytes=float(transient[devices == d].max()),
+                    overhead_bytes=float(self.overhead_bytes),
+                    host_bytes=float(host_peaks[d]),
+                )
+                for d in range(P)
+            ),
+            devices=tuple(devices.tolist()),
+            bottleneck_s=float((stage_forward + stage_backward).max()),
+            lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
+            exact=False,
+        )
+
+
+class StageBytes(NamedTuple):
+    """Bytes of one stage, its state aside, for each of n micro-batches."""
+
+    saved: FloatArray  # (n,) held from forward to backward, with what the stage's first layer enters with
+    whole: FloatArray  # (n,) the same if nothing is recomputed: held from a backward of the inputs to that of weights
+    transient: FloatArray  # (n,) beside them while the stage computes
+    host: FloatArray  # (n,) in host memory from forward to backward
+
+
+def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
+    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted in `whole` alone."""
+    saved, whole, transient, host = np.zeros((4, len(work)))
+    alike = Counter(
+        (
+            tier.name,
+            *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
+        )
+        for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _StageBytes:
-    """Of one stage and one micro-batch, its state aside."""
-
-    state: float
-    saved: float  # with what the stage's first layer enters with
-    whole: float  # the same if nothing is recomputed
-    transient: float
-    host: float
-
-
-def _stage_bytes(
-    layers: Sequence[LayerCost],
-    tiers: Sequence[RecomputeTier],
-    most: FloatArray,
-    workspace: FloatArray,
-    entry: float,
-    *,
-    once: bool,
-) -> _StageBytes:
-    whole = [_saved(layer.tiers[0], most) for layer in layers]
-    again = [0.0 if once else bytes_again(tier, own, most) for tier, own in zip(tiers, whole, strict=True)]
-    return _StageBytes(
-        state=float(np.array([layer.state_bytes for layer in layers]).sum()),
-        saved=sum(_saved(tier, most) for tier in tiers) + entry,
-        whole=sum(whole) + entry,
-        transient=float((workspace + np.array(again)).max()),
-        host=sum(host_bytes(tier, own, most) for tier, own in zip(tiers, whole, strict=True)),
-    )
+    for (tier_name, held, everything, *moments), number in alike.items():
+        kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
+        workspace = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
+        freed = np.maximum(full - kept, 0.0)
+        saved, whole = saved + number * kept, whole + number * full
+        again = 0.0 if once else freed * times_again(tier_name)
+        transient = np.maximum(transient, np.maximum(workspace, 0.0) + again)
+        if tier_name == "offload":
+            host = host + number * freed
+    if entry := profile.layers[stage.start].entry_bytes:
+        enters_with = np.maximum(work @ np.array(entry), 0.0)
+        saved, whole = saved + enters_with, whole + enters_with
+    return StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host)
 
 
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
@@ -168,35 +200,6 @@ def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
 
 
-def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
-    """The tier of each of the stage's layers, in order; layers that no choice names are on "none"."""
-    tiers = {i: _tier(profile.layers[i], x.tier) for x in stage.recompute for i in x.layers}
-    return [tiers.get(i) or _tier(profile.layers[i], "none") for i in range(stage.start, stage.stop)]
-
-
-def bytes_again(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
-    """What the backward of a layer holds beside its workspace and what `tier` saves: computed again, or fetched.
-
-    `whole_bytes` is what tier "none" saves.
-    """
-    again = max(0.0, whole_bytes - _saved(tier, work))
-    return OFFLOAD_BUFFERS * again if tier.name == "offload" else again
-
-
-def host_bytes(tier: RecomputeTier, whole_bytes: float, work: FloatArray) -> float:
-    """What one micro-batch of the layer takes of host memory."""
-    return max(0.0, whole_bytes - _saved(tier, work)) if tier.name == "offload" else 0.0
-
-
-def _saved(tier: RecomputeTier, work: FloatArray) -> float:
-    return max(0.0, float(np.dot(tier.saved_bytes, work)))
-
-
-def _tier(layer: LayerCost, name: str) -> RecomputeTier:
-    tier = layer.tier(name)
-    if tier is None:
-        raise PartitionError(
-            f"layer {layer.name} is to take the tier {name!r}, which its profile does not offer: "
-            f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
-        )
-    return tier
+def times_again(tier_name: str) -> float:
+    """How often a layer's backward holds what `tier_name` does not save: computed again, or fetched."""
+    return OFFLOAD_BUFFERS if tier_name == "offload" else 1.0

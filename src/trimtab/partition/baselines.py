@@ -1,15 +1,12 @@
-"""Splits as launchers make them, to stand beside ours: equal block counts, and equal parameters."""
+"""Splits as launchers make them, to stand beside ours: equal block counts."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from trimtab.errors import PartitionError
-from trimtab.specs import Profile, Stage
+from trimtab.specs import Profile, Stage, stages_between
 
 
 def even_stages(
@@ -37,38 +34,7 @@ def even_stages(
         )
     each, left = divmod(len(blocks), num_stages)
     starts = [i * each + min(i, left) for i in range(1, num_stages)]
-    return _stages(_allowed([blocks[k] for k in starts], len(profile.layers), forbidden_cuts))
-
-
-def parameter_stages(
-    profile: Profile, num_stages: int, *, forbidden_cuts: frozenset[int] = frozenset()
-) -> tuple[Stage, ...]:
-    """The contiguous split whose largest stage has fewest parameters (exact; earliest cuts on ties).
-
-    What DeepSpeed's partition_method="parameters" asks for. Dynamic programme over cuts, O(P L^2).
-    """
-    L = len(profile.layers)
-    cuts = np.array([c for c in range(L + 1) if c not in forbidden_cuts])
-    if not 1 <= num_stages < len(cuts):
-        raise PartitionError(
-            f"cannot cut {L} layers with {len(forbidden_cuts)} forbidden cuts into {num_stages} stages: "
-            f"choose between 1 and {len(cuts) - 1} stages"
-        )
-    before = np.concatenate([[0.0], np.cumsum([layer.num_params for layer in profile.layers])])[cuts]
-    largest = np.full(len(cuts), np.inf)
-    largest[0] = 0.0
-    came_from = np.zeros((num_stages, len(cuts)), int)
-    for stage in range(num_stages):
-        reached = np.full(len(cuts), np.inf)
-        for b in range(stage + 1, len(cuts)):
-            candidates = np.maximum(largest[:b], before[b] - before[:b])
-            came_from[stage, b] = int(np.argmin(candidates))
-            reached[b] = candidates[came_from[stage, b]]
-        largest = reached
-    chosen = [len(cuts) - 1]
-    for stage in range(num_stages - 1, -1, -1):
-        chosen.append(int(came_from[stage, chosen[-1]]))
-    return _stages([int(cuts[k]) for k in reversed(chosen)])
+    return stages_between(_allowed([blocks[k] for k in starts], len(profile.layers), forbidden_cuts))
 
 
 def _allowed(inner: Sequence[int], num_layers: int, forbidden_cuts: frozenset[int]) -> list[int]:
@@ -85,7 +51,3 @@ def _allowed(inner: Sequence[int], num_layers: int, forbidden_cuts: frozenset[in
         choices = [c for c in free[: len(free) - (len(inner) - k - 1)] if c > cuts[-1]]
         cuts.append(min(choices, key=lambda c: (abs(c - wanted), c)))
     return [*cuts, num_layers]
-
-
-def _stages(cuts: Sequence[int]) -> tuple[Stage, ...]:
-    return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))

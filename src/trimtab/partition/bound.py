@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from trimtab.partition.assess import SplitProblem
 from trimtab.partition.backward import weight_matrix
-from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order
-from trimtab.partition.stages import SplitProblem, chunk_room, pipeline_of
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
+from trimtab.partition.stages import chunk_room
 from trimtab.specs import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -25,6 +25,19 @@ class BoundTerms:
     table: LayerTable
     pipeline: Pipeline
     least_s: float  # of every split, whatever its stages
+    least: int  # composite time of the largest term of terms 1 to 3 in the split where that is smallest
+
+    @property
+    def makespan_s(self) -> float:
+        """See `makespan_bound`."""
+        return max(self.least_s, float(self.seconds(self.least)))
+
+    def cuts(self) -> tuple[int, ...] | None:
+        """Cuts (of the layer table) that attain terms 1 to 3, where a split does: a good start."""
+        from trimtab.partition.cuts import best_tied_cuts
+
+        cuts = tuple(int(cut) for cut in best_tied_cuts(self.pipeline, self.table.tiers, self.least))
+        return cuts if cuts[-1] == self.table.num_segments else None  # a bound may hold although no split attains it
 
     def seconds(self, composite: IntArray | int) -> FloatArray:
         """Of composite times, rounded down."""
@@ -57,43 +70,24 @@ def makespan_bound(problem: SplitProblem, work: FloatArray) -> float:
     e is known at the mean micro-batch: sums over all m are M e, the sum in 3 is counted as x e with the largest whole x
     that no choice of tiers can undercut. Chunks share their device's room: there e is 0.
     """
-    from trimtab.partition.cuts import least_bottleneck
-
-    terms = bound_terms(problem, work)
-    high = 4 * problem.num_microbatches * terms.table.longest
-    least = least_bottleneck(terms.pipeline, terms.table.tiers, high=high)
-    assert least is not None, "the problem was solved before"
-    return max(terms.least_s, float(terms.seconds(least)))
-
-
-def bound_cuts(problem: SplitProblem, work: FloatArray) -> tuple[int, ...] | None:
-    """Cuts (of the layer table) that attain terms 1 to 3 of `makespan_bound`, where a split does: a good start."""
-    from trimtab.partition.cuts import best_tied_cuts, least_bottleneck
-
-    terms = bound_terms(problem, work)
-    high = 4 * problem.num_microbatches * terms.table.longest
-    least = least_bottleneck(terms.pipeline, terms.table.tiers, high=high)
-    assert least is not None, "the problem was solved before"
-    cuts = tuple(int(cut) for cut in best_tied_cuts(terms.pipeline, terms.table.tiers, least))
-    return cuts if cuts[-1] == terms.table.num_segments else None  # a bound may hold although no split attains it
+    return bound_terms(problem, work).makespan_s
 
 
 def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
     """Terms 1 to 4 of `makespan_bound`."""
-    from trimtab.partition.layer_table import layer_table
+    from trimtab.partition.cuts import least_bottleneck
+    from trimtab.partition.layer_table import layer_table, pipeline_of
 
     S, M = problem.num_stages * problem.num_chunks, problem.num_microbatches
     # e_m is linear in the work: its sum over micro-batches is M times the extra at their mean
     problem = replace(problem, work_mean=work.mean(axis=(0, 1)))
     table = layer_table(problem, time_weight=M)
     mean_step = work.mean(axis=0).T
-    weight_s = weight_matrix(problem.profile) @ mean_step
-    split = block_order(
+    order = block_order(
         problem.schedule, num_devices=problem.num_stages, num_chunks=problem.num_chunks, num_microbatches=M
     )
-    if not (split.kind == WEIGHT).any():
-        weight_s = np.zeros_like(weight_s)
     whole = problem.profile.matrix("backward_s") @ mean_step
+    weight_s = weight_matrix(problem.profile) @ mean_step if splits_backward(problem.schedule) else np.zeros_like(whole)
     seconds = np.array([problem.profile.matrix("forward_s") @ mean_step, whole - weight_s, weight_s])
 
     def prefix(values: FloatArray) -> FloatArray:
@@ -106,9 +100,10 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
     shape = (5, S, len(F_0))
     head, tail, weight = np.zeros(shape), np.zeros(shape), np.zeros(shape[:2], np.int64)
     for k in range(S):
-        here = [split.kind[d][split.stage[d] == k] for d in range(problem.num_stages)]
-        before = _counts(next(kinds for kinds in here if len(kinds)))
-        n, i, w = before.forwards, before.backwards, before.weights
+        kinds = order.kind[order.stage == k]  # in the order in which its device runs them
+        n = np.count_nonzero(kinds[: np.argmax(kinds == BACKWARD)] == FORWARD)
+        before_last = kinds[: np.flatnonzero(kinds == FORWARD)[-1]]
+        i, w = np.count_nonzero(before_last == BACKWARD), np.count_nonzero(before_last == WEIGHT)
         late = prefix(F[:, n:].sum(axis=1))
         weight[:4, k] = M
         head[0, k], tail[0, k] = work_all - F_0, work_all
@@ -117,7 +112,7 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
         head[2, k], tail[2, k] = behind + W_all, behind + W_all - B_0 + F_0[-1] + B_0[-1]
         head[3, k], tail[3, k] = behind - B_last, behind - B_0 + F_0[-1] + B_0[-1]
         if n < M:
-            weight[4, k] = _surely_recomputed(problem, work, i)
+            weight[4, k] = _surely_recomputed(problem, work, int(i))
             own = late + prefix(B[:, :i].sum(axis=1)) + prefix(W[:, :w].sum(axis=1))
             head[4, k] = own
             tail[4, k] = own - B_0 - F_last + F_0[-1] + B_0[-1] + F_last[-1] + B_last[-1]
@@ -128,27 +123,12 @@ def bound_terms(problem: SplitProblem, work: FloatArray) -> BoundTerms:
         return np.maximum.accumulate(ticks, axis=-1)
 
     cap = chunk_room(problem) if problem.num_chunks == 1 else np.full(S, np.inf)
-    pipeline = pipeline_of(problem, table, cap, head=composite(head), tail=composite(tail), weight=weight)
-    return BoundTerms(table=table, pipeline=pipeline, least_s=float(seconds.sum()) / problem.num_stages * (1 - 1e-9))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counts:
-    """Of one stage's blocks."""
-
-    forwards: int  # before its first backward
-    backwards: int  # before its last forward
-    weights: int  # before its last forward
-
-
-def _counts(kinds: npt.NDArray[np.int8]) -> _Counts:
-    first = int(np.argmax(kinds == BACKWARD))
-    last = len(kinds) - 1 - int(np.argmax(kinds[::-1] == FORWARD))
-    return _Counts(
-        forwards=int((kinds[:first] == FORWARD).sum()),
-        backwards=int((kinds[:last] == BACKWARD).sum()),
-        weights=int((kinds[:last] == WEIGHT).sum()),
-    )
+    terms = {"head": composite(head), "tail": composite(tail), "weight": weight}
+    pipeline = pipeline_of(problem, table, cap)._replace(**terms)
+    least = least_bottleneck(pipeline, table.tiers, high=4 * M * table.longest)
+    assert least is not None, "the problem was solved before"
+    least_s = float(seconds.sum()) / problem.num_stages * (1 - 1e-9)
+    return BoundTerms(table=table, pipeline=pipeline, least_s=least_s, least=least)
 
 
 def _surely_recomputed(problem: SplitProblem, work: FloatArray, num_early: int) -> int:

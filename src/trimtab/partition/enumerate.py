@@ -5,36 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from trimtab.compiled import compiled
-from trimtab.partition.bound import bound_terms
+from trimtab.partition.bound import BoundTerms
 from trimtab.partition.cuts import Pipeline, stage_extra
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.replay import replay
 from trimtab.partition.tiers import IMPOSSIBLE, TierTable
 from trimtab.specs import FloatArray, IntArray
 
 MAX_STAGES = 4
 MAX_CUTS = 2_000_000  # that the bound may leave open
-MAX_BLOCKS = 80_000_000  # simulated at most: about a second
+MAX_BLOCKS = 80_000_000  # simulated at most: a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enumerated:
-    """The best cuts of all that fit, with their mean makespans."""
+    """What was done so that `Evaluator.seen` holds the best cuts of all that fit."""
 
-    makespans: dict[tuple[int, ...], float]
     num_simulated: int
     complete: bool  # no cuts beside these are better
 
 
-def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
+def enumerate_cuts(evaluator: Evaluator, terms: BoundTerms, *, keep: int = 1) -> Enumerated | None:
     """The `keep` best of all cuts, given that `evaluator` has priced some; None where there are too many.
 
     Exact. A stage's term of `makespan_bound` depends on its own two ends alone, so cuts whose largest term is not below
-    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, each until
-    its steps so far exceed that makespan, until the next bound does. With several chunks a device and a cap that binds
+    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, until
+    the next bound exceeds it. With several chunks a device and a cap that binds
     their room is fixed beforehand, and the result is not `complete`.
     """
     problem = evaluator.problem
@@ -43,49 +40,29 @@ def enumerate_cuts(evaluator: Evaluator, *, keep: int = 1) -> Enumerated | None:
     if S == 1 or S > MAX_STAGES or len(known) < keep or not np.isfinite(known[keep - 1]):
         return None
     limit = known[keep - 1]
-    terms = bound_terms(problem, evaluator.work)
     forms = terms.pipeline._replace(rooms=evaluator.pipeline.rooms)
     composite = stage_terms(forms, terms.table.tiers)
     # chunks share their device's room: what they may hold is settled only where none of them needs to save any
     settled = problem.num_chunks == 1 or bool((composite == stage_terms(terms.pipeline, terms.table.tiers)).all())
     term_s = np.where(composite == IMPOSSIBLE, np.inf, terms.seconds(composite))
-    cuts = open_cuts(term_s, limit, MAX_CUTS)
-    if len(cuts) > MAX_CUTS:
+    cuts = open_cuts(term_s, limit)
+    if cuts is None:
         return None
     bounds = np.max([term_s[i, cuts[:, i], cuts[:, i + 1]] for i in range(S)], axis=0)
     ranked = np.argsort(bounds, kind="stable")
     cuts, bounds = cuts[ranked], bounds[ranked]
 
-    seconds: list[FloatArray] = []
-    sends: list[FloatArray] = []
-    number = np.full(term_s.shape, -1, np.int64)
-    for i in range(S):
-        for a, b in np.unique(cuts[:, i : i + 2], axis=0).tolist():
-            priced = evaluator.priced(i, a, b)
-            assert priced is not None, "its term was finite"
-            number[i, a, b] = len(seconds)
-            seconds.append(priced.seconds)
-            sends.append(priced.send)
-    if not seconds:
-        return Enumerated(makespans={}, num_simulated=0, complete=settled)
-    ids = np.stack([number[i, cuts[:, i], cuts[:, i + 1]] for i in range(S)], axis=1)
+    # In the order of their bounds, until the next one cannot be among the best.
     order = evaluator.order
     max_simulated = MAX_BLOCKS // (order.stage.size * len(evaluator.slots)) + 1
-    best, which, done = simulate_cuts(
-        order.stage,
-        order.microbatch,
-        order.kind,
-        evaluator.device,
-        np.array(seconds),
-        np.array(sends),
-        ids,
-        bounds,
-        evaluator.work.shape[1],
-        np.full(keep, limit * (1 + 1e-12)),
-        max_simulated,
-    )
-    found = {tuple(cuts[n].tolist()): float(s) for n, s in zip(which.tolist(), best.tolist(), strict=True) if n >= 0}
-    return Enumerated(makespans=found, num_simulated=int(done), complete=done < max_simulated and settled)
+    best = [limit * (1 + 1e-12)] * keep
+    done = 0
+    for cut, bound in zip(cuts.tolist(), bounds.tolist(), strict=True):
+        if bound >= best[-1] or done >= max_simulated:
+            break
+        done += 1
+        best = sorted([*best, evaluator.makespan(tuple(cut))])[:keep]
+    return Enumerated(num_simulated=done, complete=done < max_simulated and settled)
 
 
 @compiled
@@ -110,87 +87,16 @@ def stage_terms(pipeline: Pipeline, tiers: TierTable) -> IntArray:
     return result
 
 
-@compiled
-def open_cuts(term_s: FloatArray, limit: float, most: int) -> IntArray:
-    """(n, S + 1) cuts none of whose stages' terms reaches `limit`, in lexical order; stops beyond `most`."""
+def open_cuts(term_s: FloatArray, limit: float) -> IntArray | None:
+    """(n, S + 1) cuts none of whose stages' terms reaches `limit`, in lexical order; None if more than `MAX_CUTS`."""
     S, K = term_s.shape[0], term_s.shape[1] - 1
-    capacity = 1024
-    found = np.zeros((capacity, S + 1), np.int64)
-    n = 0
-    cuts = np.zeros(S + 1, np.int64)
-    level = 1
-    while level > 0:
-        cuts[level] += 1
-        b = cuts[level]
-        if b > K or n > most:
-            level -= 1
-            continue
-        if level == S:
-            b = cuts[level] = K
-        if term_s[level - 1, cuts[level - 1], b] < limit:
-            if level < S:
-                level += 1
-                cuts[level] = cuts[level - 1]
-                continue
-            if n == capacity:
-                capacity *= 2
-                larger = np.zeros((capacity, S + 1), np.int64)
-                larger[:n] = found[:n]
-                found = larger
-            found[n] = cuts
-            n += 1
-        if level == S:
-            level -= 1
-    return found[:n]
-
-
-@compiled
-def simulate_cuts(
-    stage: npt.NDArray[np.int32],
-    microbatch: npt.NDArray[np.int32],
-    kind: npt.NDArray[np.int8],
-    device: IntArray,
-    seconds: FloatArray,
-    sends: FloatArray,
-    ids: IntArray,
-    bounds: FloatArray,
-    num_microbatches: int,
-    best: FloatArray,
-    most: int,
-) -> tuple[FloatArray, IntArray, int]:
-    """Makespans of the best cuts, ascending, their numbers (-1: none), and how many were simulated.
-
-    `seconds` (stages, 3, rows) and `sends` (stages, rows) of the stages that `ids` (n, S) names; `bounds` (n,) ascends.
-    """
-    S, M, keep = ids.shape[1], num_microbatches, len(best)
-    num_steps = seconds.shape[2] // M
-    which = np.full(keep, -1, np.int64)
-    own = np.zeros((3, S, M))
-    send = np.zeros((2, S, M))
-    end = np.zeros((3, S, M))
-    done = 0
-    for n in range(len(ids)):
-        if bounds[n] >= best[-1] or done >= most:
-            break
-        done += 1
-        total = 0.0
-        for step in range(num_steps):
-            for s in range(S):
-                for m in range(M):
-                    for k in range(3):
-                        own[k, s, m] = seconds[ids[n, s], k, step * M + m]
-                    send[0, s, m] = sends[ids[n, s], step * M + m]
-                    if s + 1 < S:
-                        send[1, s + 1, m] = send[0, s, m]
-            total += replay(stage, microbatch, kind, device, own, send, end)
-            if total >= best[-1] * num_steps:
-                break
-        makespan = total / num_steps
-        if makespan >= best[-1]:
-            continue
-        at = keep - 1
-        while at > 0 and best[at - 1] > makespan:
-            best[at], which[at] = best[at - 1], which[at - 1]
-            at -= 1
-        best[at], which[at] = makespan, n
-    return best, which, done
+    is_open = term_s < limit
+    is_open[S - 2] &= is_open[S - 1, :, K]  # the last cut but one also begins the last stage
+    cuts = np.zeros((1, 1), np.int64)
+    for i in range(S - 1):
+        follows = is_open[i, cuts[:, -1]]
+        if follows.sum() > MAX_CUTS:
+            return None
+        which, ends = np.nonzero(follows)
+        cuts = np.column_stack([cuts[which], ends])
+    return np.column_stack([cuts, np.full(len(cuts), K)])

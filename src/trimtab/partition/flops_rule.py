@@ -1,28 +1,35 @@
 """The FLOPs rule for uneven pipeline stages, as a published notebook states it, and the optimum of its own model.
 
-Pai-Megatron-Patch's "Uneven pp" notebook splits a Qwen2-VL-like model by arithmetic: the vision tower sits whole on the
-first stage, and language layers are counted so that FLOPs come out even. It knows no recompute, no schedule, no head or
-embedding time and no memory cap. Here to compare its figures with `split_stages`; plans do not use it.
+Pai-Megatron-Patch's "Uneven pp" notebook (searobbersduck/Pai-Megatron-Patch, examples/qwen2_vl) splits a Qwen2-VL by
+arithmetic: the vision tower and the projector stand whole on the first stage, and language layers are counted so that
+FLOPs come out even. It knows no recompute, no schedule, no time of head and embedding, and looks at memory afterwards.
+Here to reproduce its figures beside better ones (`trimtab uneven`); plans do not use it.
 
-N vision tokens, h width, f feed-forward width, S decoder tokens, L layers; every figure is forward + backward (x 3).
+N vision tokens, h width, f feed-forward width, s decoder tokens, b samples of a micro-batch, V vocabulary; every count
+of FLOPs is forward + backward (x 3).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from trimtab.errors import PartitionError
+from trimtab.partition.simulate import StageTimes
+from trimtab.specs import FloatArray, LayerSpec, ModelSpec
+
+STATE_BYTES = 16  # of a parameter: bf16 weight and gradient, fp32 weight and Adam's two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenModel:
     """What the rule looks at."""
 
-    image_width: int
-    image_height: int
-    image_channels: int
-    patch_size: int
+    vision_tokens: int  # patches of a sample's images: ceil(W / p) x ceil(H / p) for one image
+    patch_values: int  # c p^2, the numbers in a patch: channels x pixels (x frames)
     vision_layers: int
     vision_hidden: int
     vision_ffn: int
@@ -30,17 +37,13 @@ class UnevenModel:
     llm_hidden: int
     llm_ffn: int
     decoder_tokens: int
-
-    @property
-    def vision_tokens(self) -> int:
-        return -(-self.image_width // self.patch_size) * -(-self.image_height // self.patch_size)
+    vocab_size: int = 0
 
     @property
     def vision_flops(self) -> float:
         """3 (2 N h c p^2 + L layer)."""
-        N, h, p = self.vision_tokens, self.vision_hidden, self.patch_size
-        embed = 2 * N * h * self.image_channels * p * p
-        return 3.0 * (embed + self.vision_layers * _layer_flops(N, h, self.vision_ffn))
+        N, h = self.vision_tokens, self.vision_hidden
+        return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * _layer_flops(N, h, self.vision_ffn))
 
     @property
     def projector_flops(self) -> float:
@@ -50,6 +53,11 @@ class UnevenModel:
     @property
     def llm_layer_flops(self) -> float:
         return 3.0 * _layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
+
+    def stage_flops(self, counts: Sequence[int]) -> tuple[float, ...]:
+        """Of each stage with so many language layers; vision tower and projector belong to stage 0."""
+        first, *others = (count * self.llm_layer_flops for count in counts)
+        return (self.vision_flops + self.projector_flops + first, *others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +70,53 @@ class UnevenSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The rule's bytes of the first stage."""
+    """The notebook's bytes of one stage: its M_first, M_other or M_last, by their parts."""
 
-    vision_bytes: float
-    llm_bytes: float
+    vision_bytes: float = 0.0
+    projector_bytes: float = 0.0  # M_projector of its text; its code, and so what it prints, leaves this out
+    llm_bytes: float = 0.0
+    head_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
-        return self.vision_bytes + self.llm_bytes
+        return self.vision_bytes + self.projector_bytes + self.llm_bytes + self.head_bytes
+
+
+def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: int) -> UnevenModel:
+    """What the rule looks at of a described model, for samples of one image of (width, height) pixels.
+
+    Patches are those of the model's own processor. Raises `PartitionError` for a model that the rule has no words for:
+    without a vision tower, with layers of several widths, or with experts.
+    """
+    vision, language = (
+        [layer for layer in model.layers if layer.tower == tower and layer.kind == "block"]
+        for tower in ("vision", "language")
+    )
+    embedding = next((layer for layer in model.layers if layer.tower == "vision" and layer.kind != "block"), None)
+    if not vision or embedding is None:
+        raise PartitionError(f"the FLOPs rule counts a vision tower's blocks, and {model.name} has none: use plan")
+    widths = (
+        {(layer.hidden_size, _ffn(model, layer)) for layer in vision},
+        {(layer.hidden_size, _ffn(model, layer)) for layer in language},
+    )
+    if any(len(found) > 1 for found in widths):
+        raise PartitionError(
+            f"the FLOPs rule knows one width for a tower's layers, and those of {model.name} differ: use plan, which "
+            "counts every layer"
+        )
+    ((vision_hidden, vision_ffn),), ((llm_hidden, llm_ffn),) = widths
+    return UnevenModel(
+        vision_tokens=model.image_rule.count(*image).patches,
+        patch_values=embedding.num_matmul_params // vision_hidden,
+        vision_layers=len(vision),
+        vision_hidden=vision_hidden,
+        vision_ffn=vision_ffn,
+        llm_layers=len(language),
+        llm_hidden=llm_hidden,
+        llm_ffn=llm_ffn,
+        decoder_tokens=decoder_tokens,
+        vocab_size=model.vocab_size,
+    )
 
 
 def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
@@ -92,40 +139,81 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     if min(counts) < 0:
         raise PartitionError(
             f"the FLOPs rule cannot deal {L} language layers to {pp} stages: its rounding up leaves {min(counts)} for "
-            "one of them: use split_stages, or fewer stages"
+            "one of them: use the optimum, or fewer stages"
         )
-    return _priced(model, counts)
+    return priced_split(model, counts)
 
 
 def best_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     """The counts of least maximum FLOPs in the rule's own model (exact; the first stage as full as that allows)."""
     _check_pp(model, pp)
-    L = model.llm_layers
-    splits = []
-    for first in range(L, -1, -1):
-        each, left = divmod(L - first, pp - 1)
-        counts = (first, *[each + (i < left) for i in range(pp - 1)])
-        splits.append(_priced(model, counts))
-    return min(splits, key=lambda split: split.imbalance)
+    return min((split_with(model, first, pp=pp) for first in range(model.llm_layers, -1, -1)), key=_imbalance)
 
 
-def first_stage_memory(model: UnevenModel, *, first: int, tp: int = 1, batch: int = 1) -> StageMemory:
-    """Bytes of the first stage with `first` language layers, as the notebook's code computes them (its GB are 10**9).
+def split_with(model: UnevenModel, first: int, *, pp: int) -> UnevenSplit:
+    """`first` layers on the first stage, the others as even as whole layers go."""
+    _check_pp(model, pp)
+    if not 0 <= first <= model.llm_layers:
+        raise PartitionError(
+            f"the first stage cannot have {first} of {model.llm_layers} language layers: give 0 to {model.llm_layers}"
+        )
+    each, left = divmod(model.llm_layers - first, pp - 1)
+    return priced_split(model, (first, *[each + (i < left) for i in range(pp - 1)]))
+
+
+def priced_split(model: UnevenModel, counts: Sequence[int]) -> UnevenSplit:
+    """A split by any counts."""
+    flops = model.stage_flops(counts)
+    return UnevenSplit(counts=tuple(counts), imbalance=max(flops) * len(flops) / sum(flops) - 1.0)
+
+
+def rule_times(model: UnevenModel, split: UnevenSplit, *, num_microbatches: int, flops_per_s: float) -> StageTimes:
+    """Times of a step's equal micro-batches if every device did `flops_per_s` and sends cost nothing."""
+    seconds: FloatArray = np.array(model.stage_flops(split.counts))[:, None] / flops_per_s
+    whole = np.repeat(seconds, num_microbatches, axis=1)
+    nothing = np.zeros_like(whole)
+    return StageTimes(forward_s=whole / 3, backward_s=whole * 2 / 3, send_forward_s=nothing, send_backward_s=nothing)
+
+
+def stage_memory(
+    model: UnevenModel,
+    counts: Sequence[int],
+    *,
+    tp: int = 1,
+    batch: int = 1,
+    fp8: bool = False,
+    in_flight: Sequence[int] | None = None,
+) -> tuple[StageMemory, ...]:
+    """Bytes of every stage by the notebook's formulas (its GB are 10**9): M_first, M_other for each middle, M_last.
 
     A layer: 16 bytes for each of (4 h^2 + 2 h f)/tp + (3 h + f)/tp + 6 h parameters, and b s (18 h + 4 f)/tp of
-    activations; the patch embedding: 16 p^2 c h + 2 W H c. Nothing for projector, token embedding, attention scores, or
-    more than one micro-batch in flight.
+    activations (b s (15 h + 3 f)/tp in FP8); with f = 4 h the 34 b s h / tp of its text. Patch embedding:
+    16 c p^2 h + 2 b N c p^2. Projector: 16 h_vision h_llm + 2 b N h_vision. Last stage: 16 h V/tp + 8 b s h/tp.
+
+    It counts one micro-batch; `in_flight` says how many each stage holds before its first backward (1F1B: pp - stage).
+    Not counted: the token embedding, attention scores, gated feed-forwards' third matrix, buffers.
     """
+    held = in_flight or [1] * len(counts)
 
-    def layers(num_layers: int, s: int, h: int, f: int) -> float:
+    def layers(num_layers: int, num_held: int, s: int, h: int, f: int) -> float:
         params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
-        return num_layers * (16 * params + batch * s * (18 * h + 4 * f) / tp)
+        activations = batch * s * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
+        return num_layers * (STATE_BYTES * params + num_held * activations)
 
-    p, c, h = model.patch_size, model.image_channels, model.vision_hidden
-    embed = 16 * p * p * c * h + 2 * model.image_width * model.image_height * c
-    return StageMemory(
-        vision_bytes=layers(model.vision_layers, model.vision_tokens, h, model.vision_ffn) + embed,
-        llm_bytes=layers(first, model.decoder_tokens, model.llm_hidden, model.llm_ffn),
+    N, c, h = model.vision_tokens, model.patch_values, model.vision_hidden
+    embed = STATE_BYTES * c * h + 2 * held[0] * batch * N * c
+    projector = STATE_BYTES * h * model.llm_hidden + 2 * held[0] * batch * N * h
+    head = STATE_BYTES * model.llm_hidden * model.vocab_size
+    head += 8 * held[-1] * batch * model.decoder_tokens * model.llm_hidden
+    last = len(counts) - 1
+    return tuple(
+        StageMemory(
+            vision_bytes=layers(model.vision_layers, held[0], N, h, model.vision_ffn) + embed if stage == 0 else 0.0,
+            projector_bytes=projector if stage == 0 else 0.0,
+            llm_bytes=layers(count, held[stage], model.decoder_tokens, model.llm_hidden, model.llm_ffn),
+            head_bytes=head / tp if stage == last else 0.0,
+        )
+        for stage, count in enumerate(counts)
     )
 
 
@@ -135,10 +223,17 @@ def _layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
     return 8.0 * N * h * h + 4.0 * h * N * N + 4.0 * N * h * f
 
 
-def _priced(model: UnevenModel, counts: tuple[int, ...]) -> UnevenSplit:
-    flops = [count * model.llm_layer_flops for count in counts]
-    flops[0] += model.vision_flops + model.projector_flops
-    return UnevenSplit(counts=counts, imbalance=max(flops) * len(flops) / sum(flops) - 1.0)
+def _ffn(model: ModelSpec, layer: LayerSpec) -> int:
+    if layer.mlp is None or layer.mlp.num_experts:
+        raise PartitionError(
+            f"the FLOPs rule counts one feed-forward a layer, and {layer.name} of {model.name} has experts or none: "
+            "use plan, which counts them"
+        )
+    return layer.mlp.intermediate_size
+
+
+def _imbalance(split: UnevenSplit) -> float:
+    return split.imbalance
 
 
 def _check_pp(model: UnevenModel, pp: int) -> None:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
-from trimtab.partition.assess import bytes_again, entry_bytes, host_bytes
+from trimtab.partition.assess import SplitProblem, entry_bytes, times_again
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
+from trimtab.partition.schedules import peak_in_flight, peak_pending
 from trimtab.partition.tiers import TierTable
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, RecomputeTier
-
-if TYPE_CHECKING:
-    from trimtab.partition.stages import SplitProblem
 
 TICK_BITS = 44
 MAX_BYTES = 2**60  # an exbibyte stands for "no limit"
@@ -68,43 +65,40 @@ class LayerTable:
         np.cumsum(values, axis=0, out=sums[1:])
         return np.ascontiguousarray(sums[self.positions])
 
-    def pipeline(
-        self,
-        *,
-        in_flight: IntArray,
-        pending: IntArray,
-        cap: FloatArray,
-        host: FloatArray,
-        head: IntArray | None = None,
-        tail: IntArray | None = None,
-        weight: IntArray | None = None,
-    ) -> Pipeline:
-        """The split problem in which a stage costs its forward and backward, or what the last three say instead."""
-        if head is None or tail is None or weight is None:
-            head = tail = np.tile(self.prefix(self.forward + self.backward), (1, len(in_flight), 1))
-            weight = np.ones((1, len(in_flight)), np.int64)
-        sums = np.zeros(len(self.positions), SUMS)
-        for name in ("state", "saved_first", "saved_least", "whole"):
-            sums[name] = self.prefix(getattr(self, name))
-        sums["entry"] = np.append(self.entry, 0)[self.positions]
-        rooms = np.zeros(len(in_flight), ROOM)
-        rooms["in_flight"], rooms["pending"] = in_flight, pending
-        rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
-        rooms["host"] = np.minimum(host, MAX_BYTES) // np.maximum(in_flight + pending, 1)
-        shape = (len(in_flight), len(self.positions), len(self.positions))
-        one_hot = (self.layer_class[:, None] == np.arange(len(self.tiers.upgrades))).astype(np.int64)
-        return Pipeline(
-            head=head,
-            tail=tail,
-            weight=weight,
-            sums=sums,
-            rooms=rooms,
-            num_alike=self.prefix(one_hot),
-            transient=_range_max(
-                np.maximum.reduceat(self.workspace if pending.any() else self.transient, self.positions[:-1])
-            ),
-            known=np.zeros(shape if np.prod(shape) <= MAX_KNOWN else (0, 0, 0), np.int64),
-        )
+
+def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pipeline:
+    """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
+
+    A stage costs its forward and backward. Where weight gradients run apart it holds at most (in flight - pending)
+    micro-batches by its tiers and the pending ones whole: with one chunk a device that is its peak, as
+    `SplitProblem.assess` counts it.
+    """
+    shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
+    held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
+    pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
+    S = len(held)
+    sums = np.zeros(len(table.positions), SUMS)
+    for name in ("state", "saved_first", "saved_least", "whole"):
+        sums[name] = table.prefix(getattr(table, name))
+    sums["entry"] = np.append(table.entry, 0)[table.positions]
+    rooms = np.zeros(S, ROOM)
+    rooms["in_flight"], rooms["pending"] = held - pending, pending
+    rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
+    rooms["host"] = min(problem.host_bytes / problem.num_chunks, MAX_BYTES) // np.maximum(held, 1)
+    transient = table.workspace if pending.any() else table.transient
+    times = np.tile(table.prefix(table.forward + table.backward), (1, S, 1))
+    one_hot = (table.layer_class[:, None] == np.arange(len(table.tiers.upgrades))).astype(np.int64)
+    remembered = (S, len(table.positions), len(table.positions))
+    return Pipeline(
+        head=times,
+        tail=times,
+        weight=np.ones((1, S), np.int64),
+        sums=sums,
+        rooms=rooms,
+        num_alike=table.prefix(one_hot),
+        transient=_range_max(np.maximum.reduceat(transient, table.positions[:-1])),
+        known=np.zeros(remembered if np.prod(remembered) <= MAX_KNOWN else (0, 0, 0), np.int64),
+    )
 
 
 def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
@@ -113,32 +107,41 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward = profile.matrix("forward_s") @ mean
     backward = profile.matrix("backward_s") @ mean
-    offered = [_offered(layer, problem.recompute) for layer in layers]
+    workspace = profile.transients(most)
+    # layers that share their tiers, as those of one kind do in a profile by formulas, are priced once
+    keys = [(id(layer.tiers), room) for layer, room in zip(layers, workspace.tolist(), strict=True)]
+    kinds = {key: i for i, key in enumerate(keys)}
+    kind_of = [list(kinds).index(key) for key in keys]
+    offered = [_offered(layers[i], problem.recompute) for i in kinds.values()]
     extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
-    longest = float(forward.sum() + backward.sum() + sum(map(max, extra)))
+    longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
     tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
     scale = len(layers) + 1
 
     def composite(seconds: FloatArray | float) -> IntArray:
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
-    workspace = profile.transients(most)
-    whole = [max(0.0, float(np.dot(layer.tiers[0].saved_bytes, most))) for layer in layers]
-    ladders = []
-    for i, tiers in enumerate(offered):
-        rungs = [
-            _Rung(
-                tier=tier,
-                cost=int(composite(seconds)) + (tier.name != "none"),
-                saved=math.ceil(max(0.0, float(np.dot(tier.saved_bytes, most)))),
-                reach=math.ceil(float(workspace[i]) + bytes_again(tier, whole[i], most)),
-                host=math.ceil(host_bytes(tier, whole[i], most)),
-            )
-            for tier, seconds in zip(tiers, extra[i], strict=True)
-        ]
-        ladders.append(_useful(rungs))
+    whole = [max(0.0, float(np.dot(layers[i].tiers[0].saved_bytes, most))) for i in kinds.values()]
+
+    def rung(kind: int, tier: RecomputeTier, seconds: float) -> _Rung:
+        saved = max(0.0, float(np.dot(tier.saved_bytes, most)))
+        freed = max(0.0, whole[kind] - saved)
+        return _Rung(
+            tier=tier,
+            cost=int(composite(seconds)) + (tier.name != "none"),
+            saved=math.ceil(saved),
+            reach=math.ceil(rooms[kind] + times_again(tier.name) * freed),
+            host=math.ceil(freed) if tier.name == "offload" else 0,
+        )
+
+    rooms = [room for _, room in kinds]
+    of_kind = [
+        _useful([rung(kind, tier, seconds) for tier, seconds in zip(tiers, extra[kind], strict=True)])
+        for kind, tiers in enumerate(offered)
+    ]
+    ladders = [of_kind[kind] for kind in kind_of]
     first = [ladder[0] for ladder in ladders]
     saved_first = np.array([rung.saved for rung in first], np.int64)
 
@@ -154,7 +157,7 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
         workspace=np.ceil(workspace).astype(np.int64),
         saved_first=saved_first,
         saved_least=np.array([min(rung.saved for rung in ladder) for ladder in ladders], np.int64),
-        whole=np.maximum(saved_first, [math.ceil(x) for x in whole]),
+        whole=np.maximum(saved_first, [math.ceil(whole[kind]) for kind in kind_of]),
         entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
         first_tier=tuple(rung.tier for rung in first),

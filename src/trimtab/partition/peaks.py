@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.partition.assess import OFFLOAD_BUFFERS, DeviceMemory, chosen_tiers
+from trimtab.partition.assess import DeviceMemory, SplitProblem, stage_bytes
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
-from trimtab.partition.stages import SplitProblem
-from trimtab.specs import FloatArray, IntArray, Profile, Stage
+from trimtab.specs import FloatArray, IntArray, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +21,6 @@ class ReplayedPeak:
     dp_rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _StageBytes:
-    """(num_packs + 1,) bytes of one stage for each pack; the last is of no pack."""
-
-    saved: FloatArray  # held from forward to backward
-    whole: FloatArray  # held from a backward of the inputs alone to that of the weights
-    transient: FloatArray  # beside them while the stage computes
-    host: FloatArray  # in host memory from forward to backward
-
-
 def replay_peaks(
     problem: SplitProblem,
     stages: Sequence[Stage],
@@ -41,8 +29,8 @@ def replay_peaks(
 ) -> tuple[ReplayedPeak, ...]:
     """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
 
-    As `assess_stages` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers hold,
-    a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
+    As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
+    hold, a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
     bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`. Host memory is the most
     of any step and rank.
     """
@@ -56,7 +44,7 @@ def replay_peaks(
     result = []
     for device in range(P):
         numbers = [s for s in range(P * V) if devices[s] == device]
-        own = {s: _stage_bytes(profile, stages[s], work, split) for s in numbers}
+        own = {s: stage_bytes(profile, stages[s], work, once=split) for s in numbers}
         state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
         held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
         saved_then, away, away_most = np.zeros((3, len(packs)))
@@ -88,28 +76,3 @@ def replay_peaks(
             )
         )
     return tuple(result)
-
-
-def _stage_bytes(profile: Profile, stage: Stage, work: FloatArray, split: bool) -> _StageBytes:
-    saved, whole, transient, host = np.zeros((4, len(work)))
-    alike = Counter(
-        (
-            tier.name == "offload",
-            *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
-        )
-        for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
-    )
-    for (is_away, held, everything, *moments), number in alike.items():
-        kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
-        own = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
-        freed = np.maximum(full - kept, 0.0)
-        again = 0.0 if split else OFFLOAD_BUFFERS * freed if is_away else freed
-        saved, whole = saved + number * kept, whole + number * full
-        transient = np.maximum(transient, np.maximum(own, 0.0) + again)
-        if is_away:
-            host = host + number * freed
-    entry_bytes = profile.layers[stage.start].entry_bytes
-    if entry_bytes:
-        entry = np.maximum(work @ np.array(entry_bytes), 0.0)
-        saved, whole = saved + entry, whole + entry
-    return _StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host)

@@ -117,55 +117,39 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
     """
     check_schedule(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
     P, V, M = num_devices, num_chunks, num_microbatches
-    if not splits_backward(schedule):
-        return _whole_backwards(schedule, P, V, M)
-    stage, which, kind = np.empty((3, P, 3 * V * M), np.int64)
+    own = _stages_of_devices(schedule, P, V)
+    rows = []
     for device in range(P):
-        sequence = _zbv_sequence(device, P, M) if schedule == "ZBVZeroBubble" else _zbh1_sequence(device, P, M)
+        sequence = _alternating(schedule, device, P, V, M) if schedule != "ZBVZeroBubble" else _zbv(device, P, M)
         done: dict[tuple[int, int], int] = defaultdict(int)
         blocks = []
         for chunk, what in sequence:
             microbatch = done[chunk, what]
             done[chunk, what] += 1
             if microbatch < M:  # ZBV is laid out for 2 P - 1 micro-batches at least
-                blocks.append((2 * P - 1 - device if chunk else device, microbatch, what))
-        stage[device], which[device], kind[device] = np.array(blocks).T
+                blocks.append((own[device, chunk], microbatch, what))
+        rows.append(np.array(blocks).T)
+    stage, which, kind = np.stack(rows, axis=1)
     return BlockOrder(stage=stage.astype(np.int32), microbatch=which.astype(np.int32), kind=kind.astype(np.int8))
 
 
-def _whole_backwards(schedule: ScheduleName, P: int, V: int, M: int) -> BlockOrder:
-    k = np.arange(V * M)
+def _alternating(schedule: ScheduleName, device: int, P: int, V: int, M: int) -> Iterator[tuple[int, int]]:
+    """(chunk, kind) of every block: forwards to warm up, then forward and backward by turns."""
+    ahead = num_warmup(schedule, device=device, num_devices=P, num_chunks=V, num_microbatches=M)
     # V = 1 needs no rounds, and M may then be any number
-    chunk, microbatch = (k % (P * V) // P, k // (P * V) * P + k % P) if V > 1 else (np.zeros_like(k), k)
-    stage, which, kind = (
-        np.empty((P, 2 * V * M), np.int32),
-        np.empty((P, 2 * V * M), np.int32),
-        np.empty((P, 2 * V * M), np.int8),
-    )
-    for device in range(P):
-        W = num_warmup(schedule, device=device, num_devices=P, num_chunks=V, num_microbatches=M)
-        # position of the k-th forward: k in the warm-up, then every second slot; the k-th backward fills the gaps
-        forward_at = np.where(k < W, k, 2 * k - W)
-        backward_at = np.where(k < V * M - W, W + 1 + 2 * k, V * M + k)
-        for at, chunks, side in ((forward_at, chunk, FORWARD), (backward_at, V - 1 - chunk, BACKWARD)):
-            stage[device, at], which[device, at], kind[device, at] = chunks * P + device, microbatch, side
-    return BlockOrder(stage=stage, microbatch=which, kind=kind)
-
-
-def _zbh1_sequence(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
-    """(chunk, kind) of every block."""
-    ahead = num_warmup("ZBH1", device=device, num_devices=P, num_chunks=1, num_microbatches=M)
-    yield from [(0, FORWARD)] * ahead
-    for k in range(M):
-        if k < M - ahead:
-            yield 0, FORWARD
-        yield 0, BACKWARD
-        if k >= device:
+    chunk = [k % (P * V) // P if V > 1 else 0 for k in range(V * M)]
+    yield from ((c, FORWARD) for c in chunk[:ahead])
+    for k in range(V * M):
+        if k + ahead < V * M:
+            yield chunk[k + ahead], FORWARD
+        yield V - 1 - chunk[k], BACKWARD
+        if schedule == "ZBH1" and k >= device:
             yield 0, WEIGHT
-    yield from [(0, WEIGHT)] * min(device, M)
+    if schedule == "ZBH1":
+        yield from [(0, WEIGHT)] * min(device, M)
 
 
-def _zbv_sequence(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
+def _zbv(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
     """(chunk, kind) of every block for max(M, 2 P - 1) micro-batches; chunk 0 on the way down, 1 on the way up."""
     N = max(M, 2 * P - 1)
     down, up = ([(chunk, BACKWARD), (chunk, WEIGHT)] for chunk in (0, 1))

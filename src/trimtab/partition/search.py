@@ -10,11 +10,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.partition.assess import SplitResult
-from trimtab.partition.bound import bound_cuts, makespan_bound
+from trimtab.partition.assess import SplitProblem, SplitResult
+from trimtab.partition.bound import bound_terms
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.partition.stages import split_stages
 from trimtab.specs import FloatArray
+
+_STEPS = (-1, 1, -2, 2, -3, 3)
+"""Runs of layers by which a cut moves; pairs of cuts, each by its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +51,13 @@ def search_makespan(
     *,
     link_bytes_per_s: float | Sequence[float] | None = None,
     latency_s: float = 0.0,
-    radius: int = 3,
     max_simulated: int = 4000,
 ) -> SearchResult:
     """The split of least mean simulated makespan that was found; never worse than the exact bottleneck split.
 
     `work` (steps, num_microbatches, len(WORK_TERMS)): sampled steps of real micro-batches, in the order they run.
     Descent from two starts: the split of least bottleneck, and the one that minimises the terms of `makespan_bound`.
-    A round simulates every neighbour of one kind and takes the best: one cut moved by up to `radius` runs of layers,
+    A round simulates every neighbour of one kind and takes the best: one cut moved by up to three runs of layers,
     then neighbouring cuts moved together, then any two cuts. Each stage's recompute is solved again exactly under
     the cap (least time at `problem.work_mean`). Up to 4 stages all cuts that the bound leaves open are then simulated
     (`enumerate_cuts`), and the result is the best of all, `complete`; else it is heuristic, and `SearchResult.gap`
@@ -64,7 +66,7 @@ def search_makespan(
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
     start = split_stages(problem)
     start_makespan = evaluator.makespan_of(start.stages)
-    ranked = _rank(evaluator, start, radius=radius, max_simulated=max_simulated, keep=1)
+    ranked = _rank(evaluator, start, max_simulated=max_simulated, keep=1)
     best_cuts, makespan = next(iter(ranked.cuts.items()), (evaluator.cuts_of(start.stages), start_makespan))
     if makespan >= start_makespan * (1 - 1e-12):
         split, makespan = start, start_makespan
@@ -74,7 +76,7 @@ def search_makespan(
         split=split,
         makespan_s=makespan,
         start_makespan_s=start_makespan,
-        lower_bound_s=min(makespan, makespan_bound(problem, evaluator.work)),
+        lower_bound_s=min(makespan, ranked.lower_bound_s),
         num_simulated=ranked.num_simulated,
         complete=ranked.complete,
     )
@@ -87,17 +89,16 @@ def top_candidates(
     *,
     link_bytes_per_s: float | Sequence[float] | None = None,
     latency_s: float = 0.0,
-    radius: int = 3,
     max_simulated: int = 4000,
 ) -> tuple[Candidate, ...]:
     """The `k` splits of least simulated makespan, best first, no two with the same cuts; fewer if no more fit.
 
-    Of all cuts where `search_makespan` would enumerate them, else of those it comes by.
+    Of all cuts where `search_makespan` would enumerate them, else of those that the descent simulated.
     """
     assert k >= 1
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
     start = split_stages(problem)
-    ranked = _rank(evaluator, start, radius=radius, max_simulated=max_simulated, keep=k)
+    ranked = _rank(evaluator, start, max_simulated=max_simulated, keep=k)
     found = {
         cuts: Candidate(split=problem.assess(evaluator.stages(cuts)), makespan_s=s) for cuts, s in ranked.cuts.items()
     }
@@ -111,29 +112,31 @@ def top_candidates(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
     cuts: dict[tuple[int, ...], float]  # makespans of the best cuts, ascending
+    lower_bound_s: float
     num_simulated: int
     complete: bool
 
 
-def _rank(evaluator: Evaluator, start: SplitResult, *, radius: int, max_simulated: int, keep: int) -> _Ranked:
+def _rank(evaluator: Evaluator, start: SplitResult, *, max_simulated: int, keep: int) -> _Ranked:
     from trimtab.partition.enumerate import enumerate_cuts
 
-    for first in (evaluator.cuts_of(start.stages), bound_cuts(evaluator.problem, evaluator.work)):
+    terms = bound_terms(evaluator.problem, evaluator.work)
+    for first in (evaluator.cuts_of(start.stages), terms.cuts()):
         if first is not None:
-            _descend(evaluator, first, radius=radius, max_simulated=max_simulated)
+            _descend(evaluator, first, max_simulated=max_simulated)
+    num_simulated = len(evaluator.seen)
+    every = enumerate_cuts(evaluator, terms, keep=keep)
     found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
-    every = enumerate_cuts(evaluator, keep=keep)
-    if every is not None:
-        found |= every.makespans
     best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:keep]
     return _Ranked(
         cuts=dict(best),
-        num_simulated=len(evaluator.seen) + (0 if every is None else every.num_simulated),
+        lower_bound_s=terms.makespan_s,
+        num_simulated=num_simulated + (0 if every is None else every.num_simulated),
         complete=every is not None and every.complete,
     )
 
 
-def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, radius: int, max_simulated: int) -> None:
+def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, max_simulated: int) -> None:
     """Best-improvement descent through ever wider neighbourhoods."""
     best = evaluator.makespan(cuts)
     budget = len(evaluator.seen) + max_simulated
@@ -141,7 +144,7 @@ def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, radius: int, max_si
     kind = 0
     while kind < len(neighbourhoods):
         better, better_cuts = best, cuts
-        for move in neighbourhoods[kind](len(cuts) - 2, radius):
+        for move in neighbourhoods[kind](len(cuts) - 2):
             if len(evaluator.seen) >= budget:
                 break
             moved = tuple(a + step for a, step in zip(cuts, (0, *move, 0), strict=True))
@@ -154,25 +157,21 @@ def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, radius: int, max_si
         best, cuts = better, better_cuts
 
 
-def _single_moves(num_cuts: int, radius: int) -> Iterator[tuple[int, ...]]:
+def _single_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
     for i in range(num_cuts):
-        for step in _steps(radius):
+        for step in _STEPS:
             yield (0,) * i + (step,) + (0,) * (num_cuts - i - 1)
 
 
-def _joint_moves(num_cuts: int, radius: int) -> Iterator[tuple[int, ...]]:
+def _joint_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
     """Runs of two or more neighbouring cuts by the same step."""
     for i, j in itertools.combinations(range(num_cuts + 1), 2):
         if j - i > 1:
-            for step in _steps(radius):
+            for step in _STEPS:
                 yield (0,) * i + (step,) * (j - i) + (0,) * (num_cuts - j)
 
 
-def _pair_moves(num_cuts: int, radius: int) -> Iterator[tuple[int, ...]]:
+def _pair_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
     for i, j in itertools.combinations(range(num_cuts), 2):
-        for first, second in itertools.product(_steps(radius), repeat=2):
+        for first, second in itertools.product(_STEPS, repeat=2):
             yield (0,) * i + (first,) + (0,) * (j - i - 1) + (second,) + (0,) * (num_cuts - j - 1)
-
-
-def _steps(radius: int) -> list[int]:
-    return [sign * size for size in range(1, radius + 1) for sign in (-1, 1)]

@@ -9,7 +9,6 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
-from trimtab.partition.assess import chosen_tiers
 from trimtab.partition.backward import weight_matrix
 from trimtab.partition.schedules import (
     BACKWARD,
@@ -20,7 +19,7 @@ from trimtab.partition.schedules import (
     devices_of_stages,
     splits_backward,
 )
-from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, evaluate
+from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, chosen_tiers, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +52,8 @@ def stage_times(
     and type, takes as long on its way back. `link_bytes_per_s` is one rate, or one for each of the S - 1 boundaries;
     None: sends cost nothing.
     """
-    layers = slice_sums(stages, profile.matrix("forward_s"), profile.matrix("backward_s"), weight_matrix(profile))
+    seconds = [profile.matrix("forward_s"), profile.matrix("backward_s"), weight_matrix(profile)]
+    layers = [np.array([x[stage.start : stage.stop].sum(axis=0) for stage in stages]) for x in seconds]
     recompute = [np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0) for stage in stages]
     send_forward, send_backward = np.zeros((2, len(stages), len(work)))
     if link_bytes_per_s is not None and len(stages) > 1:
@@ -67,11 +67,6 @@ def stage_times(
         send_forward_s=send_forward,
         send_backward_s=send_backward,
     )
-
-
-def slice_sums(stages: Sequence[Stage], *matrices: FloatArray) -> FloatArray:
-    """(len(matrices), S, T): rows of each (num_layers, T) matrix summed over each stage's layers."""
-    return np.array([[matrix[stage.start : stage.stop].sum(axis=0) for stage in stages] for matrix in matrices])
 
 
 def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:

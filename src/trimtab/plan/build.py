@@ -55,7 +55,7 @@ def make_plan(
     chosen = choose_setting(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
-    setting, options = chosen.setting, chosen.options
+    setting, options = chosen.best.setting, chosen.best.options
     packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[rows])
     setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
     case = Case(
@@ -80,6 +80,7 @@ def make_plan(
         variants,
         origin=origin,
         mixture=epoch.sources,
+        searched=found.searched,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),

@@ -9,7 +9,7 @@ from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDecision
+from trimtab.plan.plan import VisionDecision, VisionEstimate
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -34,24 +34,6 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class VisionLoads:
-    """What ranks that share images encode, without and with sharing. Seconds of a mean step, forward and backward of
-    vision tower and projector without recompute; bytes of one rank."""
-
-    rank_s: FloatArray  # (N,) what each rank encodes
-    rank_without_s: FloatArray  # (N,)
-    slowest_s: float  # sum over calls of the slowest share, where it is largest; exchange not counted
-    slowest_without_s: float
-    ideal_s: float  # the same images in equal shares
-    exchange_s: float
-    update_s: float  # once a step: gradients of these layers exchanged, parameters updated
-    update_without_s: float
-    exchange_bytes: float  # received by a rank in a mean step, forward and backward
-    feature_bytes: float  # rows of features that a rank holds in its largest call
-    sizes_known: float  # share of the patches that lie in images of known size; the others' sizes are estimated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedVision:
     """How a case's images are shared, and what its work and its profile are without it."""
 
@@ -60,7 +42,7 @@ class SharedVision:
     held: FloatArray  # as `work`, of what a rank holds: a pooled call is held whole by each of its micro-batches
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
-    loads: VisionLoads
+    estimate: VisionEstimate  # but for bytes of state and activations, which depend on the stages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

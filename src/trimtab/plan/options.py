@@ -21,6 +21,7 @@ from trimtab.options import (
     Tower,
     option_problems,
 )
+from trimtab.plan.baseline import parse_baseline
 from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.units import parse_bytes
 
@@ -134,6 +135,22 @@ class PlanOptions:
     ] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, Option("Same seed, same plan.")] = 0
+    search: Annotated[
+        Literal["exact", "omnibal"],
+        Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
+    ] = "exact"
+    radius: Annotated[int, Option("With --search omnibal: cuts move by up to so many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: so many of the best ranked splits are simulated.", least=1)] = 10
+    baselines: Annotated[
+        tuple[str, ...],
+        Option(
+            "Run to compare with, as in random,batch=4,padded,equal-layers,full-recompute; several times for several. "
+            "Default: random padded batches of the fastest size that fits.",
+            flag="--baseline",
+            read=tuple,
+            typed=list[str],
+        ),
+    ] = ()
     profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
@@ -151,6 +168,7 @@ class PlanOptions:
         if not 0 <= self.reserve < 1:
             problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
         problems += self._schedule_problems()
+        problems += [problem for text in self.baselines for problem in parse_baseline(text).problems(text)]
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
         if unknown:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")

@@ -6,7 +6,9 @@ the adapters read; `estimates` are rounded, carry their error band, and are neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from trimtab.options import (
     Attention,
@@ -25,6 +27,7 @@ from trimtab.options import (
 )
 
 PLAN_VERSION = "1.0"
+BASELINE = "baseline"  # the name of the variant that a plan is told against
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------
@@ -110,6 +113,10 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    search: Literal["exact", "omnibal"] = "exact"  # of the stages
+    radius: int = 3  # of OmniBal's search
+    top: int = 10
+    baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +196,7 @@ class PackingDecision:
 class VisionDecision:
     """Which ranks share the images of a micro-batch, so that each encodes a part of them with a whole vision tower.
 
-    `sp` and `cp` are the ranks among which a sample's tokens are divided (Ulysses, ring): the plan's cp ranks. Ranks of
-    tp, cp and sp hold the same images (`gather`, `routed`), those of dp images of their own (`dispatch`).
+    Ranks of tp hold the same images (`gather`), those of dp images of their own (`dispatch`).
     """
 
     group: VisionGroup
@@ -199,7 +205,7 @@ class VisionDecision:
     pooling: int  # consecutive micro-batches of a rank that share one call of the tower; 1: each has its own
     rule: Rule
     objective: VisionObjective  # what the shares are balanced by: the tower's seconds, or the bytes it holds
-    reduction: VisionReduction | None  # of the vision gradients over the group; null: a dispatch changes no sum
+    reduction: VisionReduction | None  # of the vision gradients over tp; null: a dispatch changes no sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +301,16 @@ class VisionEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedSplit:
+    """A split that OmniBal's search simulated; the last one is the exact optimum, to compare with."""
+
+    stages: tuple[int, ...]  # layers of each
+    spread_ms: float  # standard deviation of the stages' forward times
+    sent_mib: float  # that pass all cuts
+    step_ms: float | None  # None: it does not fit the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float
@@ -304,8 +320,19 @@ class Estimates:
     stage_imbalance: float  # slowest / mean - 1, at the mean micro-batch
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
-    variants: tuple[VariantEstimate, ...]  # baseline first, this plan last
+    variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     vision_data_parallel: VisionEstimate | None = None
+    searched: tuple[SearchedSplit, ...] = ()
+
+    @property
+    def compared(self) -> tuple[VariantEstimate, ...]:
+        """The baseline that the plan is told against, then each decision added, this plan last."""
+        return self.variants[find_baseline([variant.name for variant in self.variants]) :]
+
+
+def find_baseline(names: Sequence[str]) -> int:
+    """Which variant is the baseline; before it stand others that were asked for and are slower, or do not fit."""
+    return names.index(BASELINE) if BASELINE in names else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

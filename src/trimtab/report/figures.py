@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.schedules import WEIGHT
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report import svg
 from trimtab.report.markup import legend, section
 from trimtab.report.words import before_after, memory_scale, percent, time_scale
-from trimtab.specs import FloatArray
 from trimtab.units import format_bytes, format_seconds
 
 # -- timeline -------------------------------------------------------------------------------------------------------
@@ -19,10 +17,11 @@ def timelines(details: PlanDetails) -> str:
     span = max(variant.timeline.makespan_s for variant in shown.values())
     if span <= 0 or not any(len(variant.timeline.stage) for variant in shown.values()):
         return ""
-    parts, dense = [], False
+    parts, dense = [], ""
     for name, variant in shown.items():
         line = variant.timeline
-        dense = dense or len(line.stage) > svg.MAX_BLOCKS
+        if len(line.stage) > svg.MAX_BLOCKS:
+            dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
         sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
         text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
         parts.append(f'<h3>{name} <span class="note">{sentence}</span></h3>')
@@ -41,13 +40,11 @@ def timelines(details: PlanDetails) -> str:
     if any((variant.timeline.kind == WEIGHT).any() for variant in shown.values()):
         entries[1] = (("b0", "b1", "b2"), "backward for the stage before, recompute included")
         entries.insert(2, (("w0", "w1", "w2"), "gradients of the weights"))
-    if dense:
-        entries.insert(-1, (("mixed",), "forward and backward in turn, too thin to draw"))
     return section(
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
-        "micro-batches.",
+        f"micro-batches.{dense}",
         legend(entries) + f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>',
     )
 
@@ -55,15 +52,11 @@ def timelines(details: PlanDetails) -> str:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 _MEMORY_PARTS = (
-    ("state", "weights, gradients, optimizer"),
-    ("saved", "saved activations"),
-    ("transient", "transient"),
-    ("reserve", "kept in reserve"),
+    ("state", "weights, gradients, optimizer", "state_bytes"),
+    ("saved", "saved activations", "saved_bytes"),
+    ("transient", "transient", "transient_bytes"),
+    ("reserve", "kept in reserve", "overhead_bytes"),
 )
-
-
-def _memory_values(memory: DeviceMemory) -> tuple[float, ...]:
-    return memory.state_bytes, memory.saved_bytes, memory.transient_bytes, memory.overhead_bytes
 
 
 def memory_bars(details: PlanDetails) -> str:
@@ -74,45 +67,27 @@ def memory_bars(details: PlanDetails) -> str:
     return section(
         "Memory of each pipeline rank",
         "Peak of one device when all micro-batches in flight are of the largest size. What passes the cap is outlined.",
-        legend(((look,), text) for look, text in _MEMORY_PARTS) + f'<div class="pair">{"".join(panels)}</div>',
+        legend(((look,), text) for look, text, _ in _MEMORY_PARTS) + f'<div class="pair">{"".join(panels)}</div>',
     )
 
 
 def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
-    num = len(variant.memory)
-    row = float(min(26, max(7, 420 // num)))
-    pad, top = (4.0, 22.0) if row >= 18 else (1.0, 22.0)
-    bottom = top + row * num
-    every = 1 if row >= 13 else 2 if row >= 10 else 8
     scale = memory_scale([span])
-    bars, names, values = [svg.grid(span, scale, bottom, max_ticks=5)], [], []
-    for i, memory in enumerate(variant.memory):
-        y, middle = top + i * row, top + (i + 0.5) * row
-        parts = [
-            (look, value, f"rank {i}, {text}: {format_bytes(value)}")
-            for (look, text), value in zip(_MEMORY_PARTS, _memory_values(memory), strict=True)
-        ]
-        bars.append(svg.stacked_bar(parts, span=span, cap=cap, y=y + pad, height=row - 2 * pad))
-        if i % every == 0:
-            bad = ' style="fill:var(--bad);font-weight:600"' if memory.total_bytes > cap else ""
-            names.append(
-                f'<text class="name" x="100%" dx="-8" y="{middle:g}" dy="0.35em" text-anchor="end">rank {i}</text>'
-            )
-            values.append(
-                f'<text x="100%" y="{middle:g}" dy="0.35em" text-anchor="end"{bad}>'
-                f"{scale.text(memory.total_bytes)}</text>"
-            )
-    bars.append(f'<line class="base" x1="0" x2="0" y1="{top:g}" y2="{bottom:g}"/>')
-    bars.append(svg.limit_line(cap, span=span, height=bottom, text=f"cap {scale.text(cap)}"))
-    bars.append(svg.axis(span, scale, label=f"{scale.unit} per device", y=bottom, max_ticks=5))
-    peak = max(memory.total_bytes for memory in variant.memory)
-    text = f"{num} ranks, at most {scale.text(peak)} of {scale.text(cap)}."
-    height = bottom + 32
-    return (
-        f'<div class="bars"><svg aria-hidden="true" width="66" height="{height:g}">{"".join(names)}</svg>'
-        + svg.drawing("".join(bars), height=height, title=f"Memory, {name}", description=text)
-        + f'<svg aria-hidden="true" width="76" height="{height:g}">{"".join(values)}</svg></div>'
-    )
+    rows = [
+        svg.Bar(
+            name=f"rank {i}",
+            parts=[
+                (look, value, f"rank {i}, {text}: {format_bytes(value)}")
+                for look, text, value in ((look, text, getattr(memory, part)) for look, text, part in _MEMORY_PARTS)
+            ],
+            text=scale.text(memory.total_bytes),
+            cap=cap,
+            bad=memory.total_bytes > cap,
+        )
+        for i, memory in enumerate(variant.memory)
+    ]
+    label = f"{scale.unit} per device"
+    return svg.bars(rows, span=span, scale=scale, label=label, title=f"Memory, {name}", mark="limit", marked=cap)
 
 
 # -- packs ----------------------------------------------------------------------------------------------------------
@@ -121,7 +96,7 @@ def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
 def pack_sizes_section(details: PlanDetails) -> str:
     shown, packing = before_after(details), details.plan.decisions.packing
     rows = (("patches", packing.max_patches), ("tokens", packing.max_tokens))
-    largest = {name: max(float(pack_sizes(variant, name).max()) for variant in shown.values()) for name, _ in rows}
+    largest = {name: max(float(variant.pack_sizes(name).max()) for variant in shown.values()) for name, _ in rows}
     panels = []
     for heading, variant in shown.items():
         look = "new" if heading == "Plan" else "old"
@@ -129,7 +104,7 @@ def pack_sizes_section(details: PlanDetails) -> str:
             if largest[name] > 0:
                 title = f"{heading}: {name} per pack"
                 drawn = svg.histogram(
-                    pack_sizes(variant, name),
+                    variant.pack_sizes(name),
                     largest=largest[name],
                     limit=float(limit),
                     unit=name,
@@ -144,7 +119,3 @@ def pack_sizes_section(details: PlanDetails) -> str:
     if largest["patches"] == 0:
         note += " The data holds no images, so every pack has 0 patches."
     return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')
-
-
-def pack_sizes(variant: Variant, name: str) -> FloatArray:
-    return variant.pack_tokens if name == "tokens" else variant.pack_patches

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trimtab.costs.analytic import find_columns
@@ -17,7 +15,7 @@ from trimtab.costs.flops import layer_matmuls, pair_flops
 from trimtab.costs.measured import KindFit
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import KindCounts
-from trimtab.report.words import clean
+from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile
 from trimtab.units import TERA, format_bytes, format_seconds
 
@@ -54,28 +52,27 @@ def kind_rows(
     for group, members in numbers.items():
         layer, cost, fit = model.layers[members[0]], profile.layers[members[0]], fits.get(group)
         work = np.array(fit.work if fit is not None else _work_of(layer, settings, size))
-        forward, backward = float(np.dot(cost.forward_s, work)), float(np.dot(cost.backward_s, work))
+        forward = float(np.dot(cost.forward_s, work))
         columns = find_columns(layer, settings)
         flops = work[columns.rows] * layer.rows_per_input * sum(p.flops for p in layer_matmuls(layer, settings.dims.tp))
         flops += work[columns.pairs] * columns.pair_share * pair_flops(layer, settings.dims.tp)
         rate = float(flops) / forward if forward > 0 else 0.0
-        found.append((members, float(work[columns.rows]), forward, backward, float(flops), rate, fit))
-    total = sum(len(members) * (forward + backward) for members, _, forward, backward, *_ in found)
-    return tuple(
-        KindRow(
-            name=model.layers[members[0]].name,
-            num_layers=len(members),
-            rows=rows,
-            forward_s=forward,
-            backward_s=backward,
-            share=len(members) * (forward + backward) / total,
-            forward_flops=flops,
-            flops_per_s=rate,
-            efficiency=rate / peak,
-            error=None if fit is None else fit.error,
+        found.append(
+            KindRow(
+                name=layer.name,
+                num_layers=len(members),
+                rows=float(work[columns.rows]),
+                forward_s=forward,
+                backward_s=float(np.dot(cost.backward_s, work)),
+                share=0.0,
+                forward_flops=float(flops),
+                flops_per_s=rate,
+                efficiency=rate / peak,
+                error=None if fit is None else fit.error,
+            )
         )
-        for members, rows, forward, backward, flops, rate, fit in found
-    )
+    seconds = [row.num_layers * (row.forward_s + row.backward_s) for row in found]
+    return tuple(replace(row, share=own / sum(seconds)) for row, own in zip(found, seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +85,6 @@ class KeptRow:
     kept_bytes: float  # nothing recomputed
     recomputed_bytes: float  # the layer recomputed
     transient_bytes: float  # its backward's own, beside those
-    fused_bytes: float | None  # kept_bytes if norms and gates were single kernels; None: they are
-
-    @property
-    def fused_share(self) -> float | None:
-        """Share of the kept bytes that fused norms and gates would save before anything is recomputed."""
-        return None if self.fused_bytes is None or self.kept_bytes == 0 else 1 - self.fused_bytes / self.kept_bytes
 
 
 def kept_rows(
@@ -114,30 +105,27 @@ def kept_rows(
                 kept_bytes=float(np.dot(kind.kept_bytes, work)),
                 recomputed_bytes=float(np.dot(kind.recomputed_bytes, work)),
                 transient_bytes=float(np.dot(kind.transient_bytes, work)),
-                fused_bytes=None if kind.fused_bytes is None else float(np.dot(kind.fused_bytes, work)),
             )
         )
     return tuple(found)
 
 
 def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
-    """Bytes of one layer of each kind, and what fused norms and gates would save before any recompute."""
-    table = Table(title="Bytes that one layer keeps for backward", box=box.SIMPLE, title_justify="left")
-    table.add_column("Layer", overflow="fold")
-    for name in ("Like it", "Rows", "Keeps", "Recomputed", "Transient", "Fused"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        share = row.fused_share
-        table.add_row(
-            Text(clean(row.name.removeprefix("model."))),
-            str(row.num_layers),
-            f"{row.rows:.0f}",
-            *(format_bytes(x) for x in (row.kept_bytes, row.recomputed_bytes, row.transient_bytes)),
-            "" if share is None else f"-{share:.1%}",
-        )
-    console.print(table)
-    if any(row.fused_share is not None for row in rows):
-        console.print("Fused: norms and gates as single kernels, before anything is recomputed.")
+    """Bytes of one layer of each kind."""
+    table = Table(
+        title="Bytes that one layer keeps for backward",
+        columns=(Column("Layer"), *numeric("Like it", "Rows", "Keeps", "Recomputed", "Transient")),
+        rows=[
+            (
+                row.name.removeprefix("model."),
+                str(row.num_layers),
+                f"{row.rows:.0f}",
+                *map(format_bytes, (row.kept_bytes, row.recomputed_bytes, row.transient_bytes)),
+            )
+            for row in rows
+        ],
+    )
+    print_table(table, console)
 
 
 def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]:
@@ -155,37 +143,38 @@ def _work_of(layer: LayerSpec, settings: CostSettings, size: int) -> list[float]
 
 def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -> None:
     """The rows, then how far the seconds may be off. TFLOP/s are those of the forward."""
-    table = Table(
-        title=f"{clean(profile.device.name)}, {profile.dtype}, {profile.attention} attention: {profile.method}",
-        box=box.SIMPLE,
-        title_justify="left",
-    )
-    table.add_column("Layer", overflow="fold")
-    for name in ("Like it", "Rows", "Fwd ms", "Bwd ms", "Share", "TFLOP/s", "Of peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+    cells = []
     for row in rows:
         band = "" if row.error is None else f" +-{100 * row.efficiency * row.error:.0f}"
-        table.add_row(
-            Text(clean(row.name.removeprefix("model."))),
-            str(row.num_layers),
-            f"{row.rows:.0f}",
-            f"{1e3 * row.forward_s:.3g}",
-            f"{1e3 * row.backward_s:.3g}",
-            f"{row.share:.1%}",
-            f"{row.flops_per_s / TERA:.3g}" if row.flops_per_s else "",
-            f"{100 * row.efficiency:.0f}{band} %" if row.flops_per_s else "",
+        cells.append(
+            (
+                row.name.removeprefix("model."),
+                str(row.num_layers),
+                f"{row.rows:.0f}",
+                f"{1e3 * row.forward_s:.3g}",
+                f"{1e3 * row.backward_s:.3g}",
+                f"{row.share:.1%}",
+                f"{row.flops_per_s / TERA:.3g}" if row.flops_per_s else "",
+                f"{100 * row.efficiency:.0f}{band} %" if row.flops_per_s else "",
+            )
         )
-    console.print(table)
+    table = Table(
+        title=f"{profile.device.name}, {profile.dtype}, {profile.attention} attention: {profile.method}",
+        columns=(Column("Layer"), *numeric("Like it", "Rows", "Fwd ms", "Bwd ms", "Share", "TFLOP/s", "Of peak")),
+        rows=cells,
+    )
+    print_table(table, console)
     console.print(Text(f"Seconds +-{profile.time_error:.0%}, bytes +-{profile.memory_error:.0%}."))
 
 
 def print_runs(calibration: Calibration, console: Console) -> None:
     """Each logged run beside the fit; what was fitted stands in the profile's assumptions."""
-    table = Table(box=box.SIMPLE)
-    table.add_column("Run", overflow="fold")
-    for name in ("Logged", "Fitted", "Error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in calibration.runs:
-        fitted = format_seconds(run.fitted_s)
-        table.add_row(Text(clean(run.name)), format_seconds(run.logged_s), fitted, f"{run.error:+.1%}")
-    console.print(table)
+    table = Table(
+        title="Logged runs",
+        columns=(Column("Run"), *numeric("Logged", "Fitted", "Error")),
+        rows=[
+            (run.name, format_seconds(run.logged_s), format_seconds(run.fitted_s), f"{run.error:+.1%}")
+            for run in calibration.runs
+        ],
+    )
+    print_table(table, console)

@@ -9,18 +9,19 @@ import numpy as np
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
 from trimtab.report.curves import MAX_POINTS, Curve, curves
-from trimtab.report.markup import Column, bar, esc, legend, section, table
+from trimtab.report.markup import esc, legend, section, tile
+from trimtab.report.table import Cell, Column, Table, numeric, on_page
 from trimtab.report.words import clean, count_scale, memory_scale, percent, ratio_text, signed_percent, time_scale
 from trimtab.specs import FloatArray
 
-_ROUGH_ORDER = 0.7  # rank correlation from which steps count as ordered as planned
 _ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
     """Tiles, curves and memory; without the latter, and in shares of the median, where devices differ."""
     found = compare_times(log, band=details.plan.estimates.time_error)
-    body = [f'<dl class="tiles">{"".join(_tiles(log, found))}</dl>', f'<div class="pair">{_loss(log)}']
+    tiles = "".join(tile(*figure) for figure in run_figures(details, log)[:4])
+    body = [f'<dl class="tiles">{tiles}</dl>', f'<div class="pair">{_loss(log)}']
     body += [_step_times(log, found), "</div>", _memory(log) if log.comparable else ""]
     return section("Training run", " ".join(esc(x, 600) for x in run_sentences(details, log)), "".join(body))
 
@@ -84,35 +85,45 @@ def _image_load(steps: Sequence[StepRecord]) -> str:
 
 def run_lines(details: PlanDetails, log: RunLog) -> list[str]:
     """The same for a terminal, one fact a line."""
-    found, warm = compare_times(log, band=details.plan.estimates.time_error), log.warm
-    step = time_scale([log.median_step_s()])
-    times = f"median {step.text(log.median_step_s())}"
-    if found is not None and log.comparable:
-        times += (
-            f", {signed_percent(found.ratio - 1)} against the plan's {step.text(found.planned_s)} for the same packs; "
-            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
-        )
-    lines = [*run_sentences(details, log), f"  step time   {times}"]
-    if found is not None:
-        lines.append(f"  order       {_order_text(found)}")
-    lines.append(
-        f"  tokens      {_tokens_per_s(log):,.0f} /s; {percent(_waiting(log))} of the time waiting for samples"
-    )
+    lines = [
+        *run_sentences(details, log),
+        *(f"  {name}: {figure}; {meaning}" for name, figure, meaning in run_figures(details, log)),
+    ]
     if log.comparable:
-        memory = memory_scale([*log.header.planned_memory_bytes, *warm[-1].peak_memory_bytes])
-        pairs = zip(warm[-1].peak_memory_bytes, log.header.planned_memory_bytes, strict=True)
-        devices = (f"rank {i} {memory.number(a)} of {memory.text(b)}" for i, (a, b) in enumerate(pairs))
-        lines.append(f"  memory      peak against plan: {'; '.join(devices)}")
-    lines.append(f"  loss        {log.steps[0].loss:.4f} at step {log.steps[0].step}, {_last_loss(log)}")
+        measured, planned = log.warm[-1].peak_memory_bytes, log.header.planned_memory_bytes
+        memory = memory_scale([*planned, *measured])
+        pairs = enumerate(zip(measured, planned, strict=True))
+        devices = (f"rank {i} {memory.number(own)} of {memory.text(plan)}" for i, (own, plan) in pairs)
+        lines.append(f"  Peak memory against the plan's: {'; '.join(devices)}")
     return lines
 
 
-def _order_text(found: TimeComparison) -> str:
-    rho = _order(found)
-    if rho is None:
-        return f"{_no_order(found)}: it cannot be told whether long ones were foreseen"
-    verdict = "steps are long and short as planned" if rho >= _ROUGH_ORDER else "not the order that was planned"
-    return f"rank correlation of planned and measured step times {rho:.2f}: {verdict}".replace("-", "−")
+def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]:
+    """Name, figure, and what it is compared with or means; the most wanted first."""
+    found = compare_times(log, band=details.plan.estimates.time_error)
+    median = log.median_step_s()
+    step, tokens = time_scale([median]), count_scale([_tokens_per_s(log)])
+    against = "not compared with the plan" if found is None else "median; another device than the plan's"
+    figures = []
+    if found is not None and log.comparable:
+        against = (
+            f"planned {step.text(found.planned_s)} for the same packs; "
+            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
+        )
+        figures.append(("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
+    if found is not None:
+        rho = _order(found)
+        order = "–" if rho is None else f"{rho:.2f}".replace("-", "−")
+        small = _no_order(found) if rho is None else "rank correlation with the plan; 1 = same order"
+        figures.append(("Order of step times", order, small))
+    waiting = f"{percent(_waiting(log))} of the time waiting for samples"
+    last, first = log.steps[-1], log.steps[0]
+    return [
+        ("Step time, measured", step.text(median), against),
+        *figures,
+        ("Tokens per second", tokens.number(_tokens_per_s(log)), waiting),
+        ("Loss", f"{last.loss:.4f}", f"step {last.step}; {first.loss:.4f} at step {first.step}"),
+    ]
 
 
 def _order(found: TimeComparison) -> float | None:
@@ -123,37 +134,6 @@ def _no_order(found: TimeComparison) -> str:
     if found.num_steps < 3 or found.planned_range >= _ALIKE:
         return "too few steps, or steps of one time"
     return f"most planned steps are within {percent(found.planned_range)} of each other"
-
-
-def _tiles(log: RunLog, found: TimeComparison | None) -> list[str]:
-    median = log.median_step_s()
-    step, tokens = time_scale([median]), count_scale([_tokens_per_s(log)])
-    if found is None:
-        against = "not compared with the plan"
-    elif log.comparable:
-        against = (
-            f"planned {step.text(found.planned_s)} for the same packs<br>"
-            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
-        )
-    else:
-        against = "median; another device than the plan's"
-    tiles = [_tile("Step time, measured", step.text(median), against)]
-    if found is not None and log.comparable:
-        tiles.append(_tile("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
-    if found is not None:
-        rho = _order(found)
-        big = "–" if rho is None else f"{rho:.2f}".replace("-", "−")
-        small = _no_order(found) if rho is None else "rank correlation with the plan; 1 = same order"
-        tiles.append(_tile("Order of step times", big, small))
-    waiting = f"{percent(_waiting(log))} of the time waiting for samples"
-    tiles.append(_tile("Tokens per second", tokens.number(_tokens_per_s(log)), waiting))
-    if len(tiles) < 4:
-        tiles.append(_tile("Loss", f"{log.steps[-1].loss:.3f}", f"step {log.steps[-1].step}; {_first_loss(log)}"))
-    return tiles
-
-
-def _tile(name: str, big: str, small: str) -> str:
-    return f'<div class="tile"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{small}</dd></div>'
 
 
 def _loss(log: RunLog) -> str:
@@ -168,7 +148,8 @@ def _loss(log: RunLog) -> str:
         from_zero=False,
         description=f"From {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps.",
     )
-    return f'<figure><h3>Loss <span class="note">{_last_loss(log)}{note}{_thinned(log)}</span></h3>{drawn}</figure>'
+    last = f"{losses[-1]:.4f} at step {log.steps[-1].step}"
+    return f'<figure><h3>Loss <span class="note">{last}{note}{_thinned(log)}</span></h3>{drawn}</figure>'
 
 
 def _step_times(log: RunLog, found: TimeComparison | None) -> str:
@@ -206,20 +187,19 @@ def _memory(log: RunLog) -> str:
     most = max(*measured, *planned, 1)
     columns = (
         Column("Rank"),
-        Column(f"Peak measured,<br>{scale.unit}", True),
-        Column(f"Planned at<br>the limits, {scale.unit}", True),
-        Column("Difference", True),
+        *numeric(f"Peak measured,\n{scale.unit}", f"Planned at\nthe limits, {scale.unit}", "Difference"),
     )
     rows = [
         (
             str(i),
-            scale.number(own) + bar(own / most),
+            Cell(text=scale.number(own), share=own / most),
             scale.number(plan),
             signed_percent(own / plan - 1) if plan else "",
         )
         for i, (own, plan) in enumerate(zip(measured, planned, strict=True))
     ]
-    return '<h3 class="after">Memory</h3>' + table(columns, rows, caption="Memory, measured against planned")
+    table = Table(title="Memory, measured against planned", columns=columns, rows=rows)
+    return '<h3 class="after">Memory</h3>' + on_page(table)
 
 
 def _steps(records: Sequence[StepRecord]) -> FloatArray:
@@ -232,14 +212,6 @@ def _tokens_per_s(log: RunLog) -> float:
 
 def _waiting(log: RunLog) -> float:
     return sum(record.data_s for record in log.warm) / sum(record.step_s for record in log.warm)
-
-
-def _first_loss(log: RunLog) -> str:
-    return f"{log.steps[0].loss:.3f} at step {log.steps[0].step}"
-
-
-def _last_loss(log: RunLog) -> str:
-    return f"{log.steps[-1].loss:.4f} at step {log.steps[-1].step}"
 
 
 def _count(number: int, what: str) -> str:

@@ -18,9 +18,8 @@ from trimtab.specs import FloatArray, Timeline
 from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
-MAX_RUNS = 6000  # pieces of a timeline too dense for that
 MAX_BINS = 60
-_GRID = 4000  # columns of a dense timeline
+_COLUMNS = 100  # of a timeline too dense for that
 _LABEL_SHARE = 0.019  # share of the width a two-digit label needs at the narrowest drawing (720 px)
 _WEIGHT_STEP = 0.08  # micro-batches this much off the median get the lighter or the darker shade
 
@@ -117,23 +116,13 @@ def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, ti
             f'width="{at(1 / num_bins - gap)}" height="{height:.1f}" data-t="{escape(tip)}"/>'
         )
     parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
-    parts.append(limit_line(limit, span=span, height=bottom, text=f"limit {limit:,.0f}"))
+    parts.append(mark_line(limit / span, "limit", y1=4, y2=bottom, text=f"limit {limit:,.0f}"))
     parts.append(axis(span, scale, label=f"{unit} per pack", y=bottom, max_ticks=5))
     text = f"Share of packs by {unit}. Largest pack {float(values.max()):,.0f}, limit {limit:,.0f}."
     return drawing("".join(parts), height=bottom + 32, title=title, description=text)
 
 
 # -- timeline -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One piece of a device's row, in shares of the time axis; `block` is None where several blocks were merged."""
-
-    start: float
-    end: float
-    look: str
-    block: int | None
 
 
 def timeline_rows(num_devices: int) -> float:
@@ -144,9 +133,8 @@ def timeline_rows(num_devices: int) -> float:
 def timeline(timeline: Timeline, *, span_s: float, title: str, description: str) -> str:
     """One row per device, forward and backward blocks on an axis of `span_s` seconds, and the end of the step marked.
 
-    Up to `MAX_BLOCKS` blocks are drawn one by one, with the micro-batch's number where there is room. Beyond, blocks
-    thinner than a threshold are drawn together with their neighbours as one mixed piece; the threshold is the
-    smallest of a doubling sequence that leaves at most `MAX_RUNS` pieces.
+    Up to `MAX_BLOCKS` blocks are drawn one by one, with the micro-batch's number where there is room. Beyond, a row's
+    height at a time is the share of the time around it that the device computes.
     """
     row = timeline_rows(timeline.num_devices)
     pad = 1.0 if row < 10 else 2.0
@@ -159,28 +147,28 @@ def timeline(timeline: Timeline, *, span_s: float, title: str, description: str)
         )
     unit = time_scale([span_s])
     parts.append(grid(span_s, unit, height))
-    looks = block_looks(timeline)
-    rows = _device_rows(timeline, looks, span_s)
     if len(timeline.stage) <= MAX_BLOCKS:
-        for device, runs in enumerate(rows):
-            parts.extend(_block(timeline, run, device * row + pad, row - 2 * pad) for run in runs)
+        looks, devices = block_looks(timeline), timeline.device
+        for i in np.lexsort((timeline.end_s, timeline.start_s)).tolist():
+            if timeline.end_s[i] > timeline.start_s[i]:
+                parts.append(_block(timeline, i, looks[i], span_s, devices[i] * row + pad, row - 2 * pad))
     else:
-        parts.append(_dense(_merge_to_budget(rows), row, pad, height))
+        parts.append(_density(timeline, span_s, row, pad, height))
     parts.append("</svg>")
-    end = timeline.makespan_s / span_s
-    side = ("end", -5) if end > 0.85 else ("start", 5)
-    parts.append(f'<line class="makespan" x1="{at(end)}" x2="{at(end)}" y1="2" y2="{top + height + 2:g}"/>')
-    parts.append(
-        f'<text class="mark halo" x="{at(end)}" dx="{side[1]}" y="12" text-anchor="{side[0]}">'
-        f"{time_scale([timeline.makespan_s]).text(timeline.makespan_s)}</text>"
-    )
+    end = time_scale([timeline.makespan_s]).text(timeline.makespan_s)
+    parts.append(mark_line(timeline.makespan_s / span_s, "makespan", y1=2, y2=top + height + 2, text=end))
     return drawing("".join(parts), height=top + height + 4, title=title, description=description, css_class="tl")
+
+
+def _every_name(row: float, fewest: int) -> int:
+    """Of how many rows of this height one is named; of the thinnest, one of `fewest`."""
+    return 1 if row >= 13 else 2 if row >= 10 else fewest
 
 
 def device_names(num_devices: int) -> str:
     """The column of names left of a timeline: every device, or every eighth where rows are thin."""
     row, top = timeline_rows(num_devices), 18.0
-    every = 1 if row >= 13 else 2 if row >= 10 else 8 if num_devices > 16 else 4
+    every = _every_name(row, 8 if num_devices > 16 else 4)
     texts = (
         f'<text class="name" x="100%" dx="-8" y="{top + (d + 0.5) * row:g}" dy="0.35em" text-anchor="end">'
         f"rank {d}</text>"
@@ -205,86 +193,96 @@ def block_looks(timeline: Timeline) -> list[str]:
     ]
 
 
-def _device_rows(timeline: Timeline, looks: Sequence[str], span_s: float) -> list[list[_Run]]:
-    rows: list[list[_Run]] = [[] for _ in range(timeline.num_devices)]
-    for i in np.lexsort((timeline.end_s, timeline.start_s)).tolist():
-        start, end = float(timeline.start_s[i]) / span_s, float(timeline.end_s[i]) / span_s
-        if end > start:
-            run = _Run(start=start, end=end, look=looks[i], block=i)
-            rows[timeline.device_of(int(timeline.stage[i]))].append(run)
-    return rows
-
-
-def _block(timeline: Timeline, run: _Run, y: float, height: float) -> str:
-    assert run.block is not None
-    i, width = run.block, run.end - run.start
+def _block(timeline: Timeline, i: int, look: str, span_s: float, y: float, height: float) -> str:
     number, letter = int(timeline.microbatch[i]), "FBW"[timeline.kind[i]]
     start, spent = float(timeline.start_s[i]), float(timeline.end_s[i] - timeline.start_s[i])
+    left, width = start / span_s, spent / span_s
     tip = f"{letter}{number} · stage {timeline.stage[i]} · {format_seconds(spent)}, from {format_seconds(start)}"
     box = (
-        f'<rect class="{run.look}" x="{at(run.start)}" y="{y:g}" width="{at(width)}" height="{height:g}" '
+        f'<rect class="{look}" x="{at(left)}" y="{y:g}" width="{at(width)}" height="{height:g}" '
         f'data-t="{escape(tip)}"/>'
     )
     if height < 14 or width < _LABEL_SHARE * max(1.0, len(str(number)) / 2):
         return box
-    middle = at(run.start + width / 2)
-    return f'{box}<text class="in {run.look}" x="{middle}" y="{y + height / 2:g}" dy="0.35em">{number}</text>'
+    return f'{box}<text class="in {look}" x="{at(left + width / 2)}" y="{y + height / 2:g}" dy="0.35em">{number}</text>'
 
 
-def _merge_to_budget(rows: list[list[_Run]]) -> list[list[_Run]]:
-    threshold = 1.0 / _GRID
-    while sum(map(len, rows)) > MAX_RUNS:
-        rows = [_merge_thin(runs, threshold) for runs in rows]
-        threshold *= 2
-    return rows
+def _density(timeline: Timeline, span_s: float, row: float, pad: float, height: float) -> str:
+    """An area for each device and kind of block: its share of the time of each of `_COLUMNS` columns, one on the other.
 
-
-def _merge_thin(runs: Sequence[_Run], threshold: float) -> list[_Run]:
-    """Neighbours thinner than `threshold`, and less than it apart, become one piece.
-
-    A block moves left to touch the one it joins, so the busy time of the row stays exact. The gap it leaves adds to
-    the next one, so gaps pile up until they are drawn, and nothing moves by more than `threshold`.
+    A column that two devices fill to 40 and 100 % is drawn 40 and 100 % as high as their rows: no idle time is hidden.
     """
-    merged: list[_Run] = []
-    for run in runs:
-        last = merged[-1] if merged else None
-        thin = run.block is None or run.end - run.start < threshold
-        if last is not None and thin and run.start - last.end < threshold:
-            last_thin = last.block is None or last.end - last.start < threshold
-            if last_thin:
-                look = _common_look(last.look, run.look)
-                merged[-1] = _Run(start=last.start, end=last.end + run.end - run.start, look=look, block=None)
+    edges, areas, devices = np.linspace(0.0, span_s, _COLUMNS + 1), list[str](), timeline.device
+    for device in range(timeline.num_devices):
+        bottom, share, drawn = (device + 1) * row - pad, np.zeros(_COLUMNS), list[str]()
+        for kind, look in enumerate(("f1", "b1", "w1")):
+            rows = np.flatnonzero((devices == device) & (timeline.kind == kind))
+            if not len(rows):
                 continue
-        merged.append(run)
-    return merged
-
-
-def _common_look(a: str, b: str) -> str:
-    """Of blocks of one kind that kind in its usual shade, of both kinds "mixed"."""
-    return a if a == b else f"{a[0]}1" if a[0] == b[0] else "mixed"
-
-
-def _dense(rows: Sequence[Sequence[_Run]], row: float, pad: float, height: float) -> str:
-    """Runs as dashes of one path per row and look, on a grid of `_GRID` columns."""
-    paths: list[str] = []
-    for device, runs in enumerate(rows):
-        dashes: dict[str, list[str]] = {}
-        pens: dict[str, int] = {}
-        for run in runs:
-            x, end = round(run.start * _GRID), max(round(run.end * _GRID), round(run.start * _GRID) + 1)
-            if run.look in pens:
-                dashes[run.look].append(f"m{x - pens[run.look]} 0h{end - x}")
-            else:
-                dashes[run.look] = [f"M{x} {(device + 0.5) * row:g}h{end - x}"]
-            pens[run.look] = end
-        paths.extend(f'<path class="d {look}" d="{"".join(d)}"/>' for look, d in sorted(dashes.items()))
+            rows = rows[np.argsort(timeline.start_s[rows], kind="stable")]
+            # seconds computed until each start and end, and from these until each edge
+            times = np.stack([timeline.start_s[rows], timeline.end_s[rows]], axis=1).ravel()
+            spent = np.cumsum(timeline.end_s[rows] - timeline.start_s[rows])
+            until = np.stack([np.append(0.0, spent[:-1]), spent], axis=1).ravel()
+            share = share + np.diff(np.interp(edges, times, until)) * _COLUMNS / span_s
+            steps = "".join(f"V{y:.1f}h1" for y in (bottom - (row - 2 * pad) * share).tolist())
+            drawn.append(f'<path class="{look}" d="M0 {bottom:g}{steps}V{bottom:g}Z"/>')
+        areas += reversed(drawn)  # each covers the lower part of the one before
     return (
-        f'<svg width="100%" height="{height:g}" viewBox="0 0 {_GRID} {height:g}" preserveAspectRatio="none" '
-        f'stroke-width="{row - 2 * pad:g}">{"".join(paths)}</svg>'
+        f'<svg width="100%" height="{height:g}" viewBox="0 0 {_COLUMNS} {height:g}" preserveAspectRatio="none">'
+        f"{''.join(areas)}</svg>"
     )
 
 
 # -- bars -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row of a drawing of bars."""
+
+    name: str
+    parts: Sequence[tuple[str, float, str]]  # class, value, tooltip: side by side
+    text: str  # behind the bar
+    cap: float  # what lies past it is outlined as too much
+    bad: bool = False  # the text stands out
+    track: bool = False  # a pale bar as long as the cap lies behind
+
+
+def bars(
+    rows: Sequence[Bar], *, span: float, scale: Scale, label: str, title: str, mark: str = "", marked: float = 0.0
+) -> str:
+    """A bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
+
+    At `marked` a line stands with its value: the cap of all (`mark` "limit"), or where the slowest ends ("makespan").
+    """
+    row = float(min(26, max(7, 420 // len(rows))))
+    pad, top, every = (4.0 if row >= 18 else 1.0), 22.0, _every_name(row, 8)
+    bottom = top + row * len(rows)
+    drawn, names, texts = [grid(span, scale, bottom, max_ticks=5)], [], []
+    for i, bar in enumerate(rows):
+        y, middle = top + i * row + pad, f'y="{top + (i + 0.5) * row:g}" dy="0.35em" text-anchor="end"'
+        if bar.track:
+            drawn.append(
+                f'<rect class="track" x="0" y="{y - 2:g}" width="{at(bar.cap / span)}" height="{row - 2 * pad + 4:g}"/>'
+            )
+        drawn.append(stacked_bar(bar.parts, span=span, cap=bar.cap, y=y, height=row - 2 * pad))
+        if i % every == 0:
+            bad = ' style="fill:var(--bad);font-weight:600"' if bar.bad else ""
+            names.append(f'<text class="name" x="100%" dx="-8" {middle}>{escape(bar.name)}</text>')
+            texts.append(f'<text x="100%" {middle}{bad}>{bar.text}</text>')
+    drawn.append(f'<line class="base" x1="0" x2="0" y1="{top:g}" y2="{bottom:g}"/>')
+    if mark:
+        words = f"cap {scale.text(marked)}" if mark == "limit" else scale.text(marked)
+        drawn.append(mark_line(marked / span, mark, y1=4, y2=bottom, text=words))
+    drawn.append(axis(span, scale, label=label, y=bottom, max_ticks=5))
+    text = f"{len(rows)} rows, {rows[0].name} to {rows[-1].name}: {', '.join(bar.text for bar in rows[:8])}."
+    height = bottom + 32
+    return (
+        f'<div class="bars"><svg aria-hidden="true" width="66" height="{height:g}">{"".join(names)}</svg>'
+        + drawing("".join(drawn), height=height, title=title, description=text)
+        + f'<svg aria-hidden="true" width="76" height="{height:g}">{"".join(texts)}</svg></div>'
+    )
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: float, y: float, height: float) -> str:
@@ -304,11 +302,10 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: fl
     return "".join(shapes)
 
 
-def limit_line(limit: float, *, span: float, height: float, text: str) -> str:
-    """A limit as a dashed line down the plot, named at its top."""
-    where = limit / span
-    side = ("end", -5) if where > 0.5 else ("start", 5)
+def mark_line(where: float, look: str, *, y1: float, y2: float, text: str) -> str:
+    """A line of the look "limit" or "makespan" down the plot, named at its top on the side that has room."""
+    anchor, dx = ("end", -5) if where > (0.85 if look == "makespan" else 0.5) else ("start", 5)
     return (
-        f'<line class="limit" x1="{at(where)}" x2="{at(where)}" y1="4" y2="{height:g}"/>'
-        f'<text class="mark halo" x="{at(where)}" dx="{side[1]}" y="13" text-anchor="{side[0]}">{escape(text)}</text>'
+        f'<line class="{look}" x1="{at(where)}" x2="{at(where)}" y1="{y1:g}" y2="{y2:g}"/>'
+        f'<text class="mark halo" x="{at(where)}" dx="{dx}" y="13" text-anchor="{anchor}">{escape(text)}</text>'
     )

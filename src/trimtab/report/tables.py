@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trimtab.balance.metrics import BalanceReport
 from trimtab.plan.file.modules import fold_modules
-from trimtab.report.words import clean
+from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.samples.table import SizingResult
 from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_count, format_seconds
@@ -25,65 +23,56 @@ if TYPE_CHECKING:
 
 def print_model(model: ModelSpec, console: Console) -> None:
     """Layers in forward order, equal neighbours in one row, and parameters per tower."""
-    table = _table(f"{clean(model.name)}: {len(model.layers)} layers, {format_count(model.num_params)} parameters")
-    table.add_column("Modules", overflow="fold")
-    table.add_column("Tower")
-    for name in ("Layers", "Width", "Heads", "Parameters"):
-        table.add_column(name, justify="right")
+    rows = []
     for _, group in itertools.groupby(model.layers, key=lambda layer: (layer.alike, _stem(layer.name))):
         layers = list(group)
         first = layers[0]
-        table.add_row(
-            Text("\n".join(clean(name) for name in fold_modules([layer.name for layer in layers]))),
-            first.tower,
-            str(len(layers)),
-            str(first.hidden_size),
-            _heads(first),
-            format_count(sum(layer.num_params for layer in layers)),
+        rows.append(
+            (
+                "\n".join(fold_modules([layer.name for layer in layers])),
+                first.tower,
+                str(len(layers)),
+                str(first.hidden_size),
+                _heads(first),
+                format_count(sum(layer.num_params for layer in layers)),
+            )
         )
-    console.print(table)
+    table = Table(
+        title=f"{model.name}: {len(model.layers)} layers, {format_count(model.num_params)} parameters",
+        columns=(Column("Modules"), Column("Tower"), *numeric("Layers", "Width", "Heads", "Parameters")),
+        rows=rows,
+    )
+    print_table(table, console)
     towers = ", ".join(
         f"{tower} {format_count(model.num_tower_params(tower))}"
         for tower in ("audio", "vision", "projector", "language")
         if model.num_tower_params(tower)
     )
-    console.print(Text(f"Parameters: {towers}. Image rule: {model.image_rule.name}."))
-    for owner, borrower in model.tied:
-        console.print(Text(f"Tied: {borrower} uses the weight of {owner}."))
+    lines = [f"Parameters: {towers}. Image rule: {model.image_rule.name}."]
+    lines += [f"Tied: {borrower} uses the weight of {owner}." for owner, borrower in model.tied]
     if model.forbidden_cuts:
-        console.print(
-            Text(f"Forbidden cuts: {_ranges(sorted(model.forbidden_cuts))}. {model.forbidden_cut_reason or ''}")
-        )
-    for note in model.notes:
-        console.print(Text(f"Note: {note}"))
+        lines.append(f"Forbidden cuts: {_ranges(sorted(model.forbidden_cuts))}. {model.forbidden_cut_reason or ''}")
+    for line in (*lines, *(f"Note: {note}" for note in model.notes)):
+        console.print(Text(line))
 
 
 def print_sizes(result: SizingResult, console: Console) -> None:
     """Mean, quantiles and largest of each column."""
-    samples = result.table
-    table = _table(f"{len(samples):,} samples sized, {len(result.bad):,} skipped")
-    table.add_column("Per sample")
-    for name in ("Mean", "Median", "p95", "p99", "Largest", "Sum"):
-        table.add_column(name, justify="right")
+    samples, rows = result.table, []
     columns: tuple[tuple[str, IntArray], ...] = (
         ("images", samples.num_images),
         (f"ViT {samples.patch_unit}", samples.num_patches),
         ("LLM tokens", samples.num_tokens),
     )
-    for name, column in columns:
-        if len(column) == 0:
-            continue
-        median, p95, p99 = np.percentile(column, (50, 95, 99))
-        table.add_row(
-            name,
-            f"{column.mean():,.1f}",
-            f"{median:,.0f}",
-            f"{p95:,.0f}",
-            f"{p99:,.0f}",
-            f"{column.max():,}",
-            format_count(float(column.sum())),
-        )
-    console.print(table)
+    for name, column in columns if len(samples) else ():
+        figures = (f"{x:,.0f}" for x in (*np.percentile(column, (50, 95, 99)), column.max()))
+        rows.append((name, f"{column.mean():,.1f}", *figures, format_count(float(column.sum()))))
+    table = Table(
+        title=f"{len(samples):,} samples sized, {len(result.bad):,} skipped",
+        columns=(Column("Per sample"), *numeric("Mean", "Median", "p95", "p99", "Largest", "Sum")),
+        rows=rows,
+    )
+    print_table(table, console)
     for sentence in result.assumptions:
         console.print(Text(f"Assumed: {sentence}"))
 
@@ -91,40 +80,40 @@ def print_sizes(result: SizingResult, console: Console) -> None:
 def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, console: Console) -> None:
     """The packs' figures, a line each."""
     unit = samples.patch_unit
-    table = _table(
-        f"{balance.num_packed:,} samples in {balance.num_packs:,} packs "
-        f"({balance.packs_over_bound:.4f} x the lower bound), {format_seconds(seconds)}"
-    )
-    table.add_column("Figure")
-    table.add_column("Value", justify="right")
-    table.add_column("Meaning")
     chi2 = "-" if balance.shuffle_chi2 is None else f"{balance.shuffle_chi2:.3f}"
-    for row in (
-        ("samples per pack", f"{balance.samples_per_pack:.2f}", "mean"),
-        ("pad ratio", f"{balance.pad_ratio:.4f}", "share of computed tokens that is padding"),
-        ("dist ratio ViT", f"{balance.dist_ratio_vit:.4f}", f"share of a row the ranks wait, by {unit}"),
-        ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
-        ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by cost"),
-        ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
-        (f"fill {unit}", f"{balance.fill_patches:.4f}", "share of the limit that is used"),
-        ("fill tokens", f"{balance.fill_tokens:.4f}", "share of the limit that is used"),
-        ("shuffle chi2", chi2, "sources per step; 1 is as random"),
-    ):
-        table.add_row(*row)
-    console.print(table)
+    table = Table(
+        title=f"{balance.num_packed:,} samples in {balance.num_packs:,} packs "
+        f"({balance.packs_over_bound:.4f} x the lower bound), {format_seconds(seconds)}",
+        columns=(Column("Figure"), *numeric("Value"), Column("Meaning")),
+        rows=(
+            ("samples per pack", f"{balance.samples_per_pack:.2f}", "mean"),
+            ("pad ratio", f"{balance.pad_ratio:.4f}", "share of computed tokens that is padding"),
+            ("dist ratio ViT", f"{balance.dist_ratio_vit:.4f}", f"share of a row the ranks wait, by {unit}"),
+            ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
+            ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by cost"),
+            ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
+            (f"fill {unit}", f"{balance.fill_patches:.4f}", "share of the limit that is used"),
+            ("fill tokens", f"{balance.fill_tokens:.4f}", "share of the limit that is used"),
+            ("shuffle chi2", chi2, "sources per step; 1 is as random"),
+        ),
+    )
+    print_table(table, console)
     if balance.num_oversize:
         console.print(Text(f"{balance.num_oversize:,} oversize samples left out, as asked."))
 
 
 def print_iterations(steps: Sequence[IsfIteration], console: Console) -> None:
     """How ISF converges, a line for each iteration."""
-    table = _table("ISF, iteration by iteration: dist ratios if it is the last")
-    for name in ("Iteration", "Packs kept", "Samples left", "Packs if last", "ViT", "LLM", "cost"):
-        table.add_column(name, justify="right")
+    rows = []
     for x in steps:
         ratios = (f"{ratio:.4f}" for ratio in (x.dist_ratio_vit, x.dist_ratio_llm, x.dist_ratio_cost))
-        table.add_row(str(x.number), f"{x.num_kept:,}", f"{x.share_left:.2%}", f"{x.num_packs:,}", *ratios)
-    console.print(table)
+        rows.append((str(x.number), f"{x.num_kept:,}", f"{x.share_left:.2%}", f"{x.num_packs:,}", *ratios))
+    table = Table(
+        title="ISF, iteration by iteration: dist ratios if it is the last",
+        columns=numeric("Iteration", "Packs kept", "Samples left", "Packs if last", "ViT", "LLM", "cost"),
+        rows=rows,
+    )
+    print_table(table, console)
 
 
 def _heads(layer: LayerSpec) -> str:
@@ -147,7 +136,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.specs import FloatArray, ModelSpec, Stage
+from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage
 from trimtab.units import GIB, KIB, MIB
 
 MAX_TEXT = 400  # characters of one foreign string that are shown
@@ -84,28 +85,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
-    """The first and the last variant by title; the plan alone where nothing was compared."""
-    first, plan = details.variants[0], details.variants[-1]
-    return {"Plan": plan} if first is plan else {"Baseline": first, "Plan": plan}
-
-
-def headline(details: PlanDetails) -> str:
-    """One sentence: what the plan is predicted to gain over the baseline."""
-    rows = details.plan.estimates.variants
-    first, last = rows[0], rows[-1]
-    unit = time_scale([first.step_ms / 1e3, last.step_ms / 1e3])
-    step = f"a step of {unit.text(last.step_ms / 1e3)}"
-    if len(rows) == 1:
-        return f"Predicted: {step}, {last.samples_per_s:,.1f} samples/s."
-    gain = last.samples_per_s / first.samples_per_s
-    if abs(gain - 1.0) < GAIN_NOISE:
-        verdict = "as many samples per second as the baseline"
-    else:
-        verdict = f"{gain:.2f} × the samples per second of the baseline"
-    against = f" against {unit.text(first.step_ms / 1e3)}"
-    if not first.fits:
-        verdict += ", which would not fit in memory"
-    return f"Predicted: {verdict}; {step}{against}."
+    """The baseline and the plan, by title."""
+    return {"Baseline": details.baseline, "Plan": details.variants[-1]}
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
@@ -113,15 +94,11 @@ def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
     estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
     if details.plan.inputs.training.costs == "probed":
         costs = "the costs of before the probe, which measured bytes alone,"
-    bands = (
+    return (
         f"{'Nothing here but the training run below' if beside_run else 'Nothing here'} was measured"
         f"{'' if beside_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "
         f"Each time and rate has an error band of ± {percent(estimates.time_error, digits=0)}, each memory figure of "
         f"± {percent(estimates.memory_error, digits=0)}."
-    )
-    if len(details.variants) == 1:
-        return bands
-    return bands + (
         " Variants share their costs, so part of that error cancels in a ratio of two; how much is not known."
     )
 
@@ -133,27 +110,19 @@ def describe_layers(model: ModelSpec, stage: Stage) -> str:
     """
     parts: list[str] = []
     block_of = {i: n for tower in ("vision", "language") for n, i in enumerate(model.indices(tower, "block"))}
-    i = stage.start
-    while i < stage.stop:
-        layer = model.layers[i]
-        last = i
-        while last + 1 < stage.stop and _alike(model, last + 1) == _alike(model, i):
-            last += 1
-        if layer.kind == "block" and i in block_of:
-            numbers = f"{block_of[i]}" if last == i else f"{block_of[i]}–{block_of[last]}"
-            parts.append(f"{layer.tower} block{'' if last == i else 's'} {numbers}")
+    layers = [(i, model.layers[i]) for i in range(stage.start, stage.stop)]
+    for (tower, kind), group in groupby(layers, key=lambda pair: (pair[1].tower, pair[1].kind)):
+        numbers = [i for i, _ in group]
+        if kind == "block" and numbers[0] in block_of:
+            first, last = block_of[numbers[0]], block_of[numbers[-1]]
+            parts.append(f"{tower} block {first}" if first == last else f"{tower} blocks {first}–{last}")
         else:
-            parts.append(_single_name(model, i) + ("" if last == i else f" ({last - i + 1} layers)"))
-        i = last + 1
+            more = f" ({len(numbers)} layers)" if len(numbers) > 1 else ""
+            parts.append(_name_of(model.layers[numbers[0]]) + more)
     return ", ".join(parts)
 
 
-def _alike(model: ModelSpec, index: int) -> tuple[str, str]:
-    return model.layers[index].tower, model.layers[index].kind
-
-
-def _single_name(model: ModelSpec, index: int) -> str:
-    layer = model.layers[index]
+def _name_of(layer: LayerSpec) -> str:
     if layer.tower == "projector" or layer.kind == "projector":
         return "projector"
     if layer.kind == "embed":

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import ImageError, SampleError
-from trimtab.samples.problems import BadKind, BadSample, shorten
-from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
+from trimtab.samples.problems import BadSample, shorten
+from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table
 from trimtab.specs import ImageCounts, ImageRule, ImageRuleBySample, IntArray, SampleTable
@@ -23,6 +23,7 @@ TILE_KEY, FLAG_KEY, SIZES_KEY = "vit_num", "image_flags", "image_wh"
 CountImage = Callable[[int, int, int], ImageCounts]  # images of the sample, width, height
 
 _MAX_NUMBER = 2**40  # squares of real lengths stay far inside 64 bits
+_NO_SOURCE = "no source"  # of rows without one, where others have one
 _PEEK_BYTES = 1 << 16  # the first record of a file of lengths is far shorter
 
 _Source = tuple["npt.NDArray[np.int32]", "tuple[str, ...]"]
@@ -64,17 +65,13 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
     if kind == "tar":
         raise SampleError(f"{path} is a tar shard, which holds samples and no lengths: size it with trimtab size")
-    values, lines, bad, num_lines = [], [], [], 0
-    for chunk in list_chunks(path):
-        last = 0
-        for record in read_chunk(chunk):
-            last = record.line
-            if record.problem is not None:
-                bad.append(_bad(path, num_lines + last, None, record.problem.kind, str(record.problem)))
-            elif not record.blank:
-                values.append(record.value)
-                lines.append(num_lines + last)
-        num_lines += last
+    values, lines, bad = [], [], []
+    for record in read_records(path):
+        if record.problem is not None:
+            bad.append(BadSample.of(path, record.line, None, record.problem.kind, str(record.problem)))
+        elif not record.blank:
+            values.append(record.value)
+            lines.append(record.line)
     return _rows_part(path, values, lines, bad, count_image)
 
 
@@ -113,7 +110,7 @@ def _rows_part(
             if reason is None:
                 keep.append(i)
             else:
-                bad.append(_bad(path, int(good_lines[i]), _id(row), "type", reason))
+                bad.append(BadSample.of(path, int(good_lines[i]), _id(row), "type", reason))
         good, good_lines = [rows[i] for i in keep], good_lines[keep]
         columns = {key: [cast("dict[str, object]", row).get(key) for row in good] for key in _ROW_KEYS}
     present = [key for key in TOKEN_KEYS if any(v is not None for v in columns[key])]
@@ -126,7 +123,9 @@ def _rows_part(
     flags = [t if f is None else f for f, t in zip(columns[FLAG_KEY], tiles, strict=True)]
     sizes = columns[SIZES_KEY] if any(columns[SIZES_KEY]) else None
     ids = tuple(_id(row) for row in good)
-    named = columns["source"] if all(isinstance(v, str) for v in columns["source"]) and good else None
+    named = None
+    if any(isinstance(name, str) for name in columns["source"]):
+        named = [name if isinstance(name, str) else _NO_SOURCE for name in columns["source"]]
     return _part(
         tokens=tokens,
         tiles=np.array(tiles, np.int64) if any(v is not None for v in columns[TILE_KEY]) else None,
@@ -137,7 +136,7 @@ def _rows_part(
         ids=ids if any(name is not None for name in ids) else None,
         bad=bad,
         num_read=num_read,
-        source=_codes(cast("list[str]", named)) if named is not None else None,
+        source=_codes(named) if named is not None else None,
     )
 
 
@@ -199,46 +198,36 @@ def _parquet_part(path: Path, count_image: CountImage | None) -> Part:
     token_names = [name for name in names if name in TOKEN_KEYS]
     if len(token_names) != 1:
         raise SampleError(f"{path} has the columns {token_names or names}: give exactly one of {', '.join(TOKEN_KEYS)}")
-    if SIZES_KEY in names or table.num_rows == 0:
-        rows = table.to_pylist()
-        return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
-    keep: npt.NDArray[np.bool_] = np.ones(table.num_rows, np.bool_)
     numbers: dict[str, IntArray] = {}
-    reasons: dict[int, str] = {}
-    for name in (token_names[0], TILE_KEY, FLAG_KEY):
+    is_plain = SIZES_KEY not in names and table.num_rows > 0
+    for name in (token_names[0], TILE_KEY, FLAG_KEY) if is_plain else ():
         if name not in names:
             continue
         column = table.column(name)
         if not pyarrow.types.is_integer(column.type):
             raise SampleError(f"column '{name}' of {path} is {column.type}: write it as whole numbers")
-        low = 1 if name in TOKEN_KEYS else 0
         values = pyarrow.compute.fill_null(column.cast(pyarrow.int64(), safe=False), -1).to_numpy()
-        wrong = (values < low) | (values > _MAX_NUMBER)
-        for row in np.flatnonzero(wrong & keep).tolist():
-            shown = column[row].as_py()
-            reasons[row] = f"'{name}' is {shown}: it must be a whole number of at least {low}"
-        keep &= ~wrong
+        is_plain &= (1 if name in TOKEN_KEYS else 0) <= values.min() and values.max() <= _MAX_NUMBER
         numbers[name] = values
-    ids = tuple(map(str, table.column("id").to_pylist())) if "id" in names else None
+    if not is_plain:  # images, or bad rows to be named: row by row
+        rows = table.to_pylist()
+        return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
     source = None
     if "source" in names:
         encoded = table.column("source").cast(pyarrow.string()).combine_chunks().dictionary_encode()
         source_names = encoded.dictionary.to_pylist()
         codes = pyarrow.compute.fill_null(encoded.indices, len(source_names)).to_numpy().astype(np.int32)
-        source = (codes[keep], (*source_names, *(["no source"] if encoded.null_count else [])))
+        source = (codes, (*source_names, *([_NO_SOURCE] if encoded.null_count else [])))
     tiles = numbers.get(TILE_KEY)
-    flags = numbers.get(FLAG_KEY, tiles if tiles is not None else np.zeros(table.num_rows, np.int64))
-    rows_kept = np.flatnonzero(keep)
-    bad = [_bad(path, row + 1, ids[row] if ids else None, "type", reasons[row]) for row in sorted(reasons)]
     return _part(
-        tokens=numbers[token_names[0]][keep],
-        tiles=tiles[keep] if tiles is not None else None,
-        flags=flags[keep],
+        tokens=numbers[token_names[0]],
+        tiles=tiles,
+        flags=numbers.get(FLAG_KEY, np.zeros(table.num_rows, np.int64) if tiles is None else tiles),
         sizes=None,
         count_image=count_image,
-        lines=rows_kept + 1,
-        ids=tuple(ids[row] for row in rows_kept.tolist()) if ids else None,
-        bad=bad,
+        lines=np.arange(1, table.num_rows + 1),
+        ids=tuple(map(str, table.column("id").to_pylist())) if "id" in names else None,
+        bad=[],
         num_read=table.num_rows,
         source=source,
     )
@@ -332,7 +321,3 @@ def _codes(names: list[str]) -> _Source:
 def _id(row: object) -> str | None:
     value = row.get("id") if isinstance(row, dict) else None
     return str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
-
-
-def _bad(path: Path, line: int, name: str | None, kind: BadKind, reason: str) -> BadSample:
-    return BadSample(file=str(path), line=line, id=name, kind=kind, reason=reason)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from trimtab.errors import SampleError, join_problems
@@ -33,6 +34,10 @@ class BadSample:
     id: str | None
     kind: BadKind
     reason: str
+
+    @staticmethod
+    def of(file: Path, line: int, name: str | None, kind: BadKind, reason: str) -> BadSample:
+        return BadSample(file=str(file), line=line, id=name, kind=kind, reason=reason)
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"

@@ -54,6 +54,23 @@ def line_starts(file: Path) -> IntArray:
     return joined[joined < position]
 
 
+def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
+    """(num_rows,) byte offset at which each row's line begins; the files are JSON Lines, None stands for another."""
+    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
+    for number, file in enumerate(files):
+        rows = np.flatnonzero(places.file == number)
+        if file is None or not len(rows):
+            continue
+        lines, of_file = places.line[rows], line_starts(file)
+        if lines.max() > len(of_file):
+            raise SampleError(
+                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines.max()}: "
+                "give the files that were sized, in the same order"
+            )
+        starts[rows] = of_file[lines - 1]
+    return starts
+
+
 class Lines:
     """A JSON Lines file, mapped; read at the byte offsets of `line_starts`."""
 

@@ -97,14 +97,11 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
             for part in file_parts
             for name in _ids(part, label, prefix=len(files) > 1)
         )
-    columns = {name: np.ascontiguousarray(numbers[:, i]) for i, name in enumerate(COLUMNS)}
-    places = _places(parts)
+    columns: dict[str, Any] = {name: np.ascontiguousarray(numbers[:, i]) for i, name in enumerate(COLUMNS)}
     return SampleTable(
         **columns,
         image_patches=_image_patches(flat),
-        file_index=places.file_index,
-        line=places.line,
-        num_files=places.num_files,
+        **_places(parts),
         ids=ids,
         source=np.concatenate(codes) if codes else np.empty(0, np.int32),
         source_names=tuple(names) or tuple(labels),
@@ -126,16 +123,8 @@ def _is_single(part: Part) -> bool:
     return part.image_patches is None and bool((part.numbers[:, 0] <= 1).all())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Places:
-    """Where the samples' records are; None where the default of `SampleTable` says it."""
-
-    file_index: npt.NDArray[np.int32] | None
-    line: IntArray | None
-    num_files: int
-
-
-def _places(parts: Sequence[Sequence[Part]]) -> _Places:
+def _places(parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    """Where the samples' records are, as `SampleTable` has it; None where its default says it."""
     files, lines, num_files = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
     for file_parts in parts:
         for part in file_parts:
@@ -144,11 +133,11 @@ def _places(parts: Sequence[Sequence[Part]]) -> _Places:
             lines.append(part.lines)
         num_files += max((part.num_files for part in file_parts), default=1)
     file, line = np.concatenate(files), np.concatenate(lines)
-    return _Places(
-        file_index=file if file.any() else None,
-        line=None if np.array_equal(line, np.arange(1, len(line) + 1)) else line,
-        num_files=max(1, num_files),
-    )
+    return {
+        "file_index": file if file.any() else None,
+        "line": None if np.array_equal(line, np.arange(1, len(line) + 1)) else line,
+        "num_files": max(1, num_files),
+    }
 
 
 def _ids(part: Part, label: str, *, prefix: bool) -> list[str]:

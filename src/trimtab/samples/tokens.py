@@ -249,8 +249,7 @@ class TokenCounter:
     def encode(self, rendered: Rendered) -> Encoding:
         """Token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
         assert self._tokenizer is not None, "there is a tokenizer"
-        own_bos = bool(self._bos) and rendered.text.startswith(self._bos)
-        return self._tokenizer.encode(rendered.text, add_special_tokens=self._add_special and not own_bos)
+        return self._tokenizer.encode(rendered.text, add_special_tokens=self._adds_special(rendered))
 
     @property
     def soft_id(self) -> int:
@@ -267,19 +266,17 @@ class TokenCounter:
                 -(-len(r.text.encode()) // BYTES_PER_TOKEN) + TOKENS_PER_TURN * r.num_turns + r.num_image_tokens
                 for r in rendered
             ]
-        if self._add_special:
-            plain = [bool(self._bos) and r.text.startswith(self._bos) for r in rendered]
-            lengths = [0] * len(rendered)
-            for skip in (False, True):
-                rows = [i for i, starts in enumerate(plain) if starts is skip]
-                encoded = self._tokenizer.encode_batch_fast(
-                    [rendered[i].text for i in rows], add_special_tokens=not skip
-                )
-                for i, encoding in zip(rows, encoded, strict=True):
-                    lengths[i] = len(encoding) + rendered[i].num_image_tokens
-            return lengths
-        encoded = self._tokenizer.encode_batch_fast([r.text for r in rendered], add_special_tokens=False)
-        return [len(e) + r.num_image_tokens for e, r in zip(encoded, rendered, strict=True)]
+        lengths = [r.num_image_tokens for r in rendered]
+        for add_special in {False, self._add_special}:
+            rows = [i for i, r in enumerate(rendered) if self._adds_special(r) is add_special]
+            texts = [rendered[i].text for i in rows]
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
+            for i, encoding in zip(rows, encoded, strict=True):
+                lengths[i] += len(encoding)
+        return lengths
+
+    def _adds_special(self, rendered: Rendered) -> bool:
+        return self._add_special and not (bool(self._bos) and rendered.text.startswith(self._bos))
 
 
 def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from trimtab.errors import ConfigError, UnknownModelError
-from trimtab.models.families.fields import MAX_LAYERS
+from trimtab.models.fields import MAX_LAYERS
 from trimtab.models.quote import quote
 
 UNASKED = re.compile(

@@ -37,11 +37,9 @@ def _answers(question: str) -> Callable[[dict[str, object]], Any]:
         from trimtab.models.asking.images import answer
 
         return answer
-    from trimtab.models.asking import model
+    from trimtab.models.asking.model import described
 
-    if question == "complete":
-        return lambda config: json.loads(json.dumps(model.completed_fields(config), default=str))
-    return lambda config: json.loads(model.described_bytes(config))
+    return described
 
 
 def _reply(answer: Callable[[dict[str, object]], Any], config: dict[str, object]) -> dict[str, object]:

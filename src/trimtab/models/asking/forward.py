@@ -20,16 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trimtab.models.asking.units import Unit
 from trimtab.models.asking.weightless import run_operation
-
-
-@dataclass(frozen=True, slots=True)
-class SeenAttention:
-    """Heads of fused attention as it was called; keys that were copied to every query head count as so many."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
+from trimtab.specs import AttentionSpec
 
 
 @dataclass(slots=True)
@@ -45,7 +36,8 @@ class Ran:
     other_flops: float = 0.0  # of products of rows with rows outside of it
     kept_bytes: float = 0.0  # between forward and backward, parameters aside
     num_together: int = 1  # images that one call of attention holds beside each other
-    attention: SeenAttention | None = None
+    # fused attention as it was called; keys that were copied to every query head count as so many
+    attention: AttentionSpec | None = None
     cache_bytes: float = 0.0  # that the cache grew by
 
 
@@ -168,7 +160,13 @@ class _AttentionMeter(TorchFunctionMode):
         heads, rows, width = query.shape[-3:]
         ran.pair_flops += 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
         ran.num_together = max(ran.num_together, batch)
-        ran.attention = SeenAttention(heads, key.shape[-3], width, value.shape[-1])
+        ran.attention = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=key.shape[-3],
+            head_dim=width,
+            value_head_dim=value.shape[-1],
+            causal=False,
+        )
         self.watch.in_attention = True
         try:
             return func(*args, **(kwargs or {}))
@@ -185,9 +183,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = run_operation(func, args, kwargs or {})
+        name = func._overloadpacket.__name__
+        if name == "_to_copy" and _is_weight(args[0]):
+            result.is_cast_weight = True  # a router that multiplies in fp32
         if not self.watch.stack or self.watch.in_attention:
             return result
-        name = func._overloadpacket.__name__
         ran = self.watch.now.ran[self.watch.stack[-1]]
         if name == "_grouped_mm":
             ran.weight_flops += 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
@@ -226,7 +226,8 @@ def _cache_bytes(given: Any) -> int:
 
 def _is_weight(tensor: Tensor) -> bool:
     """In a dispatch mode a parameter is seen as it is, and its views by their base."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter) or hasattr(base, "is_cast_weight")
 
 
 def _shape_of(module: Any) -> tuple[object, ...]:

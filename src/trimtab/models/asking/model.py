@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,11 +19,11 @@ from trimtab.models.asking.cuts import find_cuts
 from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
 from trimtab.models.asking.forward import Pass, Watch
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
-from trimtab.models.asking.layers import Passes, describe_units, main_lists
+from trimtab.models.asking.layers import Passes, describe_units, first_block
 from trimtab.models.asking.units import Unit, find_head, forward_order, split_units
 from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
-from trimtab.models.images.build import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.specs import LayerSpec, ModelSpec
 
 NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half
@@ -89,16 +90,13 @@ def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
     return describe_model(model)
 
 
-def described_bytes(fields: Mapping[str, object]) -> bytes:
-    """`describe_fields` as a description file."""
-    return description_bytes(describe_fields(fields))
-
-
-def completed_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """The fields with the class defaults of Transformers where they were silent."""
+def described(fields: Mapping[str, object]) -> dict[str, Any]:
+    """The content of a description file; its `config` has the class defaults where the fields were silent."""
     with quietly():
-        written: dict[str, object] = complete(fields).to_dict()
-    return written
+        whole = complete(fields)
+        written = json.dumps(whole.to_dict(), default=str)
+        model = build(whole)
+    return {**json.loads(description_bytes(describe_model(model))), "config": json.loads(written)}
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
         image = _first(watch, encode, image_calls(model, units, encode))
         if "features" not in getattr(encode, "__name__", ""):  # the tower alone: what lies behind it runs with text
             image = _first(watch, model, _with_text(model, units)) or image
-    block = next((x for x in units if x.list_path is not None and x.list_path == main_lists(units)["vision"]), None)
+    block = first_block(units, "vision")
     seen = None if image is None or block is None else image.ran.get(block.path)
     num_patches = 0 if seen is None else seen.rows_in
     if not num_patches and any(x.tower in ("vision", "projector") for x in units):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from trimtab.models.families.fields import Fields
-from trimtab.models.quote import quote
 from trimtab.specs import AttentionSpec, LayerKind, LayerSpec, MlpSpec, Tower
 
-NormKind = Literal["layer_norm", "rms_norm", "rms_norm_fp32"]
+NormKind = Literal["layer_norm", "rms_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +41,6 @@ def norm(size: int, kind: NormKind) -> Weights:
     return vector(2 * size if kind == "layer_norm" else size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One transformer block, without a name yet."""
-
-    weights: Weights
-    attention: AttentionSpec
-    mlp: MlpSpec
-    norm: NormKind
-    num_norms: int = 2
-    layer_scale: bool = False
-    extra_bytes: int = 0
-
-
 def rotary_bytes(rotated: int) -> int:
     """Buffers of one rotary table: the frequencies of every second dimension, and as they were at first, in fp32."""
     return 2 * 4 * -(-rotated // 2)
@@ -72,13 +57,11 @@ def named_layer(
     rows: float = 1.0,
     rows_out: float | None = None,
     norm: NormKind | None = None,
-    num_norms: int = 2,
     layer_scale: bool = False,
     attention: AttentionSpec | None = None,
     mlp: MlpSpec | None = None,
     extra_bytes: int = 0,
     beside: tuple[str, ...] = (),
-    bare: bool = False,
 ) -> LayerSpec:
     """A LayerSpec; the rows that leave are as many and as wide as those that enter unless said otherwise."""
     return LayerSpec(
@@ -92,30 +75,17 @@ def named_layer(
         rows_per_input=rows,
         rows_out_per_input=rows if rows_out is None else rows_out,
         norm=norm,
-        num_norms=num_norms,
         layer_scale=layer_scale,
         attention=attention,
         mlp=mlp,
         extra_bytes=extra_bytes,
         beside=beside,
-        bare=bare,
     )
 
 
-def named_block(name: str, tower: Tower, block: Block, hidden_size: int) -> LayerSpec:
-    return named_layer(
-        name,
-        tower,
-        "block",
-        block.weights,
-        hidden_size=hidden_size,
-        norm=block.norm,
-        num_norms=block.num_norms,
-        layer_scale=block.layer_scale,
-        attention=block.attention,
-        mlp=block.mlp,
-        extra_bytes=block.extra_bytes,
-    )
+def numbered(prefix: str, blocks: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Blocks without names -> the elements of the list of modules at `prefix`."""
+    return [replace(block, name=f"{prefix}.{i}") for i, block in enumerate(blocks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,20 +104,3 @@ class Architecture:
 def whole_tower(layers: Sequence[LayerSpec]) -> frozenset[int]:
     """Cuts in a tower of remote code alone, which nothing here has run with its blocks apart."""
     return frozenset(range(1, sum(x.tower != "language" for x in layers)))
-
-
-def check_projector(config: Fields, *shapes: tuple[int, int]) -> None:
-    """Where a description spells out its projector's matrices ("projector.linear"), they must be those that follow."""
-    written = config.raw("projector.linear")
-    if written is not None:
-        follow = [list(shape) for shape in shapes]
-        agrees = (
-            isinstance(written, (list, tuple))
-            and len(written) == len(follow)
-            and [list(x) if isinstance(x, (list, tuple)) else x for x in written] == follow
-        )
-        config.check(
-            agrees,
-            f"projector.linear is {quote(written)}, but vision_config and text_config make it {follow}: correct one "
-            "of them",
-        )

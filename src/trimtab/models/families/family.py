@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab.models.families.architecture import Architecture
-from trimtab.models.families.fields import Fields
-from trimtab.models.images.settings import Settings
+from trimtab.models.fields import Fields
 from trimtab.specs import ImageMarkup, ImageRule
 
 Smallest = Literal["block", "tile", "fewest tiles"]
@@ -47,7 +46,7 @@ class Family:
     """All that is declared of one `model_type`; what is left out is asked of Transformers, or not needed."""
 
     describe: Callable[[Fields], Architecture] | None = None  # layers without torch; None: asked
-    image_rule: Callable[[Settings], ImageRule] | None = None  # counts of images without torch; None: asked
+    image_rule: Callable[[Fields], ImageRule] | None = None  # counts of images without torch; None: asked
     markup: ImageMarkup | None = None  # how its processor writes an image, without torch; None: asked
     pack: PackFormat | None = None  # None: asked of the model's classes
     is_remote_code: bool = False  # Transformers has no class of its own for it

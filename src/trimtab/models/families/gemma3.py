@@ -1,96 +1,34 @@
-"""Gemma 3: SigLIP, average pooling with one matrix, a language model that alternates windows and full attention."""
+"""Gemma 3: images of one size, cut only where pan and scan is asked for; its layers are asked of Transformers."""
 
 from __future__ import annotations
 
-import math
-
-from trimtab.models.families.architecture import Architecture, check_projector, linear, named_layer, norm
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.families.fields import Fields, is_square
-from trimtab.models.families.text import read_text, read_tied, text_layers, text_type, tied_pair
-from trimtab.models.families.vit import mark_unread, read_clip
-from trimtab.models.images.settings import Settings
+from trimtab.models.fields import Fields
+from trimtab.models.images.settings import read_tile, require_resize
+from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import FixedImage, PanAndScan
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
 
 
-def describe_gemma3(config: Fields) -> Architecture:
-    vision, language = config.section("vision_config"), config.section("text_config")
-    vision.word("model_type", choices=("siglip_vision_model",))
-    tower = read_clip(vision, "model.vision_tower", kind="siglip_vision_model")
-    text = read_text(language, text_type(language, ("gemma3_text",)))
-    language.check(
-        not language.flag("use_bidirectional_attention", absent=False),
-        f"{language.name('use_bidirectional_attention')} is true, but gemma3 generates text with a causal mask: "
-        "set it to false",
-    )
-    tokens = config.size("mm_tokens_per_image", "preprocess.mm_tokens_per_image")
-    _check_pooling(config, tower.grid, tokens)
-    H = text.hidden_size
-    check_projector(config, (tower.hidden_size, H))
-    layers = list(mark_unread(tower, tower.num_blocks, reads_norm=True))
-    layers.append(
-        named_layer(
-            "model.multi_modal_projector",
-            "projector",
-            "projector",
-            linear(tower.hidden_size, H, bias=False) + norm(tower.hidden_size, text.norm),
-            hidden_size=tower.hidden_size,
-            output_size=H,
-            rows=tokens / tower.num_patches,
-            norm=text.norm,
-        )
-    )
-    tied = read_tied(config, language, either=False, absent=True)  # all sizes of Gemma 3 tie, and silence means so
-    layers += text_layers(text, "model.language_model", "lm_head", tied=tied)
-    notes = []
-    if tower.layers[-1].name.endswith(".head"):
-        notes.append("vision_use_head is true: the pooling head is computed, but nothing reads it.")
-    notes.append("Image tokens see the whole of their own image; attention is counted as causal throughout.")
-    return Architecture(
-        layers=tuple(layers), vocab_size=text.vocab_size, tied=tied_pair(layers, tied=tied), notes=tuple(notes)
-    )
-
-
-def _check_pooling(config: Fields, grid: tuple[int, int], tokens: int) -> None:
-    side = math.isqrt(tokens)
-    config.check(
-        is_square(tokens) and grid[0] == grid[1] and grid[0] % side == 0,
-        f"mm_tokens_per_image {tokens} is not the square of a divisor of the {grid[0]} x {grid[1]} patches that "
-        "vision_config.image_size and vision_config.patch_size give: correct one of them",
-    )
-
-
-def _crops(s: Settings) -> ImageRule:
+def _crops(s: Fields) -> ImageRule:
     """Gemma 3, with pan and scan only where `do_pan_and_scan` is true.
 
     It is a switch of each call (published files hold null, Gemma3Processor passes false), so absent means off; a
     file that sets it asks for the crops, and must then give their three figures.
     """
-    s.require_resize()
-    tile = s.agreed_int(("vision", "image_size"), ("file", "size"), ("preprocess", "image_size"))
-    patch = s.first_int(("vision", "patch_size"))
-    tokens = s.agreed_int(
-        ("config", "mm_tokens_per_image"), ("file", "image_seq_length"), ("preprocess", "mm_tokens_per_image")
-    )
-    rows = s.grid(tile, patch) ** 2
-    crops = s.value("file", "do_pan_and_scan")
-    if crops is None:
-        crops = s.value("preprocess", "pan_and_scan.default")
-    if crops is not None and not isinstance(crops, bool):
-        s.problem("reads `do_pan_and_scan`", f"{quote(crops)} is not true or false", "correct it in that file")
-    if crops is not True:
-        s.check()
-        return FixedImage(rows=rows, tokens=tokens, name="gemma3")
-    least = s.first_int(("file", "pan_and_scan_min_crop_size"), ("preprocess", "pan_and_scan.min_crop_size"))
-    most = s.first_tiles(("file", "pan_and_scan_max_num_crops"), ("preprocess", "pan_and_scan.max_num_crops"))
-    ratio = s.first_number(
-        ("file", "pan_and_scan_min_ratio_to_activate"), ("preprocess", "pan_and_scan.min_ratio_to_activate")
-    )
-    s.check()
+    require_resize(s)
+    _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size", "preprocess.image_size")
+    tokens = s.agreed("mm_tokens_per_image", "preprocessor_config.image_seq_length", "preprocess.mm_tokens_per_image")
+    name, other = "preprocessor_config.pan_and_scan", "preprocess.pan_and_scan"
+    if not s.flag("preprocessor_config.do_pan_and_scan", f"{other}.default", absent=False):
+        s.raise_problems()
+        return FixedImage(rows=grid**2, tokens=tokens, name="gemma3")
+    least = s.size(f"{name}_min_crop_size", f"{other}.min_crop_size")
+    most = s.size(f"{name}_max_num_crops", f"{other}.max_num_crops", maximum=MAX_TILES)
+    ratio = s.number(f"{name}_min_ratio_to_activate", f"{other}.min_ratio_to_activate")
+    s.raise_problems()
     return PanAndScan(
-        rows_per_crop=rows, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio
+        rows_per_crop=grid**2, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio
     )
 
 
@@ -104,6 +42,6 @@ _MARKUP = ImageMarkup(
 _PACK = PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest="tile")
 
 FAMILIES = {
-    "gemma3": Family(describe=describe_gemma3, image_rule=_crops, markup=_MARKUP, pack=_PACK),
+    "gemma3": Family(image_rule=_crops, markup=_MARKUP, pack=_PACK),
     "shieldgemma2": Family(pack=_PACK),
 }

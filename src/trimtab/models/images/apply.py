@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import ConfigError, ImageError, join_problems
-from trimtab.models.images.build import UnsettledRule
 from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.tiles import DynamicTiling
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.specs import AskedRule, ImageRule, ImageRuleBySample, IntArray
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
@@ -33,18 +35,17 @@ from trimtab.plan.plan import (
     Plan,
     RecomputeDecision,
     ScheduleDecision,
+    SearchedSplit,
     StageDecision,
     StageEstimate,
     TableFile,
     TrainingInput,
     VariantEstimate,
-    VisionEstimate,
-    VisionRankEstimate,
 )
-from trimtab.plan.sharing.decision import tower_memory
+from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import GIB, MIB, format_seconds
+from trimtab.units import format_seconds, round_digits, round_gib
 
 SAMPLES_FILE = "samples.npz"
 PROFILE_FILE = "profile.json"
@@ -68,13 +69,14 @@ def assemble_plan(
     origin: PlanOrigin,
     assumptions: Sequence[str],
     mixture: tuple[MixedSource, ...] = (),
+    searched: tuple[SearchedSplit, ...] = (),
 ) -> PlanDetails:
     """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
     files = {name: name_table(name, content) for name, content in tables.items()}
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
     decisions = describe_decisions(case, split.stages, files=files)
-    estimates = describe_estimates(case, split, variants)
+    estimates = replace(describe_estimates(case, split, variants), searched=searched)
     plan = Plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
@@ -96,7 +98,6 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         packing=case.packing,
         schedule=case.schedule,
         profile=case.setting.profile,
-        saved_profile=case.options.profile,
         memory_cap_bytes=case.budget.total_bytes,
         variants=variants,
         tables=tables,
@@ -203,54 +204,27 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
     return Estimates(
         time_error=profile.time_error,
         memory_error=profile.memory_error,
-        step_ms=_digits(ours.step_s.mean() * 1e3),
-        epoch_s=_digits(ours.epoch_s),
-        samples_per_s=_digits(num_packed / ours.epoch_s),
+        step_ms=round_digits(ours.step_s.mean() * 1e3),
+        epoch_s=round_digits(ours.epoch_s),
+        samples_per_s=round_digits(num_packed / ours.epoch_s),
         stage_imbalance=round(split.imbalance, 4),
         stages=tuple(
             StageEstimate(
                 stage=stage.index,
-                forward_ms=_digits(split.forward_s[stage.index] * 1e3),
-                backward_ms=_digits(split.backward_s[stage.index] * 1e3),
-                memory_gib=_gib(held.total_bytes),
-                state_gib=_gib(held.state_bytes),
-                activations_gib=_gib(held.saved_bytes),
-                transient_gib=_gib(held.transient_bytes),
-                reserve_gib=_gib(held.overhead_bytes),
-                host_gib=_gib(held.host_bytes),
+                forward_ms=round_digits(split.forward_s[stage.index] * 1e3),
+                backward_ms=round_digits(split.backward_s[stage.index] * 1e3),
+                memory_gib=round_gib(held.total_bytes),
+                state_gib=round_gib(held.state_bytes),
+                activations_gib=round_gib(held.saved_bytes),
+                transient_gib=round_gib(held.transient_bytes),
+                reserve_gib=round_gib(held.overhead_bytes),
+                host_gib=round_gib(held.host_bytes),
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
         balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
         variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
-        vision_data_parallel=_describe_vision(case, ours.stages, variants[-2].stages),
-    )
-
-
-def _describe_vision(case: Case, stages: Sequence[Stage], without: Sequence[Stage]) -> VisionEstimate | None:
-    """Of a case whose images are shared, which runs on `stages`; it would run on `without` if they were not."""
-    if case.vision is None:
-        return None
-    loads = case.vision.loads
-    ours, others = tower_memory(case, stages), tower_memory(case.without_vision(), without)
-    return VisionEstimate(
-        tower_ms=_digits((loads.slowest_s + loads.exchange_s) * 1e3),
-        tower_without_ms=_digits(loads.slowest_without_s * 1e3),
-        ideal_ms=_digits(loads.ideal_s * 1e3),
-        exchange_ms=_digits(loads.exchange_s * 1e3),
-        update_ms=_digits(loads.update_s * 1e3),
-        update_without_ms=_digits(loads.update_without_s * 1e3),
-        exchange_mib=_digits(loads.exchange_bytes / MIB),
-        features_mib=_digits(loads.feature_bytes / MIB),
-        state_gib=_gib(ours.state_bytes),
-        state_without_gib=_gib(others.state_bytes),
-        activations_gib=_gib(ours.saved_bytes),
-        activations_without_gib=_gib(others.saved_bytes),
-        sizes_known=round(loads.sizes_known, 4),
-        ranks=tuple(
-            VisionRankEstimate(rank=rank, tower_ms=_digits(own * 1e3), tower_without_ms=_digits(before * 1e3))
-            for rank, (own, before) in enumerate(zip(loads.rank_s.tolist(), loads.rank_without_s.tolist(), strict=True))
-        ),
+        vision_data_parallel=with_memory(case, ours.stages, variants[-2].stages),
     )
 
 
@@ -261,11 +235,11 @@ def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
         packs=variant.packs,
         stages=variant.stages_rule,
         recompute=variant.recompute_rule,
-        step_ms=_digits(variant.step_s.mean() * 1e3),
-        epoch_s=_digits(variant.epoch_s),
-        samples_per_s=_digits(num_samples / variant.epoch_s),
+        step_ms=round_digits(variant.step_s.mean() * 1e3),
+        epoch_s=round_digits(variant.epoch_s),
+        samples_per_s=round_digits(num_samples / variant.epoch_s),
         idle_share=round(variant.idle_share, 4),
-        peak_memory_gib=_gib(peak),
+        peak_memory_gib=round_gib(peak),
         fits=variant.fits,
     )
 
@@ -273,11 +247,11 @@ def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
 def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
     """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from."""
     parallel, cluster = decisions.parallel, inputs.cluster
-    baseline, ours = estimates.variants[0], estimates.variants[-1]
+    baseline, *_, ours = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
     gains = [
         f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
-        for earlier, later in zip(estimates.variants, estimates.variants[1:], strict=False)
+        for earlier, later in itertools.pairwise(estimates.compared)
     ]
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     per_step = num_drawn / decisions.packing.num_steps
@@ -291,11 +265,3 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute{misfit}) would take "
         f"{baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
     )
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def _gib(num_bytes: float) -> float:
-    return round(num_bytes / GIB, 2)

@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
+from trimtab.options import RecomputeMode
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
-from trimtab.plan.decide.work import PATCHES, TOKENS, padded_work, select_rows
+from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
 from trimtab.plan.file.details import Variant
+from trimtab.plan.plan import BASELINE
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,
@@ -36,23 +39,22 @@ _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatches:
-    """What every micro-batch asks of the layers, padding included, and when it runs."""
+class _Run:
+    """What every micro-batch asks of the layers, padding included, when it runs, and on which stages."""
 
-    label: str
+    name: str
+    problem: SplitProblem  # `work_max`: term by term the most a micro-batch may ask, which prices memory
+    packs: str  # how micro-batches were made, in words
     work: FloatArray  # (num_packs, len(WORK_TERMS))
-    largest: FloatArray  # (len(WORK_TERMS),) term by term the most a micro-batch may ask: prices memory
     schedule: Schedule
-    held: FloatArray | None = None  # (num_packs, ...) the same before ranks share images; None: they do not
+    held: FloatArray | None = None  # as `work`, before ranks share images; None: they do not
+    stages: tuple[Stage, ...] = ()
+    rules: tuple[str, str] = ("", "")  # how stages and recompute came about, in words
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Staging:
-    """Stages with their recompute, and the words that say how they came about."""
-
-    stages_rule: str
-    recompute_rule: str
-    stages: tuple[Stage, ...]
+    @property
+    def fits(self) -> bool:
+        memory = self.problem.assess(self.stages).memory
+        return max(device.total_bytes for device in memory) <= self.problem.memory_bytes
 
 
 def compare_variants(
@@ -67,8 +69,9 @@ def compare_variants(
     Where ranks share images, that is the last one, and the rows above are those of the case without it.
 
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
-    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Steps of
-    all variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if
+    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Or it is
+    the fastest that fits of those that were asked for; the others stand before it. Steps of all variants hold about
+    equally many samples. `without`: what `choose_split` found for the case without sharing, if
     it ran.
     """
     shared, case = case, case.without_vision()
@@ -76,28 +79,26 @@ def compare_variants(
         without = choose_split(case)
     one_switch = None if without is None else without.one_switch
     problem = case.problem
-    packs = MicroBatches(
-        label=f"{case.packing.method}, {case.schedule.order} order",
+    plain = _Run(
+        name="",
+        problem=problem,
+        packs=f"{case.packing.method}, {case.schedule.order} order",
         work=case.work,
-        largest=problem.work_max,
         schedule=case.schedule,
     )
     num_stages = problem.num_stages * problem.num_chunks
     even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
-    rule = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
-    planned = Staging(stages_rule="balanced", recompute_rule=rule, stages=tuple(stages))
+    recompute = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
+    planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
-    last = "recompute as needed" if problem.recompute == "auto" else "the plan"
     runs = [
-        _baseline(case, problem, even),
-        _Run(name="balanced packs", problem=problem, batches=packs, staging=_uniform(problem, even, packs)),
-        _Run(name="balanced stages", problem=problem, batches=packs, staging=_balanced_stages(case, one_switch)),
-        _Run(name=last, problem=problem, batches=packs, staging=alone),
+        *_baselines(case, problem, even, one_switch),
+        _uniform(replace(plain, name="balanced packs"), even),
+        _balanced_stages(replace(plain, name="balanced stages"), case, one_switch),
+        replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
     ]
     if shared.vision is not None:
-        own = shared.problem
-        split = replace(packs, work=shared.work, largest=own.work_max, held=case.work)
-        runs.append(_Run(name="images shared", problem=own, batches=split, staging=planned))
+        runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
     variants = []
     for number, run in enumerate(runs):
         variants.append(_simulate_run(run, case.cluster))
@@ -106,96 +107,122 @@ def compare_variants(
     return tuple(variants)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
-    name: str
-    problem: SplitProblem
-    batches: MicroBatches
-    staging: Staging
+def _baselines(
+    case: Case, problem: SplitProblem, even: Sequence[Stage], one_switch: Sequence[PricedSplit] | None
+) -> list[_Run]:
+    """Those that were asked for, the fastest that fits last, as the one that the plan is told against."""
+    asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline()]
+    runs = [_baseline(case, problem, even, one_switch, baseline) for baseline in asked]
+    best = _fastest(runs, case.cluster)
+    return [*(replace(run, name=f"other {BASELINE}") for run in runs if run is not best), replace(best, name=BASELINE)]
 
 
-def _baseline(case: Case, problem: SplitProblem, even: Sequence[Stage]) -> _Run:
-    """The fastest batch size that fits, of 1, 2, 4, ... samples up to a pack's mean; single samples if none fits."""
+def _baseline(
+    case: Case,
+    problem: SplitProblem,
+    even: Sequence[Stage],
+    one_switch: Sequence[PricedSplit] | None,
+    baseline: Baseline,
+) -> _Run:
+    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
     if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
     per_pack = max(1.0, len(samples) / case.packing.num_packs)
-    sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
-    runs = [_baseline_of(per_pack, size, samples, samples_work, problem, even, case.options.seed) for size in sizes]
-    fitting = [run for run in runs if _fits(run.problem, run.staging.stages, run.batches)]
-    return min(fitting, key=lambda run: _estimate_s(run, case.cluster), default=runs[0])
+    if baseline.batch is not None or not baseline.is_padded:
+        sizes = [baseline.batch or per_pack]
+    else:
+        sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    runs = []
+    for size in sizes:
+        run = _batched(case, baseline, per_pack, size, samples, samples_work, problem)
+        if baseline.stages == "balanced-stages":
+            run = _balanced_stages(run, case, one_switch)
+        else:
+            run = _uniform(run, even)
+        runs.append(_switch(run, baseline.recompute))
+    return _fastest(runs, case.cluster)
+
+
+def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
+    """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
+    if recompute == "auto":
+        return run
+    full = recompute == "full"
+    stages = tuple(_recompute_all(run.problem, x) if full else replace(x, recompute=()) for x in run.stages)
+    return replace(run, stages=stages, rules=(run.rules[0], recompute))
+
+
+def _fastest(runs: Sequence[_Run], cluster: ClusterSpec) -> _Run:
+    """Of those that fit; the first if none does."""
+    fitting = [run for run in runs if run.fits]
+    return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
 def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
     """Seconds of the whole data set, from up to 64 steps spread over it."""
-    table = run.batches.schedule.table
+    table = run.schedule.table
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
     packs = table[steps]
     slots = np.where(packs >= 0, np.arange(packs.size).reshape(packs.shape), -1)
-    times = times_of(
-        run.batches.work[np.maximum(packs.reshape(-1), 0)], run.staging.stages, run.problem.profile, cluster
-    )
-    return float(steps_of(times, slots, run.staging.stages, run.problem).mean()) * len(table)
+    times = times_of(run.work[np.maximum(packs.reshape(-1), 0)], run.stages, run.problem.profile, cluster)
+    return float(steps_of(times, slots, run.stages, run.problem).mean()) * len(table)
 
 
-def _baseline_of(
+def _batched(
+    case: Case,
+    baseline: Baseline,
     per_pack: float,
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
     problem: SplitProblem,
-    even: Sequence[Stage],
-    seed: int,
 ) -> _Run:
-    """Batches of `size` samples, so many a step that steps hold as many samples as the plan's."""
+    """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
     unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
-    own = replace(problem, num_microbatches=num_microbatches)
-    batches = _random_batches(samples, samples_work, own, size, seed)
-    return _Run(name="baseline", problem=own, batches=batches, staging=_uniform(own, even, batches))
-
-
-def _random_batches(
-    samples: SampleTable, samples_work: FloatArray, problem: SplitProblem, batch_size: float, seed: int
-) -> MicroBatches:
-    random = pack_samples(
+    largest = (int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1)
+    made = pack_samples(
         samples,
-        limits=(int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1),
+        limits=largest if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
         dp=problem.profile.dims.dp,
-        num_microbatches=problem.num_microbatches,
-        method="random",
-        batch_size=batch_size,
-        seed=seed,
+        num_microbatches=num_microbatches,
+        method=baseline.method,
+        batch_size=size,
+        oversize=case.options.oversize,
+        seed=case.options.seed,
     )
-    work = padded_work(random.packing, samples_work)
-    label = f"random, padded, {batch_size:.3g} a batch"
-    return MicroBatches(label=label, work=work, largest=work.max(axis=0), schedule=random.schedule)
+    work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
+    name = baseline.method.replace("_", "-")
+    return _Run(
+        name=BASELINE,
+        problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
+        packs=f"{name}, padded, {size:.3g} a batch" if baseline.is_padded else f"{name}, packed",
+        work=work,
+        schedule=made.schedule,
+    )
 
 
-def _fits(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatches) -> bool:
-    memory = replace(problem, work_max=batches.largest).assess(stages).memory
-    return max(device.total_bytes for device in memory) <= problem.memory_bytes
-
-
-def _uniform(problem: SplitProblem, stages: Sequence[Stage], batches: MicroBatches) -> Staging:
+def _uniform(run: _Run, stages: Sequence[Stage]) -> _Run:
     """Nothing recomputed if that fits, else everything that can be: one switch for the whole model."""
     plain = tuple(replace(stage, recompute=()) for stage in stages)
-    if problem.recompute != "full" and _fits(problem, plain, batches):
-        return Staging(stages_rule="equal layers", recompute_rule="none", stages=plain)
-    full = tuple(_recompute_all(problem, stage) for stage in stages)
-    return Staging(stages_rule="equal layers", recompute_rule="full", stages=full)
+    run = replace(run, stages=plain, rules=("equal layers", "none"))
+    if run.problem.recompute != "full" and run.fits:
+        return run
+    full = tuple(_recompute_all(run.problem, stage) for stage in stages)
+    return replace(run, stages=full, rules=("equal layers", "full"))
 
 
-def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> Staging:
+def _balanced_stages(run: _Run, case: Case, one_switch: Sequence[PricedSplit] | None) -> _Run:
     """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
     priced = price_splits(case, uniform_splits(case.problem)) if one_switch is None else one_switch
     if not priced:  # only the choice per layer fits
-        return Staging(stages_rule="balanced", recompute_rule="as needed", stages=split_stages(case.problem).stages)
+        return replace(run, stages=split_stages(case.problem).stages, rules=("balanced", "as needed"))
     best = min(priced, key=lambda x: x.epoch_s).split
     rule = "full" if any(stage.recompute for stage in best.stages) else "none"
-    return Staging(stages_rule="balanced", recompute_rule=rule, stages=best.stages)
+    return replace(run, stages=best.stages, rules=("balanced", rule))
 
 
 def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
@@ -206,29 +233,28 @@ def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
 
 def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
-    problem, batches, staging = run.problem, run.batches, run.staging
-    profile, table = problem.profile, batches.schedule.table
-    dims = profile.dims
-    times = times_of(batches.work, staging.stages, profile, cluster)
-    step_s = steps_of(times, table, staging.stages, problem)
-    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, staging.stages)
-    assessed = replace(problem, work_mean=batches.work.mean(axis=0), work_max=batches.largest).assess(staging.stages)
-    held = batches.work if batches.held is None else batches.held
+    problem, table = run.problem, run.schedule.table
+    dims = problem.profile.dims
+    times = times_of(run.work, run.stages, problem.profile, cluster)
+    step_s = steps_of(times, table, run.stages, problem)
+    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
+    assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
+    held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     return Variant(
         name=run.name,
-        packs=batches.label,
-        stages_rule=staging.stages_rule,
-        recompute_rule=staging.recompute_rule,
+        packs=run.packs,
+        stages_rule=run.rules[0],
+        recompute_rule=run.rules[1],
         pack_patches=held[:, PATCHES],
         pack_tokens=held[:, TOKENS],
-        stages=staging.stages,
+        stages=run.stages,
         stage_forward_s=np.array(assessed.forward_s),
         stage_backward_s=np.array(assessed.backward_s),
         memory=assessed.memory,
         step_s=step_s,
         idle_share=1.0 - busy_s / (pipeline_s * dims.pp * dims.dp),
-        fits=_fits(problem, staging.stages, batches),
+        fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem),
     )
 

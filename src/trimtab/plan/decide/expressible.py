@@ -12,7 +12,7 @@ from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.stages import ABOUT_SPLIT, epoch_s, split_case, uniform_splits
+from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case, uniform_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOrigin
@@ -58,7 +58,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
             found[cuts] = best
 
     for stages in _candidates(case, can):
-        price(_cuts_of(stages), stages)
+        price(cuts_of(stages), stages)
     if can.splits is None and found:
         at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
         while True:
@@ -94,10 +94,6 @@ def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | N
         else:
             low = middle + 1
     return best
-
-
-def _cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
-    return tuple(stage.start for stage in stages[1:])
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int]) -> Iterator[tuple[int, ...]]:

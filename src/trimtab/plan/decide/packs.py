@@ -38,9 +38,14 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
 
 
+def sizes_file(plan: Plan) -> TableFile:
+    """The table of sizes beside the plan."""
+    return TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
+
+
 def read_samples(plan: Plan, folder: Path) -> SampleTable:
     """The sizes that the plan was made from; refused if they are others."""
-    table = TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
+    table = sizes_file(plan)
     return table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
 
 

@@ -57,12 +57,14 @@ class _Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSetting:
-    """The fastest setting, and the options with the schedule that was chosen for it."""
+    """The settings that fit, each with the options that its schedule was chosen for."""
 
-    setting: Setting
-    options: PlanOptions
-    considered: tuple[_Priced, ...]  # fastest first
+    considered: tuple[_Priced, ...]  # the fastest first: that one is taken
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+
+    @property
+    def best(self) -> _Priced:
+        return self.considered[0]
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
@@ -138,9 +140,7 @@ def choose_setting(
                 except PartitionError:
                     continue
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
-    return ChosenSetting(
-        setting=priced[0].setting, options=priced[0].options, considered=tuple(priced), num_misfits=num_misfits
-    )
+    return ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
 
 
 def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:

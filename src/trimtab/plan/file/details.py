@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
-from trimtab.plan.plan import Plan
+from trimtab.plan.plan import Plan, find_baseline
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage, Timeline
 
 
@@ -33,6 +33,10 @@ class Variant:
     def epoch_s(self) -> float:
         return float(self.step_s.sum())
 
+    def pack_sizes(self, unit: str) -> FloatArray:
+        """(num_packs,) "patches" or "tokens"."""
+        return self.pack_tokens if unit == "tokens" else self.pack_patches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanDetails:
@@ -44,8 +48,12 @@ class PlanDetails:
     packing: Packing
     schedule: Schedule
     profile: Profile
-    saved_profile: Profile | None = None  # whose seconds `profile` carries; None: the formulas'
     memory_cap_bytes: float  # per device, reserve included
-    variants: tuple[Variant, ...]  # baseline first, the plan last
+    variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def baseline(self) -> Variant:
+        """What the plan is told against."""
+        return self.variants[find_baseline([variant.name for variant in self.variants])]

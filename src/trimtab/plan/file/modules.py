@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from trimtab.errors import PlanError
 
@@ -12,31 +12,24 @@ _RANGE = re.compile(r"^(?P<stem>.+)\[(?P<first>\d+)\.\.(?P<last>\d+)\]$")
 _MAX_RANGE = 100_000  # a plan from outside must not make us build a list of a billion names
 
 
-def fold_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """The names with runs of consecutive numbers written as one range; order is kept."""
-    folded: list[str] = []
-    run: tuple[str, int, int] | None = None  # stem, first, last
+def fold_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The names with runs of consecutive numbers written as one range; order is kept.
 
-    def close() -> None:
-        if run is not None:
-            stem, first, last = run
-            folded.append(f"{stem}.{first}" if first == last else f"{stem}[{first}..{last}]")
-
+    >>> fold_modules(["visual.blocks.0", "visual.blocks.1", "visual.blocks.2", "lm_head"])
+    ('visual.blocks[0..2]', 'lm_head')
+    """
+    runs: list[tuple[str, int, int]] = []  # stem, first, last number; of a name without one the name, -2, -2
     for name in names:
         match = _NUMBERED.match(name)
-        if match is None:
-            close()
-            run = None
-            folded.append(name)
-            continue
-        stem, number = match["stem"], int(match["number"])
-        if run is not None and run[0] == stem and run[2] + 1 == number:
-            run = (stem, run[1], number)
+        stem, number = (match["stem"], int(match["number"])) if match else (name, -2)
+        if match and runs and runs[-1][0] == stem and runs[-1][2] + 1 == number:
+            runs[-1] = (stem, runs[-1][1], number)
         else:
-            close()
-            run = (stem, number, number)
-    close()
-    return tuple(folded)
+            runs.append((stem, number, number))
+    return tuple(
+        stem if last < 0 else f"{stem}.{first}" if first == last else f"{stem}[{first}..{last}]"
+        for stem, first, last in runs
+    )
 
 
 def unfold_modules(folded: Iterable[str]) -> tuple[str, ...]:

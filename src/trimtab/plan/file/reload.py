@@ -13,11 +13,11 @@ from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import same_fields
 from trimtab.plan.case import Case, Setting
-from trimtab.plan.decide.assemble import case_tables, device_fingerprint, plan_details
+from trimtab.plan.decide.assemble import device_fingerprint, plan_details
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.mixture import draw_epoch
-from trimtab.plan.decide.packs import load_packs, read_samples
+from trimtab.plan.decide.packs import load_packs, read_samples, sizes_file
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
 from trimtab.plan.file.details import PlanDetails
@@ -188,6 +188,10 @@ def load_details(
     path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None
 ) -> PlanDetails:
     """A plan on disk with its figures simulated again, for a report."""
-    found = reload_plan(Path(path), model=model, cluster=cluster)
-    case = found.case
-    return plan_details(found.plan, case, compare_variants(case, found.stages), tables=case_tables(case))
+    path = Path(path)
+    found = reload_plan(path, model=model, cluster=cluster)
+    case, plan, folder = found.case, found.plan, path if path.is_dir() else path.parent
+    packing, profile = plan.decisions.packing, plan.inputs.training.profile
+    files = [packing.offsets, packing.indices, packing.schedule, sizes_file(plan), *([profile] if profile else [])]
+    tables = {table.file: read_table(folder, table) for table in files}
+    return plan_details(plan, case, compare_variants(case, found.stages), tables=tables)

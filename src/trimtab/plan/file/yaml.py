@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
-import types
-import typing
+import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +16,7 @@ import numpy.typing as npt
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import blake2b
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
+from trimtab.typed_json import ReadNumber, read_typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -174,24 +173,49 @@ def load_plan(path: Path | str) -> Plan:
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
-    plan = record_from_yaml(text, Plan, origin=origin, version=("plan_version", PLAN_VERSION), verb="plan")
-    problems = [f"{origin}: {problem}" for problem in _number_problems(plan, "")]
+    version = ("plan_version", PLAN_VERSION)
+    plan = record_from_yaml(text, Plan, origin=origin, version=version, verb="plan", read_number=_read_number)
     if not plan.decisions.stages:
-        problems.append(f"{origin}: decisions.stages is empty: make the plan again")
-    if problems:
-        raise PlanError(join_problems(problems))
+        raise PlanError(f"{origin}: decisions.stages is empty: make the plan again")
     return plan
+
+
+_CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
+_ABOVE_ZERO = (
+    *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
+    *("node_link_bytes_per_s", "memory_bytes", "host_bytes_per_s", "host_memory_bytes", "degree", "pooling"),
+)
+
+
+def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
+    """Numbers of a plan: all are finite and none is negative, and what others are divided by is not 0."""
+    name = place.rpartition(".")[2]
+    if name not in _CHECKED_ELSEWHERE and not 0 <= value <= sys.float_info.max:
+        problems.append(
+            f"{place} is {str(value)[:40]}, and a plan has finite numbers of 0 or more: make the plan again"
+        )
+        return value
+    if value == 0 and name in _ABOVE_ZERO:
+        problems.append(f"{place} is 0, and a plan has 1 or more: make the plan again")
+    return value if kind is int else float(value)
 
 
 _Record = TypeVar("_Record")
 
 
-def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tuple[str, str], verb: str) -> _Record:
+def record_from_yaml(
+    text: str,
+    kind: type[_Record],
+    *,
+    origin: str,
+    version: tuple[str, str],
+    verb: str,
+    read_number: ReadNumber = lambda _place, kind, value, _problems: kind(value),
+) -> _Record:
     """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
 
     The file is called a `verb` in messages too.
     """
-    import pydantic
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -200,6 +224,9 @@ def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tu
                 raise yaml.YAMLError("aliases are not allowed")
             return super().compose_node(parent, index)
 
+    # as people write it, where YAML 1.1 asks for a point and a sign
+    exponent = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     try:
         content = yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
@@ -214,56 +241,17 @@ def record_from_yaml(text: str, kind: type[_Record], *, origin: str, version: tu
         raise PlanError(f"{origin} has no {key_name} in quotes: give a {verb} that `trimtab {verb}` wrote")
     if written.split(".")[0] != ours.split(".")[0]:
         raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
-    unknown = _unknown_keys(content, kind, prefix="")
+    problems, unknown = list[str](), list[str]()
+    record = read_typed(kind, content, "", problems, read_number=read_number, unknown=unknown)
     for key in unknown:
         if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
             raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the {verb} again")
+    if problems:
+        raise PlanError(join_problems([f"{origin}: {problem}" for problem in problems]))
     for key in unknown:
         warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
-    try:
-        return pydantic.TypeAdapter(kind).validate_python(content, strict=False)
-    except pydantic.ValidationError as error:
-        problems = [f"{origin}: {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise PlanError(join_problems(problems)) from error
-
-
-_CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
-_ABOVE_ZERO = (
-    *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
-    *("node_link_bytes_per_s", "memory_bytes", "host_bytes_per_s", "host_memory_bytes", "degree", "pooling"),
-)
-
-
-def _number_problems(value: Any, where: str) -> Iterator[str]:
-    """Numbers that no plan holds: all are finite and none is negative, and what others are divided by is not 0."""
-    name = where.rpartition(".")[2]
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _number_problems(getattr(value, field.name), f"{where}.{field.name}" if where else field.name)
-    elif isinstance(value, tuple):
-        for number, item in enumerate(value):
-            yield from _number_problems(item, f"{where}.{number}")
-    elif isinstance(value, int | float) and not isinstance(value, bool) and name not in _CHECKED_ELSEWHERE:
-        if not 0 <= value < math.inf:
-            yield f"{where} is {str(value)[:40]}, and a plan has finite numbers of 0 or more: make the plan again"
-        elif value == 0 and name in _ABOVE_ZERO:
-            yield f"{where} is 0, and a plan has 1 or more: make the plan again"
-
-
-def _unknown_keys(content: Any, kind: Any, *, prefix: str) -> list[str]:
-    """Paths of keys that the dataclasses of `kind` do not have."""
-    if dataclasses.is_dataclass(kind) and isinstance(content, Mapping):
-        hints = typing.get_type_hints(kind)
-        unknown = [f"{prefix}{key}" for key in content if key not in hints]
-        for name, hint in hints.items():
-            unknown += _unknown_keys(content.get(name), hint, prefix=f"{prefix}{name}.")
-        return unknown
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple and isinstance(content, Sequence) and not isinstance(content, str):
-        return [k for i, v in enumerate(content) for k in _unknown_keys(v, arguments[0], prefix=f"{prefix}{i}.")]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [k for argument in arguments for k in _unknown_keys(content, argument, prefix=prefix)]
-    return []
+    assert isinstance(record, kind)
+    return record
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray
+from trimtab.typed_json import read_typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,28 +198,22 @@ _AT_LEAST_ONE = ("step", "dp", "pp", "num_microbatches")
 
 
 def _record(kind: type[Any], found: dict[str, Any]) -> Any:
-    """Raises `KeyError` for a field that is missing, `ValueError` for a value that no run logs."""
-    hints, values = get_type_hints(kind), {}
-    for field in fields(kind):
-        if field.name in found or field.default is MISSING:
-            values[field.name] = _value(field.name, hints[field.name], found[field.name])
-    return kind(**values)
+    """Raises `ValueError` for a field that is missing, or has a value that no run logs."""
+    problems: list[str] = []
+    known = {field.name: found[field.name] for field in fields(kind) if field.name in found}
+    record = read_typed(kind, known, "", problems, read_number=_read_number)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return record
 
 
-def _value(name: str, kind: Any, value: Any) -> Any:
-    if kind == tuple[int, ...] and isinstance(value, list):
-        return tuple(_value(name, int, item) for item in value)
-    if kind is str and isinstance(value, str):
+def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
+    name = place.partition(".")[0]
+    sound = (1 if name in _AT_LEAST_ONE else 0) <= value < 2**63 and (name != "step_s" or value > 0)
+    if not sound and not (name in _NO_NUMBER and isinstance(value, float)):
+        problems.append(f"{place} is {json.dumps(value)[:40]}")
         return value
-    if kind == float | None and value is None:
-        return None
-    number = isinstance(value, int) or (isinstance(value, float) and kind is not int)
-    if kind in (int, float, float | None) and number and not isinstance(value, bool):
-        low = 1 if name in _AT_LEAST_ONE else 0
-        sound = low <= value < 2**63 and (name != "step_s" or value > 0)
-        if sound or (name in _NO_NUMBER and isinstance(value, float)):
-            return value if kind is int else float(value)
-    raise ValueError(f"{name} is {json.dumps(value)[:40]}")
+    return value if kind is int else float(value)
 
 
 def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:

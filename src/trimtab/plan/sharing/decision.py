@@ -13,11 +13,11 @@ import numpy as np
 
 from trimtab.balance.images import tower_seconds
 from trimtab.costs.settings import Efficiency
-from trimtab.plan.case import Case, SharedVision, VisionLoads
+from trimtab.plan.case import Case, SharedVision
 from trimtab.plan.decide.image_sizes import ImageSizes, image_sizes
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
-from trimtab.plan.plan import VisionDecision
+from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
 from trimtab.plan.sharing.exchange import (
     Exchange,
     Shares,
@@ -29,6 +29,7 @@ from trimtab.plan.sharing.exchange import (
     with_exchange,
 )
 from trimtab.specs import Profile, Stage
+from trimtab.units import MIB, round_digits, round_gib
 
 _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
@@ -74,7 +75,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
             held=held,
             profile=plain.setting.profile,
             largest=found.largest.max(axis=0) * np.maximum(margin, 1.0),
-            loads=_summarise(plain, profile, decision, found, exchange, sizes),
+            estimate=_summarise(plain, profile, decision, found, exchange, sizes),
         ),
     )
 
@@ -121,7 +122,8 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
 
 def _summarise(
     case: Case, profile: Profile, decision: VisionDecision, found: Shares, exchange: Exchange, sizes: ImageSizes
-) -> VisionLoads:
+) -> VisionEstimate:
+    """Of a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank."""
     table = case.schedule.table
     num_steps, dp, _ = table.shape
     groups = 1 if decision.group == "dp" else dp
@@ -133,19 +135,46 @@ def _summarise(
     per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)
     own = per_step.mean(axis=0)
     packed = np.bincount(case.packing.indices, minlength=len(case.samples)) * case.samples.num_patches
-    return VisionLoads(
-        rank_s=seconds.sum(axis=2).mean(axis=(0, 1)),
-        rank_without_s=own if decision.group == "dp" else np.full(decision.degree, own.mean()),
-        slowest_s=float(seconds.max(axis=3).sum(axis=2).max(axis=1).mean()),
-        slowest_without_s=float(per_step.max(axis=1).mean()),
-        ideal_s=float(seconds.mean(axis=3).sum(axis=2).max(axis=1).mean()),
-        update_s=_update_s(profile),
-        update_without_s=_update_s(case.setting.profile),
-        exchange_s=(exchange.forward_s + exchange.backward_s) / num_steps,
-        exchange_bytes=(exchange.forward_bytes + exchange.backward_bytes) / num_steps,
-        feature_bytes=exchange.largest_rows,
-        sizes_known=float(packed[sizes.known].sum() / max(1, packed.sum())),
+    rank_s = seconds.sum(axis=2).mean(axis=(0, 1))
+    rank_without_s = own if decision.group == "dp" else np.full(decision.degree, own.mean())
+    exchange_s = (exchange.forward_s + exchange.backward_s) / num_steps
+    return VisionEstimate(
+        tower_ms=_ms(float(seconds.max(axis=3).sum(axis=2).max(axis=1).mean()) + exchange_s),
+        tower_without_ms=_ms(float(per_step.max(axis=1).mean())),
+        ideal_ms=_ms(float(seconds.mean(axis=3).sum(axis=2).max(axis=1).mean())),
+        exchange_ms=_ms(exchange_s),
+        update_ms=_ms(_update_s(profile)),
+        update_without_ms=_ms(_update_s(case.setting.profile)),
+        exchange_mib=round_digits(exchange.received_bytes / num_steps / MIB),
+        features_mib=round_digits(exchange.largest_rows / MIB),
+        state_gib=0.0,
+        state_without_gib=0.0,
+        activations_gib=0.0,
+        activations_without_gib=0.0,
+        sizes_known=round(float(packed[sizes.known].sum() / max(1, packed.sum())), 4),
+        ranks=tuple(
+            VisionRankEstimate(rank=rank, tower_ms=_ms(shared), tower_without_ms=_ms(before))
+            for rank, (shared, before) in enumerate(zip(rank_s.tolist(), rank_without_s.tolist(), strict=True))
+        ),
     )
+
+
+def with_memory(case: Case, stages: Sequence[Stage], without: Sequence[Stage]) -> VisionEstimate | None:
+    """The figures of a case whose images are shared, run on `stages`; it would run on `without` if they were not."""
+    if case.vision is None:
+        return None
+    ours, others = tower_memory(case, stages), tower_memory(case.without_vision(), without)
+    return replace(
+        case.vision.estimate,
+        state_gib=round_gib(ours.state_bytes),
+        state_without_gib=round_gib(others.state_bytes),
+        activations_gib=round_gib(ours.saved_bytes),
+        activations_without_gib=round_gib(others.saved_bytes),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round_digits(seconds * 1e3)
 
 
 def _constant_s(profile: Profile) -> float:

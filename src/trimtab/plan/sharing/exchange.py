@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from trimtab.plan.case import Case
 from trimtab.plan.decide.image_sizes import ImageSizes
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES
 from trimtab.plan.plan import VisionDecision
-from trimtab.specs import FloatArray, IntArray, LayerCost, LayerSpec, ModelSpec, Packing, Profile
+from trimtab.specs import FloatArray, IntArray, LayerCost, ModelSpec, Packing, Profile
 
 _POOLS_AT_ONCE = 8192  # of which atoms are laid out together
 _PIXEL_BYTES = 4  # processors give fp32
@@ -87,11 +86,9 @@ def lay_out(pools: IntArray, packing: Packing, sizes: ImageSizes) -> _Atoms:
 class Exchange:
     """Of one rank, over the whole data set."""
 
-    forward_bytes: float
-    backward_bytes: float
+    received_bytes: float  # forward and backward
     forward_s: float
     backward_s: float
-    num_calls: int
     rows_sent: float  # bytes of features that the next stage gets
     largest_rows: float  # bytes of features held in the largest call
 
@@ -101,8 +98,8 @@ def price_exchange(
 ) -> Exchange:
     """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
 
-    gather: (N - 1) / N of the rows of all images, and as much of their gradients. routed: 1 / N of that. dispatch: the
-    pixels of images that come from other ranks, their rows back, and the gradients of these.
+    gather: (N - 1) / N of the rows of all images, and as much of their gradients. dispatch: the pixels of images that
+    come from other ranks, their rows back, and the gradients of these.
     """
     N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
     patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
@@ -110,44 +107,37 @@ def price_exchange(
     num_calls = len(pools) // num_ranks
     whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
     most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
-    pixels = 0.0
+    received, sent, pixels = whole * (N - 1) / N, whole, 0.0
     if decision.exchange == "dispatch":
         moved = _moved_share(case, decision, sizes, pools)
         received, most = whole / N * moved, float(patches.max(initial=0.0)) * row * margin * decision.pooling
         pixels = float(patches.sum()) / N * moved * _pixel_values(case.model) * _PIXEL_BYTES
         sent = whole / N
-    else:
-        received, sent = whole * (N - 1) / N, whole
-        if decision.exchange == "routed":
-            received, most = received / N, most / N
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
     cluster = case.cluster
     link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
     per_byte = 1.0 / (link * Efficiency().link)
     forward, backward = received + pixels, received if trained else 0.0
     return Exchange(
-        forward_bytes=forward,
-        backward_bytes=backward,
+        received_bytes=forward + backward,
         forward_s=forward * per_byte + 2 * num_calls * cluster.latency_s,
         backward_s=backward * per_byte + 2 * num_calls * cluster.latency_s * trained,
-        num_calls=num_calls,
         rows_sent=sent,
         largest_rows=most,
     )
 
 
 def feature_values(model: ModelSpec) -> float:
-    """Values of image features that leave the tower for each patch, DeepStack's among them."""
-    return sum(layer.rows_out_per_input * layer.output_size for layer in _last_projectors(model))
+    """Values of image features that leave the tower for each patch, DeepStack's among them.
 
-
-def _last_projectors(model: ModelSpec) -> Iterator[LayerSpec]:
-    """Projector layers whose rows go to the language model: not on to another layer of the projector."""
+    They are rows of the projector that go to the language model: not on to another layer of the projector.
+    """
+    values = 0.0
     for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
-        if layer.tower != "projector":
-            continue
-        if following is None or following.tower != "projector" or following.hidden_size != layer.output_size:
-            yield layer
+        goes_on = following and following.tower == "projector" and following.hidden_size == layer.output_size
+        if layer.tower == "projector" and not goes_on:
+            values += layer.rows_out_per_input * layer.output_size
+    return values
 
 
 def _pixel_values(model: ModelSpec) -> float:

@@ -9,8 +9,8 @@ from trimtab.options import VisionGroup
 from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
 from trimtab.plan.decide.work import PATCHES
-from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
-from trimtab.plan.sharing.choice import decision_problems, exchanges_of, group_degree
+from trimtab.plan.plan import ScheduleDecision, VisionDecision
+from trimtab.plan.sharing.choice import decision_problems, exchange_of, group_degree
 from trimtab.plan.sharing.decision import share_vision
 from trimtab.units import format_seconds
 
@@ -45,10 +45,10 @@ class VisionChosen:
         if self.ruled_out:
             about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
         vision = self.best.case.vision
-        if vision is not None and vision.loads.sizes_known < 1:
+        if vision is not None and vision.estimate.sizes_known < 1:
             about.append(
-                f"The sizes of single images are known for {vision.loads.sizes_known:.1%} of the patches; in samples "
-                "of three or more unlike images they are taken as log-normal with the sums that the table holds: "
+                f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
+                "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
                 "`trimtab size` records them."
             )
         if vision is not None and vision.decision.group == "tp":
@@ -115,25 +115,24 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
     """What to try over this group, and why the first that cannot be cannot."""
     choice, dims = case.options.vision, case.setting.dims
     assert case.options.schedule != "auto", "it was chosen before"
-    parallel = ParallelDecision(dp=dims.dp, pp=dims.pp, tp=dims.tp, cp=dims.cp)
     schedule = ScheduleDecision(
         name=case.options.schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
     )
-    degree = group_degree(group, parallel)
+    degree = group_degree(group, dims)
     decisions, first_problems = list[VisionDecision](), list[str]()
     for pooling in [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1):
         decision = VisionDecision(
             group=group,
             degree=degree,
-            exchange=choice.exchange or exchanges_of(group)[0],
+            exchange=exchange_of(group),
             pooling=pooling,
             rule=choice.rule,
             objective=choice.objective,
-            reduction=None if group == "dp" else choice.reduction or "mean",
+            reduction=None if group == "dp" else "mean",
         )
-        problems = list(decision_problems(decision, parallel, schedule, case.model))
+        problems = list(decision_problems(decision, dims, schedule, case.model))
         if problems:
             first_problems = first_problems or problems
         else:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
 
 from trimtab.errors import PlanError, join_problems
-from trimtab.runtime.data.order import shuffled_index
 from trimtab.runtime.data.tables import PlanTables
+from trimtab.specs import IntArray
 
-ShortStep = Literal["fill", "shorten"]
-SHORT_STEPS: tuple[ShortStep, ...] = ("fill", "shorten")
 _KEYS = ("plan", "epoch", "packs_done", "microbatches_done", "dp", "num_microbatches", "seed", "reshuffle")
 
 
@@ -35,13 +37,12 @@ class Deal:
 
     Epoch 0 runs the plan's steps as they stand; with `reshuffle` later epochs run them in another order, decided by
     (seed, epoch) alone; a short last step stays last. The last row may hold fewer packs than ranks: the ranks left over
-    get an empty pack. A last step of fewer rows is filled with rows of empty packs (`fill`) or stays short (`shorten`).
+    get an empty pack, and a last step of fewer rows is filled with rows of empty packs.
     """
 
     tables: PlanTables
     dp: int
     num_microbatches: int
-    short_step: ShortStep = "fill"
     reshuffle: bool = True
     seed: int = 0
 
@@ -60,16 +61,13 @@ class Deal:
         if step == num_full:  # the short last step
             return int(tables.last_packs[slot])
         if epoch > 0 and self.reshuffle:
-            step = shuffled_index(step, num_full, self.seed, epoch)
+            step = int(_order_of_steps(num_full, self.seed, epoch)[step])
         microbatch, rank = divmod(slot, tables.dp)
         return int(tables.schedule[step, rank, microbatch])
 
     def num_microbatches_left(self, cursor: Cursor) -> int:
         """Micro-batches of every rank from `cursor` to the end of its epoch."""
-        rows = -(-(self.tables.num_packs - cursor.packs_done) // self.dp)
-        if self.short_step == "fill":
-            rows = -(-rows // self.num_microbatches) * self.num_microbatches
-        return rows - cursor.microbatches_done
+        return self.num_steps_left(cursor) * self.num_microbatches - cursor.microbatches_done
 
     def num_steps_left(self, cursor: Cursor) -> int:
         """Steps from `cursor` to the end of its epoch, the one it stands in included."""
@@ -85,14 +83,9 @@ class Deal:
     def step(self, epoch: int, step: int, rank: int) -> list[list[int]]:
         """Sample rows of each micro-batch of one rank in one step of an epoch that began with this deal."""
         start = Cursor(epoch=epoch, packs_done=step * self.packs_per_step)
-        num_left = self.num_microbatches_left(start)
-        if step < 0 or num_left < 1:
+        if step < 0 or self.num_microbatches_left(start) < 1:
             raise PlanError(f"step {step} was asked for: an epoch has steps 0 to {self.num_steps_left(Cursor()) - 1}")
-        places = (
-            start.packs_done + microbatch * self.dp + rank for microbatch in range(min(self.num_microbatches, num_left))
-        )
-        packs = (self.pack_at(epoch, place) for place in places)
-        return [[] if pack is None else self.tables.rows(pack) for pack in packs]
+        return list(islice(self.microbatches(rank, start), self.num_microbatches))
 
     def advance(self, cursor: Cursor, num_microbatches: int) -> Cursor:
         """Where a run stands when every rank has consumed that many micro-batches more, within the epoch.
@@ -111,12 +104,19 @@ class Deal:
         )
 
 
+@lru_cache(maxsize=2)
+def _order_of_steps(num_steps: int, seed: int, epoch: int) -> IntArray:
+    """A permutation that (seed, epoch) alone decide; NumPy promises that `RandomState`'s never changes."""
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
+    order: IntArray = np.random.RandomState(words).permutation(num_steps)
+    return order
+
+
 def make_deal(
     tables: PlanTables,
     *,
     dp: int,
     num_microbatches: int | None = None,
-    short_step: ShortStep = "fill",
     reshuffle: bool = True,
     seed: int | None = None,
 ) -> Deal:
@@ -130,8 +130,6 @@ def make_deal(
         problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
     if num_microbatches is not None and num_microbatches < 1:
         problems.append(f"{num_microbatches} micro-batches are no step: give 1 or more")
-    if short_step not in SHORT_STEPS:
-        problems.append(f"short_step {short_step!r} is unknown: choose one of {', '.join(SHORT_STEPS)}")
     if num_microbatches is None and dp >= 1 and slots % dp:
         problems.append(
             f"the plan's steps hold {slots} packs ({tables.dp} ranks x {tables.num_microbatches} micro-batches), which "
@@ -143,7 +141,6 @@ def make_deal(
         tables=tables,
         dp=dp,
         num_microbatches=slots // dp if num_microbatches is None else num_microbatches,
-        short_step=short_step,
         reshuffle=reshuffle,
         seed=tables.seed if seed is None else seed,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from trimtab.errors import PlanError, SampleError, TrimtabError
-from trimtab.runtime.data.cursor import Cursor, ShortStep, cursor_from_state, cursor_to_state, make_deal
+from trimtab.runtime.data.cursor import Cursor, cursor_from_state, cursor_to_state, make_deal
 from trimtab.runtime.data.missing import MissingSample, make_text_filler
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.specs import SampleTable
@@ -27,6 +27,14 @@ class PlanBatchSampler(Sampler[list[int]]):
     Used as `DataLoader(data, batch_sampler=...)`. Already per rank: nothing may deal its batches out again. In an
     Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration begins where
     `set_epoch` or `load_state_dict` put it, and ends with that epoch.
+
+    >>> import numpy as np
+    >>> from trimtab.runtime.data.tables import hold_tables
+    >>> from trimtab.specs import Packing, Schedule
+    >>> packing = Packing(offsets=np.array([0, 2, 3]), indices=np.array([0, 2, 1]), limits=(9, 9))
+    >>> tables = hold_tables(packing, Schedule(table=np.array([[[0], [1]]])))  # one step of two ranks, a pack each
+    >>> list(PlanBatchSampler(tables, dp=2, rank=0)), list(PlanBatchSampler(tables, dp=1, rank=0))
+    ([[0, 2]], [[0, 2], [1]])
     """
 
     def __init__(
@@ -36,14 +44,11 @@ class PlanBatchSampler(Sampler[list[int]]):
         dp: int,
         rank: int,
         num_microbatches: int | None = None,
-        short_step: ShortStep = "fill",
         reshuffle: bool = True,
         seed: int | None = None,
     ) -> None:
         tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-        self.deal = make_deal(
-            tables, dp=dp, num_microbatches=num_microbatches, short_step=short_step, reshuffle=reshuffle, seed=seed
-        )
+        self.deal = make_deal(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle, seed=seed)
         if not 0 <= rank < dp:
             raise PlanError(f"rank {rank} is not one of {dp} ranks: give 0 to {dp - 1}")
         self.rank = rank
@@ -161,23 +166,17 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-class _Rows(Protocol):
-    """What a map-style data set is asked for: the sample of one row."""
-
-    def __getitem__(self, row: int, /) -> Any: ...
-
-
 class PlanDataset(Dataset[Any]):
     """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
 
     `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
     counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
-    errors of this class are filled, any other is raised.
+    errors of this class are filled, any other is raised. Use it between your own data set and `PlanDataLoader`.
     """
 
     def __init__(
         self,
-        data: _Rows,
+        data: Any,  # item i is the sample of row i
         samples: SampleTable,
         *,
         on_error: Literal["raise", "filler"] = "raise",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from trimtab.errors import PlanError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
-from trimtab.samples.record_lines import Lines, line_starts, places_of, refuse_other_files
+from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
 from trimtab.samples.table import is_saved_table
 from trimtab.specs import IntArray, SampleTable
@@ -75,7 +75,7 @@ class PlannedRecords(Sequence[Any]):
             )
         self.samples = samples
         self._starts = _line_starts(self, samples, index_dir) if "jsonl" in self._formats else None
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, Callable[[int], object]] = {}
         self._pid = os.getpid()
 
     def __len__(self) -> int:
@@ -93,10 +93,10 @@ class PlannedRecords(Sequence[Any]):
         if self._pid != os.getpid():  # a forked worker opens its own
             self._open, self._pid = {}, os.getpid()
         if number not in self._open:
-            self._open[number] = _OPENERS[self._formats[number]](self._files[number])
+            self._open[number] = _reader(self._files[number], self._formats[number])
         if self._starts is not None and self._formats[number] == "jsonl":
-            return self._open[number].read(int(self._starts[row]))
-        return self._open[number].read(line)
+            line = int(self._starts[row])
+        return self._open[number](line)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[row] for row in range(len(self)))
@@ -108,26 +108,6 @@ class PlannedRecords(Sequence[Any]):
 
     def _line_of(self, row: int) -> int:
         return row + 1 if self.samples.line is None else int(self.samples.line[row])
-
-
-class _Lines:
-    """A JSON Lines file, read at byte offsets."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
-
-    def read(self, start: int) -> object:
-        return parse_json(self._lines.read(start))
-
-
-class _List:
-    """A JSON list, held whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._rows = read_json_list(path)
-
-    def read(self, line: int) -> object:
-        return self._rows[line - 1]
 
 
 class _RowGroups:
@@ -148,7 +128,15 @@ class _RowGroups:
         return self._rows.slice(line - 1 - int(self._firsts[group]), 1).to_pylist()[0]
 
 
-_OPENERS: dict[str, type[Any]] = {"jsonl": _Lines, "json": _List, "parquet": _RowGroups}
+def _reader(path: Path, kind: str) -> Callable[[int], object]:
+    """A record by its number in the file; of JSON Lines by the byte at which it begins."""
+    if kind == "parquet":
+        return _RowGroups(path).read
+    if kind == "json":
+        rows = read_json_list(path)
+        return lambda line: rows[line - 1]
+    lines = Lines(path)
+    return lambda start: parse_json(lines.read(start))
 
 
 def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:
@@ -162,18 +150,8 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
         path = index_dir / f"line-starts-{key}.npy"
         if path.is_file():
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
-    for number, file in enumerate(records._files):
-        if records._formats[number] != "jsonl":
-            continue
-        rows = np.flatnonzero(places.file == number)
-        lines_of, of_file = places.line[rows], line_starts(file)
-        if len(rows) and lines_of.max() > len(of_file):
-            raise SampleError(
-                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines_of.max()}: "
-                "give the files that were sized, in the same order"
-            )
-        starts[rows] = of_file[lines_of - 1]
+    lines_of = [f if kind == "jsonl" else None for f, kind in zip(records._files, records._formats, strict=True)]
+    starts = row_starts(samples, lines_of)
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.models.asking.inputs import vision_config
 from trimtab.models.families.family import Smallest
-from trimtab.models.images import image_rule
+from trimtab.models.image_rules import image_rule
 from trimtab.specs import ImageCounts
 
 SmallestImage = tuple[int, dict[str, Tensor]]

@@ -14,7 +14,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trimtab.balance.images import TowerCost
 from trimtab.errors import UnsupportedPlanError, join_problems
-from trimtab.models.asking.layers import main_lists
 from trimtab.models.asking.units import Unit
 from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.cuts import Cuts
@@ -169,7 +168,7 @@ def check_layout(
 
 
 def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> list[str]:
-    """Blocks of a list run in its order; that the others come in forward order, the first micro-batches tell."""
+    """That they come in forward order, the first micro-batches tell."""
     problems = []
     missing, unknown = set(layers) - set(planned), set(planned) - set(layers)
     repeated = [name for name, count in Counter(planned).items() if count > 1]
@@ -180,16 +179,6 @@ def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> li
                 f"the plan's stages {what}: {listed}; the model has {len(layers)} layers, and each needs one stage: "
                 "plan with the config of the model that is trained"
             )
-    if not problems:
-        for path in filter(None, main_lists(list(layers.values())).values()):
-            right = [name for name, unit in layers.items() if unit.list_path == path]
-            found = [name for name in planned if name in right]
-            late = [a for a, b in zip(found, right, strict=True) if a != b]
-            if late:
-                problems.append(
-                    f"the plan's stages take {late[0]} out of forward order, but a stage sends to the next one alone: "
-                    "list the modules in the order in which the model runs them"
-                )
     return problems
 
 

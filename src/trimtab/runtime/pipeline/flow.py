@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ENCODED = "encoded_images"
 """Key of a batch whose images were encoded already: an `Encoded`."""
-PIXELS = ("pixel_values", "pixel_values_videos")
-"""Keys of a batch that the vision tower alone reads; they stay where they are until it does."""
 NOT_GIVEN = ("labels", "loss_weights", "denominator", ENCODED)
 """Keys of a batch that are no arguments of a model here."""
 Batch = Mapping[str, Any]
@@ -65,3 +64,10 @@ def arguments_of(batch: Batch, *, with_images: bool = True) -> dict[str, Any]:
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The same with every tensor on the device: a batch may hold one mask for each layer type."""
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    return batch.to(device, non_blocking=device.type != "cpu") if isinstance(batch, Tensor) else batch

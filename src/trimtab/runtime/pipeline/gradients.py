@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-BUCKET_BYTES = 64 * 2**20
+from trimtab.runtime.vision.replicas import sum_in_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,11 +39,7 @@ def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-    for bucket in _buckets(gradients):
-        flat = torch.cat([x.reshape(-1) for x in bucket])
-        dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+    sum_in_place(gradients, group)
 
 
 def exchange_tied(tied: TiedWeight, group: Any) -> None:
@@ -58,17 +54,3 @@ def exchange_tied(tied: TiedWeight, group: Any) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     parameter.grad = own + other
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of gradients of one dtype, about `BUCKET_BYTES` each."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket

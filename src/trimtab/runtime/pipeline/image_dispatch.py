@@ -14,7 +14,7 @@ tower (dropout, stochastic depth) are those of the rank that encodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,20 +28,20 @@ from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.zero_weight import filler_sample
-from trimtab.runtime.pipeline.flow import PIXELS, Batch, Encoded, feature_name, has_images
+from trimtab.runtime.pipeline.flow import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
-from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
+from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, listed, open_control
 from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
-from trimtab.runtime.vision.families import Family, GridFamily, Kind, find_family, tower_flops
+from trimtab.runtime.vision.families import GRIDS, PIXELS, Family, GridFamily, Kind, find_family, tower_flops
+from trimtab.runtime.vision.heartbeat import KINDS
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.runtime.vision.seams import Seam, find_seams
 from trimtab.specs import IntArray
 
 TIMEOUT_S = 600.0
-_REFUSED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Call:
 
     inputs: VisionInputs | None  # this rank's own images; None: none
     pool: Pool
-    atoms: list[tuple[int, int]]  # own, of each micro-batch: of images, of videos behind them
+    atoms: list[dict[str, int]]  # own, of each micro-batch: of images, of videos behind them
     waiting: set[int]  # micro-batches whose backward is to come
     has_run: bool = False
     rows: Tensor | None = None  # own rows as they came back, until their backward
@@ -93,20 +93,15 @@ class ImageDispatch:
         inputs = self._read_all(microbatches)
         k = self.num_pooled
         parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]
-        joined = [join_inputs([x for x in part if x is not None]) for part in parts]
-        pools = pool_images(joined, len(self.template.parts), control=self.control, cost=self.cost, rule=self.rule)
+        joined = [join_inputs([x for kinds in part for x in kinds.values()]) for part in parts]
+        pools = pool_images(joined, self.template, control=self.control, cost=self.cost, rule=self.rule)
         for number, (part, own, pool) in enumerate(zip(parts, joined, pools, strict=True)):
-            self._calls.append(
-                _Call(
-                    inputs=own,
-                    pool=pool,
-                    atoms=[self._count(x, batch) for x, batch in zip(part, microbatches[number * k :], strict=False)],
-                    waiting=set(range(number * k, number * k + len(part))),
-                )
-            )
+            atoms = [{kind: len(x) for kind, x in kinds.items()} for kinds in part]
+            waiting = set(range(number * k, number * k + len(part)))
+            self._calls.append(_Call(inputs=own, pool=pool, atoms=atoms, waiting=waiting))
         N = self.control.num_ranks
-        held = sum(np.bincount(pool.home, pool.patches, N) for pool in pools)
-        encoded = sum(np.array([pool.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
+        held = sum(np.bincount(pool.home, pool.sizes.patches, N) for pool in pools)
+        encoded = sum(np.array([pool.sizes.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
         self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
 
     def features(self, microbatch: int) -> Encoded | None:
@@ -138,87 +133,57 @@ class ImageDispatch:
         call.inputs = None
         share = pool.shares.atoms_of(rank)
         # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
-        encoded, num = (received, len(share)) if len(share) else (self.template, 1)
-        features = read_features(self._encode(encoded), encoded, num, np.arange(num))
-        num_rows = np.full(len(pool.home), features.num_rows[0]) if pool.rows is None else pool.rows
+        encoded = received if len(share) else self.template
+        features = read_features(_encode(self.seam, encoded), encoded)
+        known = pool.sizes.rows
+        num_rows = np.full(len(pool.home), features.num_rows[0]) if known is None else known
         made = features.rows if len(share) else features.rows[:0]
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
         rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
         own_rows, start, end = num_rows[pool.home == rank], 0, 0
         for number, atoms in enumerate(call.atoms, first):
-            mine = own_rows[start : start + sum(atoms)]
-            start += sum(atoms)
+            mine = own_rows[start : start + sum(atoms.values())]
+            start += len(mine)
             leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
             end += len(leaf)
             if rows.requires_grad:
                 call.leaves.append(leaf)
-            if sum(atoms):
-                self._features[number] = self._named(features, leaf, mine, atoms)
+            if len(mine):
+                self._features[number] = _named(features, leaf, mine, atoms)
         if rows.requires_grad:
             call.rows = rows
 
-    # -- the tower ----------------------------------------------------------------------------------------------------
-
-    def _encode(self, inputs: VisionInputs) -> Any:
-        return _encode(self.seam, inputs)
-
-    def _named(self, features: Features, rows: Tensor, num_rows: IntArray, atoms: tuple[int, int]) -> Encoded:
-        """Rows of one micro-batch as what the functions of images and of videos return."""
-        outputs: dict[str, Any] = {}
-        columns: dict[str, Tensor] = {}
-        start = row = 0
-        kinds = [(kind, num) for kind, num in zip(("image", "video"), atoms, strict=True) if num]
-        for kind, num in kinds:
-            mine = num_rows[start : start + num]
-            part = rows[row : row + int(mine.sum())]
-            start, row = start + num, row + len(part)
-            outputs[kind] = write_features(features, part, mine)
-            own = torch.split(part, list(features.widths), dim=-1)
-            columns |= {feature_name(kind, i): x for i, x in enumerate(own)}
-        return Encoded(outputs=outputs, rows=columns)
-
-    def _count(self, inputs: VisionInputs | None, batch: Batch) -> tuple[int, int]:
-        if inputs is None:
-            return 0, 0
-        images = {key: x for key, x in batch.items() if key != "pixel_values_videos"}
-        if images.get("pixel_values") is None:
-            return 0, len(inputs)
-        alone = read_images(images, self.family, self.config)
-        assert alone is not None
-        return len(alone), len(inputs) - len(alone)
-
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _read_all(self, microbatches: Sequence[Batch]) -> list[VisionInputs | None]:
-        """Own images by micro-batch, once all ranks have said that they can go on."""
-        problem, inputs, form = None, [], 0
+    def _read_all(self, microbatches: Sequence[Batch]) -> list[dict[str, VisionInputs]]:
+        """Own images and videos by micro-batch, once all ranks have said that they can go on."""
+        problem, inputs = None, []
         try:
-            inputs = [self._read(batch) for batch in microbatches]
-            form = self._check_form([x for x in inputs if x is not None])
+            inputs = [read_images(batch, self.family, self.config) for batch in microbatches]
+            self._check_form([x for kinds in inputs for x in kinds.values()])
         except TrimtabError as error:
-            problem, form = error, _REFUSED
-        told = np.stack(self.control.gather("the start of a step", [form, len(microbatches), self.settings_mark]))
-        if problem is not None:
-            raise problem
-        if refusing := np.flatnonzero(told[:, 0] == _REFUSED).tolist():
-            raise TrimtabError(f"data-parallel rank {_names(refusing)} refused its images: its own message says why")
-        if others := differing_ranks(told[:, 1]):
+            problem = error
+        told = self.control.gather_unless(
+            problem,
+            "the start of a step",
+            (len(microbatches), self.settings_mark),
+            failed="data-parallel rank {} refused its images: its own message says why",
+        )
+        numbers, marks = zip(*told, strict=True)
+        if others := differing_ranks(numbers):
             raise TrimtabError(
-                f"data-parallel rank {_names(others)} runs {told[others[0], 1]} micro-batches in a step and the others "
+                f"data-parallel rank {listed(others)} runs {numbers[others[0]]} micro-batches in a step and the others "
                 f"another number, but images are exchanged one micro-batch after the other: give equally many, "
                 f"collate([]) for an empty slot"
             )
-        if others := differing_ranks(told[:, 2]):
+        if others := differing_ranks(marks):
             raise TrimtabError(
-                f"data-parallel rank {_names(others)} runs another schedule, or shares images by another rule: build "
+                f"data-parallel rank {listed(others)} runs another schedule, or shares images by another rule: build "
                 f"the pipeline of every rank from one plan"
             )
         return inputs
 
-    def _read(self, batch: Batch) -> VisionInputs | None:
-        return read_images(batch, self.family, self.config)
-
-    def _check_form(self, inputs: list[VisionInputs]) -> int:
+    def _check_form(self, inputs: Sequence[VisionInputs]) -> None:
         """Rows travel into buffers made like the family's smallest image: they have to be alike on every rank."""
         for image in inputs:
             for part, like in zip(image.parts, self.template.parts, strict=True):
@@ -229,26 +194,38 @@ class ImageDispatch:
                         f"of this model are {like.rows.dtype} (..., {shape}): use the "
                         f"model's own processor, or train without sharing images"
                     )
-        return 0
 
 
 _BATCH_KEYS = {"grid_thw": "image_grid_thw"}
 
 
-def read_images(batch: Batch, family: Family, config: Any) -> VisionInputs | None:
-    """Atoms of a micro-batch, videos behind images, as the first stage's layers read them."""
+def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionInputs]:
+    """Atoms of a micro-batch's images and videos, as the first stage's layers read them."""
     if not has_images(batch):
-        return None
+        return {}
     if not isinstance(family, GridFamily):
-        return family.read("image", {"pixel_values": batch["pixel_values"]}, config)
-    kinds = [
-        (batch[pixels], batch[grid])
-        for pixels, grid in zip(PIXELS, ("image_grid_thw", "video_grid_thw"), strict=True)
-        if batch.get(pixels) is not None
-    ]
-    pixels, grids = (torch.cat(column) if len(kinds) > 1 else column[0] for column in zip(*kinds, strict=True))
+        return {"image": family.read("image", {"pixel_values": batch["pixel_values"]}, config)}
     tower: Kind = "tower"
-    return family.read(tower, {"pixel_values": pixels, "grid_thw": grids}, config)
+    return {
+        kind: family.read(tower, {"pixel_values": batch[PIXELS[kind]], "grid_thw": batch[GRIDS[kind]]}, config)
+        for kind in KINDS
+        if batch.get(PIXELS[kind]) is not None and len(batch[PIXELS[kind]])
+    }
+
+
+def _named(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[str, int]) -> Encoded:
+    """Rows of one micro-batch as what the functions of images and of videos return."""
+    outputs: dict[str, Any] = {}
+    columns: dict[str, Tensor] = {}
+    start = row = 0
+    for kind, num in atoms.items():
+        mine = num_rows[start : start + num]
+        part = rows[row : row + int(mine.sum())]
+        start, row = start + num, row + len(part)
+        outputs[kind] = write_features(features, part, mine)
+        own = torch.split(part, list(features.widths), dim=-1)
+        columns |= {feature_name(kind, i): x for i, x in enumerate(own)}
+    return Encoded(outputs=outputs, rows=columns)
 
 
 def _encode(seam: Seam, inputs: VisionInputs) -> Any:
@@ -272,8 +249,7 @@ def dispatch_images(
     share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
     config = model.config
     family, cost = find_family(config), cost or tower_flops(config)
-    smallest = read_images(filler_sample(config, with_image=True), family, config)
-    assert smallest is not None
+    smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
     order = [layout.stages, layout.schedule, layout.num_chunks]
     seam = next(x for x in find_seams(module.model, "features") if x.kind == "image")
     return ImageDispatch(
@@ -293,7 +269,3 @@ def dispatch_images(
 
 def _whole(values: Any) -> tuple[int, ...]:
     return tuple(int(x) for x in values)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

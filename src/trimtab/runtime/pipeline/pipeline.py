@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from trimtab.errors import PlanError
 from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
-from trimtab.runtime.pipeline.flow import PIXELS, Batch, Sealed, Wire
+from trimtab.runtime.pipeline.flow import Batch, Sealed, moved
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
 from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.stage import PackedStage
+from trimtab.runtime.vision.families import PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,6 @@ class StepResult:
 
     loss: Tensor  # 0-d float32: sum w c / W over all micro-batches and data-parallel ranks (see runtime.loss)
     denominator: Tensor  # 0-d float32: W
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageWires:
-    """Tensors that enter and leave one stage for one micro-batch."""
-
-    stage: int
-    received: tuple[Wire, ...]
-    sent: tuple[Wire, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,13 +161,6 @@ class Pipeline:
         for stage in self.stages:
             stage.submod.train(mode)
 
-    def shapes_of(self, microbatch: Batch) -> tuple[StageWires, ...]:
-        """Tensors that enter and leave each of this rank's stages for a micro-batch."""
-        return tuple(
-            StageWires(stage=x.stage_index, received=x.wires_in(microbatch), sent=x.wires_out(microbatch))
-            for x in self.stages
-        )
-
     def gradient_norm(self) -> Tensor:
         """Of all gradients of the whole model together, the same on every rank.
 
@@ -205,9 +190,6 @@ def pack_loss(logits: Tensor, target: Sealed) -> Tensor:
 
 
 def _to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    def move(value: Any) -> Any:
-        if isinstance(value, Mapping):  # one mask for each layer type
-            return {key: move(x) for key, x in value.items()}
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    return {key: value if key in PIXELS else move(value) for key, value in batch.items()}
+    """All but pixels, which stay where they are until the vision tower reads them."""
+    pixels = {key: value for key, value in batch.items() if key in PIXELS.values()}
+    return {**moved({key: value for key, value in batch.items() if key not in pixels}, device), **pixels}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
-from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
+from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name, moved
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
-from trimtab.runtime.vision.outputs import columns_of, fill_features
+from trimtab.runtime.recompute.offload import tensors_in
+from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
 from trimtab.runtime.vision.seams import Seam, find_seams
 
 HOST = torch.device("cpu")
@@ -90,9 +91,7 @@ class Tracer:
         for config in configs.values():
             choose_kernels(config, experts="batched_mm")
         self._model = hollow_copy(model, forwards, own={**between, **leaves, **configs}, device=HOST)
-        for seam in seams_of(self._model):
-            seam.put(functools.partial(self._encode, seam))
-        self._encoding = False
+        watch_encoders(self._model, self._encode)
         self._trace = Trace()
         self._leaves: dict[int, tuple[Tensor, str]] = {}
         self._made: dict[Any, Any] = {}
@@ -107,7 +106,7 @@ class Tracer:
 
     def _run_once(self, batch: Batch, *, writes: bool) -> Trace:
         self._trace, self._leaves, self._made, self._inside = Trace(writes=writes), {}, {}, {}
-        given = {key: _moved(value, HOST) for key, value in arguments_of(batch).items()}
+        given = moved(arguments_of(batch), HOST)
         with torch.enable_grad():
             result = self._model(**given)
         logits = result.logits if hasattr(result, "logits") else result[0]
@@ -119,7 +118,7 @@ class Tracer:
     # -- one layer ----------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        given = list(_leaves([args, kwargs]))
+        given = list(tensors_in((args, kwargs)))
         for leaf in given:
             if id(leaf) in self._inside:
                 self._trace.hidden.append((path, self._inside[id(leaf)][1]))
@@ -142,14 +141,8 @@ class Tracer:
         return torch.utils._pytree.tree_unflatten(handed, spec)
 
     def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returned, as leaves; that of videos may call it."""
-        if self._encoding:
-            return seam.original(*args, **kwargs)
-        self._encoding = True
-        try:
-            result = seam.original(*args, **kwargs)
-        finally:
-            self._encoding = False
+        """What a function that encodes images returned, as leaves."""
+        result = seam.original(*args, **kwargs)
         columns = feature_rows(result)
         if columns is None:
             return result
@@ -186,16 +179,16 @@ class Tracer:
 
     def _note_inside(self, path: str, args: Any, kwargs: dict[str, Any]) -> None:
         """Tensors that the layer left in what it was given, for others to read."""
-        for leaf in _leaves([args, kwargs]):
+        for leaf in tensors_in((args, kwargs)):
             if isinstance(leaf, FakeTensor) and id(leaf) not in self._inside:
                 self._inside[id(leaf)] = (leaf, path)
 
-    def _made_of(self, values: Sequence[Any]) -> frozenset[str]:
+    def _made_of(self, values: Sequence[Tensor]) -> frozenset[str]:
         """Names of the leaves that autograd finds behind them."""
         todo: list[Any] = []
         found = set()
         for value in values:
-            if isinstance(value, Tensor) and value.requires_grad:
+            if value.requires_grad:
                 todo.append(value.grad_fn)
                 found.add(self._name_of(value))
         visited = set()
@@ -228,24 +221,39 @@ class Tracer:
         return made
 
 
-def seams_of(model: nn.Module) -> tuple[Seam, ...]:
-    """The functions that encode images; none where the model has no such function, or several."""
+def watch_encoders(model: nn.Module, encode: Callable[..., Any]) -> None:
+    """Calls of functions that encode images become `encode(seam, ...)`; those from inside of one are its own business.
+
+    Nothing where the model has no such function, or several.
+    """
     try:
-        return find_seams(model, "features")
+        seams = find_seams(model, "features")
     except TrimtabError:
-        return ()
+        return
+    inside: list[Seam] = []
+
+    def call(seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        if inside:  # that of videos may call that of images
+            return seam.original(*args, **kwargs)
+        inside.append(seam)
+        try:
+            return encode(seam, *args, **kwargs)
+        finally:
+            inside.clear()
+
+    for seam in seams:
+        seam.put(functools.partial(call, seam))
 
 
 def feature_rows(output: Any) -> list[Tensor] | None:
     """Image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
     try:
-        columns = columns_of(output)
+        pieces = tree_leaves(columns_of(output))
     except TrimtabError:
         return None
-    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns]
-    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for piece in pieces for x in piece):
+    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in pieces):
         return None
-    rows = [torch.cat([x.reshape(-1, x.shape[-1]) for x in piece]) for piece in pieces]
+    rows = rows_of(output)
     return rows if len({len(x) for x in rows}) == 1 else None
 
 
@@ -288,15 +296,6 @@ def _kind_of(layer: nn.Module) -> tuple[object, ...]:
     return type(layer), parts, tuple(tuple(x.shape) for x in layer.parameters())
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Those inside mappings of a model's own class, too."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Mapping):
-            yield from _leaves(list(leaf.values()))
-        else:
-            yield leaf
-
-
 def _detached(value: Any) -> Any:
     """The same containers where nothing in them needs a gradient: a layer may write into them."""
     if isinstance(value, Tensor):
@@ -306,9 +305,3 @@ def _detached(value: Any) -> Any:
     if type(value) is dict and any(isinstance(x, Tensor) and x.requires_grad for x in value.values()):
         return {key: _detached(x) for key, x in value.items()}
     return value
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _moved(x, device) for key, x in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -13,22 +13,16 @@ import torch.distributed as dist
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.measured.check import verify_plan
-from trimtab.plan.measured.probed import (
-    heaviest_packs,
-)
+from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.conversations import open_conversations
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, read_layout
+from trimtab.runtime.pipeline import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
 from trimtab.runtime.recompute.apply import Granularity
-from trimtab.runtime.training.loop import autocast, load_model, make_optimizer
-from trimtab.runtime.training.ranks import device_mesh, on_first_rank
+from trimtab.runtime.training.loop import autocast, open_run
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
@@ -47,11 +41,8 @@ class ProbeRun:
 
     what: str
     pack: int
-    failed_devices: tuple[int, ...]  # that ran out of memory
-    peak_bytes: tuple[int, ...]  # of each device; of a run that failed, up to there
-
-
-CURES = "give more memory (--budget) or a smaller reserve, or plan with more stages or smaller packs"
+    failed_devices: tuple[int, ...]  # whose peak was above the limit
+    peak_bytes: tuple[int, ...]  # of each device
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,9 +61,7 @@ class Bench:
     def limit_bytes(self) -> int:
         return self.case.budget.total_bytes - self.case.budget.reserve_bytes
 
-    def run(
-        self, what: str, stages: Sequence[Stage], pack: int, *, limited: bool = True, whole: bool = True
-    ) -> tuple[Reading, ...]:
+    def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
         """What each device held; not `whole`: one step, and the optimizer is left out."""
         names = [layer.name for layer in self.case.model.layers]
         choice: dict[str, Granularity] = {
@@ -83,52 +72,38 @@ class Bench:
             choice,
             self.batches[pack],
             num_steps=self.num_steps if whole else 1,
-            limit_bytes=self.limit_bytes if limited else None,
             update=whole,
         )
         readings = gather_readings(reading, self.rank)
-        failed = tuple(device for device, x in enumerate(readings) if x.failed)
-        self.runs.append(
-            ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=tuple(x.peak_bytes for x in readings))
-        )
-        most = format_bytes(max(x.peak_bytes for x in readings))
-        self.tell(f"{what}, pack {pack}: {f'out of memory on {listed(failed)}' if failed else f'at most {most}'}")
+        peaks = tuple(x.peak_bytes for x in readings)
+        failed = self.above_limit(readings)
+        self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
+        above = f", above the limit on {listed(failed)}" if failed else ""
+        self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
         return readings
+
+    def above_limit(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+        return tuple(device for device, x in enumerate(readings) if x.peak_bytes > self.limit_bytes)
 
 
 def open_bench(
     settings: ProbeSettings, found: ReloadedPlan, case: Case, device: torch.device, tell: Callable[[str], None]
 ) -> Bench:
-    plan = found.plan
-    conversations = open_conversations(settings.plan, settings.model, settings.reading)
-    on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
-    training = _training(settings, plan)
-    mesh = device_mesh(case.setting.dims.pp, device)
-    layout = _layout(plan, case)
-    torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
-    pipeline = build_pipeline(
-        load_model(training, plan, device),
-        layout,
-        device=device,
-        pp_group=mesh.get_group("pp"),
-        dp_group=mesh.get_group("dp"),
-    )
-    optimizer = make_optimizer(training, list(pipeline.parameters()))
-    for group in optimizer.param_groups:
+    training = _training(settings, found.plan)
+    run = open_run(training, found.plan, device, layout=_layout(found.plan, case))
+    for group in run.optimizer.param_groups:
         group["lr"] = 0.0  # every run is of the same weights
-    config: Any = pipeline.stages[0].model.config
-    collate = PackedCollator(config, attention=config._attn_implementation, vision_in_every_pack=False)
     packing = case.packing
     batches = {}
     for pack in heaviest_packs(case, found.stages):
         rows = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
-        batches[pack] = collate([conversations[row] for row in rows])
+        batches[pack] = run.loader.collate_fn([run.data[row] for row in rows])
     return Bench(
         case=_in_reach(case),
         stages=found.stages,
         rank=ProbedRank(
-            pipeline=pipeline,
-            optimizer=optimizer,
+            pipeline=run.pipeline,
+            optimizer=run.optimizer,
             meter=meter_of(device),
             autocast=partial(autocast, training, device),
         ),
@@ -157,6 +132,7 @@ def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
         random_weights=not any(settings.model.glob("*.safetensors")),
         device=settings.device,
         save=False,
+        verify_packing=False,
         seed=settings.seed,
     )
 

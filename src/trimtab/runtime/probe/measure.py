@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import get_args
 
 from trimtab.errors import PlanError
 from trimtab.options import RecomputedTier
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
-from trimtab.plan.measured.probed import DeviceProbe, KeptProbe, full_recompute
-from trimtab.runtime.probe.bench import CURES, Bench, listed
+from trimtab.plan.measured.probed import DeviceProbe, KeptProbe, freed_bytes, full_recompute
+from trimtab.runtime.probe.bench import Bench
+from trimtab.runtime.probe.trial import CURES
 from trimtab.specs import RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -19,28 +20,12 @@ FULL = "everything recomputed"
 
 
 def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
-    """Everything recomputed, and what is left; without a limit but the device's own, to say what is missing."""
+    """Everything recomputed, and what is left or missing."""
     stages = full_recompute(bench.case.setting.profile, bench.stages)
     found = []
     for pack in bench.batches:
-        readings = bench.run(FULL, stages, pack, limited=False)
-        failed = [device for device, reading in enumerate(readings) if reading.failed]
-        if failed:
-            raise PlanError(
-                f"pack {pack} was run with everything recomputed, and the memory of {listed(failed)} does not last: "
-                f"{CURES}"
-            )
-        found += [
-            DeviceProbe(
-                device=device,
-                pack=pack,
-                state_bytes=reading.state_bytes,
-                kept_bytes=reading.kept_bytes,
-                peak_bytes=reading.peak_bytes,
-                in_flight=reading.in_flight,
-            )
-            for device, reading in enumerate(readings)
-        ]
+        readings = bench.run(FULL, stages, pack)
+        found += [DeviceProbe(device=device, pack=pack, **asdict(x)) for device, x in enumerate(readings)]
     fullest = max(found, key=lambda x: x.peak_bytes)
     missing = fullest.peak_bytes - bench.limit_bytes
     if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
@@ -56,7 +41,7 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
     """One run for each of a device's kinds of layers and each tier, on all devices at once: one layer keeps more.
 
     What is kept then differs from full recompute by micro-batches in flight x what the layer keeps more: exact. A
-    device that runs out of memory, or whose pack asks nothing of the layer, tells nothing.
+    device whose memory would not last, by the formulas, or whose pack asks nothing of the layer tells nothing.
     """
     profile = bench.case.setting.profile
     layout = bench.rank.pipeline.layout
@@ -65,22 +50,34 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
     tiers = ("none", "selective", "attention") if bench.case.problem.recompute == "auto" else ("none",)
     for number in range(max(map(len, of_device))):
         for tier in tiers:
-            layers = {device: kinds[number] for device, kinds in enumerate(of_device) if number < len(kinds)}
-            layers = {device: i for device, i in layers.items() if profile.layers[i].tier(tier) is not None}
-            if not layers:
-                continue
-            stages = tuple(
-                _move(stage, i, tier) if (i := layers.get(layout.device_of(stage.index))) is not None else stage
-                for stage in full_recompute(profile, bench.stages)
-            )
             for pack in bench.batches:
+                layers = {
+                    device: kinds[number]
+                    for device, kinds in enumerate(of_device)
+                    if number < len(kinds) and _can_keep(bench.case, before[device, pack], kinds[number], tier)
+                }
+                if not layers:
+                    continue
+                stages = tuple(
+                    _move(stage, i, tier) if (i := layers.get(layout.device_of(stage.index))) is not None else stage
+                    for stage in full_recompute(profile, bench.stages)
+                )
                 readings = bench.run(f"one layer of a kind on {tier}", stages, pack, whole=False)
                 for device, i in layers.items():
                     reference, reading = before[device, pack], readings[device]
                     place = next(k for k, s in enumerate(layout.stages_of(device)) if _lies_in(bench.stages[s], i))
                     more, held = reading.kept_bytes - reference.kept_bytes, reference.in_flight[place]
-                    if not reading.failed and held > 0 and more > 0:
+                    if held > 0 and more > 0:
                         yield KeptProbe(layer=i, tier=tier, pack=pack, num_bytes=more / held)
+
+
+def _can_keep(case: Case, full: DeviceProbe, layer: int, tier: str) -> bool:
+    """Whether the layer has the tier and, by the formulas, its device's memory lasts: else the probe would end."""
+    cost = case.setting.profile.layers[layer]
+    if cost.tier(tier) is None:
+        return False
+    more = max(full.in_flight) * freed_bytes(cost, tier, case.held_work[full.pack])
+    return full.peak_bytes + more <= case.budget.total_bytes
 
 
 def _kinds_of(bench: Bench, stages: Sequence[int]) -> list[int]:

@@ -32,10 +32,10 @@ from trimtab.plan.measured.probed import (
     with_budget,
     with_profile,
 )
-from trimtab.runtime.probe.bench import CURES, Bench, ProbeRun, open_bench
+from trimtab.runtime.probe.bench import Bench, ProbeRun, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
 from trimtab.runtime.probe.settings import ProbeSettings
-from trimtab.runtime.probe.trial import Reading, frozen_heap
+from trimtab.runtime.probe.trial import CURES, Reading, frozen_heap
 from trimtab.runtime.training.ranks import process_group
 from trimtab.specs import Profile, Stage
 from trimtab.units import format_bytes
@@ -53,6 +53,16 @@ class ProbedKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStep:
+    """One of the paper's four steps on one device: its peak before and after, and what that bought."""
+
+    what: str
+    before_bytes: int
+    after_bytes: int
+    bought: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedDevice:
     """One device of the pipeline, as it was measured."""
 
@@ -63,6 +73,40 @@ class ProbedDevice:
     recompute: Mapping[str, int]  # chosen layers of each tier
     peak_bytes: int  # with the choice
     predicted_bytes: int  # the same, by the probed profile on the same pack
+
+    def steps(self, limit_bytes: int) -> tuple[MemoryStep, ...]:
+        """Recompute everything; switch it off for one layer of each kind; for as many as fit; run that."""
+        full, kept = self.full_peak_bytes, max((x.measured_bytes for x in self.kinds), default=0.0)
+        per_kind = [f"{x.tower} {x.tier} {format_bytes(x.measured_bytes)}" for x in self.kinds]
+        chosen = ", ".join(f"{tier} {count}" for tier, count in self.recompute.items()) or "no layer"
+        left = limit_bytes - full
+        return (
+            MemoryStep(
+                what="1. recompute every layer",
+                before_bytes=limit_bytes,
+                after_bytes=full,
+                bought=f"{format_bytes(left)} left to keep activations in",
+            ),
+            MemoryStep(
+                what="2. one layer of each kind keeps more",
+                before_bytes=full,
+                after_bytes=full + int(kept),
+                bought="a layer's bytes: " + (", ".join(per_kind) or "no kind here recomputes"),
+            ),
+            MemoryStep(
+                what="3. as many layers as fit keep more",
+                before_bytes=full,
+                after_bytes=self.predicted_bytes,
+                bought=f"recompute of {chosen}, by the bytes of step 2",
+            ),
+            MemoryStep(
+                what="4. run with that choice",
+                before_bytes=self.predicted_bytes,
+                after_bytes=self.peak_bytes,
+                bought=f"it fits: {format_bytes(limit_bytes - self.peak_bytes)} left, prediction "
+                f"{self.predicted_bytes / self.peak_bytes - 1:+.1%}",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +133,7 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     Alone or on torchrun's ranks, as `train` runs the plan; collective. Every run is of whole training steps, learning
     rate 0, on the heaviest packs. First everything recomputes, without a limit. Then, kind by kind and tier by tier,
     one layer a stage keeps more, which tells its bytes. The choice is the exact one at the plan's own limits with the
-    probed profile, and has run within memory less reserve; a choice that runs out of memory is stepped back from.
+    probed profile, and has run within memory less reserve; a choice whose peak is above it is stepped back from.
     Raises `PlanError` where not even full recompute fits, with the bytes that are missing (not under split backwards:
     there recompute may need more than none). Writes nothing.
     """
@@ -128,9 +172,9 @@ class Settled:
 def settle(bench: Bench, case: Case) -> Settled:
     """The best recompute by the case's profile that runs within the limit; `PlanError` if none does.
 
-    Where a device runs out of memory its layers' transients are raised, first by as much as changes its choice, then by
-    half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in the
-    profile: it was needed.
+    Where a device's peak is above the limit its layers' transients are raised, first by as much as changes its choice,
+    then by half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in
+    the profile: it was needed.
     """
     problem = case.problem
     P = problem.num_stages
@@ -142,7 +186,7 @@ def settle(bench: Bench, case: Case) -> Settled:
             priced = _raise_transients(case, bench, raised)
             split = recompute_stages(priced.problem, bench.stages)
             readings = {pack: bench.run(CHOICE, split.stages, pack) for pack in bench.batches}
-            failed = {d for found in readings.values() for d, reading in enumerate(found) if reading.failed}
+            failed = {device for found in readings.values() for device in bench.above_limit(found)}
             if not failed:
                 return Settled(case=priced, stages=split.stages, readings=readings)
             for device in failed:
@@ -205,6 +249,7 @@ def _result(
         assumptions=(
             *(said for said in found.plan.assumptions if not said.startswith((_ABOUT, ABOUT_BYTES))),
             *(said for said in measured.profile.assumptions if said.startswith(ABOUT_BYTES)),
+            *(_tell_steps(device, bench.limit_bytes) for device in devices),
         ),
     )
     backs = sum(run.what == CHOICE and bool(run.failed_devices) for run in bench.runs)
@@ -222,6 +267,15 @@ def _result(
     return ProbeResult(
         details=details, limit_bytes=bench.limit_bytes, devices=tuple(devices), runs=tuple(bench.runs), wall_s=0.0
     )
+
+
+def _tell_steps(device: ProbedDevice, limit_bytes: int) -> str:
+    """For the plan's reader."""
+    told = (
+        f"{x.what}: {format_bytes(x.before_bytes)} to {format_bytes(x.after_bytes)}, {x.bought}"
+        for x in device.steps(limit_bytes)
+    )
+    return f"{_ABOUT}device {device.device} in four steps. {'; '.join(told)}."
 
 
 _ABOUT = "Recompute was probed on "

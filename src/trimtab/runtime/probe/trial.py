@@ -1,8 +1,4 @@
-"""One run of a rank's stages under a recompute choice: what they held, or that the memory did not last.
-
-A rank that runs out of memory must not leave the others waiting for its tensors. From then on its stages run no layer
-and send zeros of the right sizes, so that every rank ends the step and all learn of it.
-"""
+"""One run of a rank's stages under a recompute choice, and what they held."""
 
 from __future__ import annotations
 
@@ -17,18 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.errors import PlanError
 from trimtab.runtime.pipeline import Pipeline
 from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.pipeline.stage import PackedStage
 from trimtab.runtime.probe.meter import Meter, storage_bytes
 from trimtab.runtime.recompute.apply import Granularity, apply
 
+CURES = "give more memory (--budget) or a smaller reserve, or plan with more stages or smaller packs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What one rank's device held in one run; of a run that failed, up to there."""
+    """What one rank's device held in one run."""
 
-    failed: bool  # for want of memory, on this rank
     state_bytes: int  # parameters, buffers, gradients, optimizer state, once the run was over
     kept_bytes: int  # when the first backward of the last step began, state aside
     peak_bytes: int
@@ -62,54 +60,48 @@ class ProbedRank:
 
 
 def run_trial(
-    rank: ProbedRank,
-    choice: Mapping[str, Granularity],
-    batch: Batch,
-    *,
-    num_steps: int,
-    limit_bytes: int | None,
-    update: bool = True,
+    rank: ProbedRank, choice: Mapping[str, Granularity], batch: Batch, *, num_steps: int, update: bool = True
 ) -> Reading:
     """Whole training steps of this micro-batch, over and over, with exactly `choice` recomputed; collective.
 
-    `choice` may name layers of other ranks. Ends behind the first step in which some rank fails. `update`: with the
-    optimizer's step, whose learning rate the caller has set to 0.
+    `choice` may name layers of other ranks. `update`: with the optimizer's step, whose learning rate the caller has set
+    to 0. Raises `PlanError` on the rank whose device has not even the memory to run; torchrun then ends the others.
     """
     pipeline, meter = rank.pipeline, rank.meter
     batches = [batch] * pipeline.layout.num_microbatches
+    parameters = list(pipeline.parameters())
     with ExitStack() as stack:
         for stage in pipeline.stages:
             for granularity in sorted(set(choice.values())):
                 own = [x for x, how in choice.items() if how == granularity and _holds(pipeline, stage, x, batch)]
                 stack.callback(apply(stage.model, own, granularity=granularity).remove)
         watch = stack.enter_context(_Watch(pipeline, meter))
-        pipeline_parameters = list(pipeline.parameters())
-        for parameter in pipeline_parameters:
+        for parameter in parameters:
             parameter.grad = None
         stack.enter_context(_young_garbage())
-        stack.enter_context(_watching(rank, batch, limit_bytes))
-        for _ in range(num_steps):
-            watch.begin()
-            with rank.autocast():
-                pipeline.step(batches, denominator=1.0)
-            if _any_failed(watch, pipeline):
-                break
-            pipeline.gradient_norm()
-            if update:
-                watch.attempt(rank.optimizer.step)
-                if _any_failed(watch, pipeline):
-                    break
+        stack.enter_context(meter.watch(rank.static(), _tensors_of(batch)))
+        try:
+            for _ in range(num_steps):
+                watch.begin()
+                with rank.autocast():
+                    pipeline.step(batches, denominator=1.0)
+                pipeline.gradient_norm()
+                if update:
+                    gc.collect(0)
+                    rank.optimizer.step()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise PlanError(f"rank {dist.get_rank()} of a probe ran out of its device's memory: {CURES}") from error
+            raise
         peak = meter.peak_bytes
-    gradients = [p.grad for p in pipeline_parameters if p.grad is not None]
     static = storage_bytes(rank.static())
     reading = Reading(
-        failed=watch.failed,
-        state_bytes=static + storage_bytes(gradients),
+        state_bytes=static + storage_bytes(p.grad for p in parameters if p.grad is not None),
         kept_bytes=watch.held_bytes - static,
         peak_bytes=peak,
         in_flight=watch.in_flight,
     )
-    for parameter in pipeline_parameters:
+    for parameter in parameters:
         parameter.grad = None
     return reading
 
@@ -124,7 +116,6 @@ def gather_readings(reading: Reading, rank: ProbedRank) -> tuple[Reading, ...]:
         here = [x for place, x in every if place == device]
         found.append(
             Reading(
-                failed=any(x.failed for x in here),
                 state_bytes=max(x.state_bytes for x in here),
                 kept_bytes=max(x.kept_bytes for x in here),
                 peak_bytes=max(x.peak_bytes for x in here),
@@ -149,9 +140,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class _Watch:
     """Stands around what a schedule calls on the stages, until the end of a `with` block."""
 
+    CALLS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
     def __init__(self, pipeline: Pipeline, meter: Meter) -> None:
         self._pipeline, self._meter = pipeline, meter
-        self.failed = False
         self.held_bytes = 0
         self.in_flight: tuple[int, ...] = (0,) * len(pipeline.stages)
         self._run: dict[int, int] = {}
@@ -164,113 +156,25 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for stage in self._pipeline.stages:
-            for name, around in (
-                ("forward_one_chunk", self._forward),
-                ("backward_one_chunk", self._backward),
-                ("backward_weight_one_chunk", self._weight),
-            ):
-                setattr(stage, name, partial(around, stage, getattr(stage, name)))
-            for name in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
-                setattr(stage, name, partial(self._receive, getattr(stage, name)))
-        schedule = self._pipeline.schedule
-        self._loss = schedule._loss_fn  # private, torch 2.13: the loss is computed outside of the stages
-        schedule._loss_fn = self._guarded_loss
+            for name in self.CALLS:
+                setattr(stage, name, partial(self._call, stage, name, getattr(stage, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for stage in self._pipeline.stages:
-            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            for name in self.CALLS:
                 delattr(stage, name)
-            for name in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
-                delattr(stage, name)
-            stage.expect((), backward=True)  # lets go of what a step that failed left
-        self._pipeline.schedule._loss_fn = self._loss
+            stage.expect((), backward=True)  # lets go of what a step left
 
-    # -- calls of the schedule ----------------------------------------------------------------------------------------
-
-    def _forward(
-        self, stage: PackedStage, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not self.failed:
-            result = self.attempt(partial(run, fwd_chunk_id, *args, **kwargs))
-            if not self.failed:
-                self._run[stage.stage_index] += 1
-                return result
-        stage.received.pop(fwd_chunk_id, None)
-        wires = stage.wires_out(stage.microbatches[fwd_chunk_id])
-        sent = tuple(stage._buffer(wire).zero_() for wire in wires)
-        stage.fwd_cache[fwd_chunk_id] = (sent, [])
-        return sent
-
-    def _backward(
-        self, stage: PackedStage, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
-    ) -> None:
-        if not self._in_backward:
+    def _call(self, stage: PackedStage, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        gc.collect(0)
+        if name == "backward_one_chunk" and not self._in_backward:
             self._in_backward = True
             self.held_bytes = self._meter.held_bytes
             self.in_flight = tuple(self._run[x.stage_index] for x in self._pipeline.stages)
-        if not self.failed:
-            self.attempt(partial(run, bwd_chunk_id, *args, **kwargs))
-            if not self.failed:
-                return
-        received = stage.wires_in(stage.microbatches[bwd_chunk_id])
-        stage.fwd_cache.pop(bwd_chunk_id, None)
-        stage.gradients.pop(bwd_chunk_id, None)
-        stage.bwd_cache[bwd_chunk_id] = (None,) * len(received)
-
-    def _weight(
-        self, stage: PackedStage, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
-    ) -> None:
-        if not self.failed:
-            self.attempt(partial(run, bwd_chunk_id, *args, **kwargs))
-        if self.failed:
-            stage.later.pop(bwd_chunk_id, None)
-            stage.dw_runner.pop(bwd_chunk_id, None)
-
-    def _receive(self, run: Callable[..., Any], chunk_id: int) -> Any:
-        """Buffers; once more where the first try made room."""
-        if self.failed:
-            return run(chunk_id)
-        result = self.attempt(partial(run, chunk_id))
-        return run(chunk_id) if self.failed else result
-
-    def _guarded_loss(self, logits: Any, target: Any) -> Any:
-        if not self.failed:
-            result = self.attempt(partial(self._loss, logits, target))
-            if not self.failed:
-                return result
-        return torch.zeros((), device=self._pipeline.device)
-
-    def attempt(self, run: Callable[[], Any]) -> Any:
-        gc.collect(0)
-        try:
-            return run()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        self._give_up()  # outside of the handler: its traceback holds tensors
-        return None
-
-    def _give_up(self) -> None:
-        self.failed = True
-        self._meter.lift()
-        losses = self._pipeline.schedule._internal_losses
-        losses[:] = [torch.zeros((), device=self._pipeline.device) for _ in losses]
-        for stage in self._pipeline.stages:
-            for chunk, (sent, _) in list(stage.fwd_cache.items()):
-                stage.fwd_cache[chunk] = (tuple(x.detach() for x in sent), [])
-            stage.backward_state.clear()
-            stage.later.clear()
-            stage.dw_runner.clear()
-        for parameter in self._pipeline.parameters():
-            parameter.grad = None
-        gc.collect()
-
-
-def _any_failed(watch: _Watch, pipeline: Pipeline) -> bool:
-    failed = torch.tensor(int(watch.failed), device=pipeline.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    return bool(failed)
+        result = run(*args, **kwargs)
+        self._run[stage.stage_index] += name == "forward_one_chunk"
+        return result
 
 
 def _holds(pipeline: Pipeline, stage: PackedStage, name: str, batch: Batch) -> bool:
@@ -278,10 +182,10 @@ def _holds(pipeline: Pipeline, stage: PackedStage, name: str, batch: Batch) -> b
     return name in pipeline.layout.stages[stage.stage_index] and name in stage.module.cuts.way(batch).read
 
 
-def _watching(rank: ProbedRank, batch: Batch, limit_bytes: int | None) -> AbstractContextManager[Any]:
-    inputs = [x for x in batch.values() if isinstance(x, Tensor)]
-    inputs += [x for value in batch.values() if isinstance(value, Mapping) for x in value.values()]
-    return rank.meter.watch(rank.static(), inputs, limit_bytes=limit_bytes)
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    """Of a micro-batch, the masks of each layer type too."""
+    found = [x for x in batch.values() if isinstance(x, Tensor)]
+    return found + [x for value in batch.values() if isinstance(value, Mapping) for x in value.values()]
 
 
 @contextmanager

@@ -61,11 +61,10 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         refuse_unshared(checkpoint, device)
         run = open_run(settings, plan, device)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
-        start = num_tokens = 0
+        start = 0
         if checkpoint is not None:
             run.loader.load_state_dict(read_progress(checkpoint).loader)
-            progress = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer)
-            start, num_tokens = progress.step, progress.num_tokens
+            start = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer).step
         num_steps = settings.steps or settings.epochs * len(run.sampler) // run.layout.num_microbatches
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
@@ -90,15 +89,8 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 images=run.pipeline.image_load,
             )
             records.append(record)
-            num_tokens += record.num_tokens
             if settings.saves_at(step, num_steps):
-                progress = Progress(
-                    step=step,
-                    loader=run.loader.state_dict(),
-                    num_tokens=num_tokens,
-                    optimizer=settings.optimizer,
-                    world_size=dist.get_world_size(),
-                )
+                progress = Progress(step=step, loader=run.loader.state_dict(), optimizer=settings.optimizer)
                 save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
         num_fillers = sum(record.num_fillers for record in records)
         if num_fillers:
@@ -123,13 +115,13 @@ class Run:
     loader: PlanDataLoader
 
 
-def open_run(settings: TrainSettings, plan: Plan, device: torch.device) -> Run:
-    """Data, model on its stages, optimizer and loader; collective."""
+def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layout: PipelineLayout | None = None) -> Run:
+    """Data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
     conversations = open_conversations(settings.plan, settings.model, settings.reading)
     on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
     mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
     asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
-    layout = fit_layout(asked, dp=mesh["dp"].size())
+    layout = layout or fit_layout(asked, dp=mesh["dp"].size())
     torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
     model = load_model(settings, plan, device)
     if settings.verify_packing:
@@ -144,7 +136,12 @@ def open_run(settings: TrainSettings, plan: Plan, device: torch.device) -> Run:
         image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
     )
     parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
-    sampler = make_sampler(settings, layout, mesh)
+    sampler = PlanBatchSampler(  # every device of a pipeline reads the packs of its data-parallel rank
+        settings.plan,
+        dp=mesh["dp"].size(),
+        rank=mesh.get_local_rank("dp"),
+        num_microbatches=layout.num_microbatches,
+    )
     on_error: Literal["raise", "filler"] = "filler" if settings.on_bad_sample == "filler" else "raise"
     data = PlanDataset(conversations, conversations.records.samples, on_error=on_error, fill_for=UnreadableSampleError)
     return Run(
@@ -344,16 +341,6 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
             f"optimizer {settings.optimizer} was asked for with {given}, which it refuses ({error}): give options that "
             "its class in torch.optim takes"
         ) from None
-
-
-def make_sampler(settings: TrainSettings, layout: PipelineLayout, mesh: DeviceMesh) -> PlanBatchSampler:
-    """The packs of this rank's data-parallel rank; every device of a pipeline reads the same ones."""
-    return PlanBatchSampler(
-        settings.plan,
-        dp=mesh["dp"].size(),
-        rank=mesh.get_local_rank("dp"),
-        num_microbatches=layout.num_microbatches,
-    )
 
 
 def make_loader(

@@ -5,31 +5,36 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.models.asking.inputs import quietly
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import describe_decisions
-from trimtab.plan.decide.candidates import Candidate, candidate_splits
 from trimtab.plan.decide.expressible import replan
+from trimtab.plan.decide.stages import Candidate, candidate_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.measured.run_log import read_run_log
+from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.layout import read_layout
+from trimtab.runtime.training.loop import train
+from trimtab.runtime.training.settings import TrainSettings
 from trimtab.units import format_seconds
 
 
@@ -42,7 +47,6 @@ class RefineSettings:
     num_steps: int = 5  # timed ones, of each candidate; one more warms it up
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     device: Literal["cpu", "cuda"] | None = None  # None: cuda where there is one
-    max_trial_s: float = 3600.0  # of one candidate, its start and the model's loading included; then it is stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class Refinement:
 
 
 def refine(folder: Path, settings: RefineSettings, *, progress: Callable[[int, int], None] | None = None) -> Refinement:
-    """Run the best splits of the plan in `folder` through torchrun on this machine, over the same packs.
+    """Run the best splits of the plan in `folder` through torch's launcher on this machine, over the same packs.
 
     Every candidate trains for `num_steps` + 1 steps in processes of its own, so that one which exceeds the memory
     leaves the others alone. The one with the least median step, waiting for samples left out, is the plan's from now
@@ -126,15 +130,16 @@ def _try(found: ReloadedPlan, folder: Path, candidate: Candidate, settings: Refi
             if file.suffix in (".npy", ".npz", ".json"):
                 (trial / file.name).symlink_to(file.resolve())
         write_atomically(trial / "plan.yaml", plan_to_yaml(plan))
-        reason = _run(_command(plan, trial, settings), settings.max_trial_s)
-        if reason is not None:
+        try:
+            records = _launch(_training(plan, trial, settings), _num_processes(plan))
+        except ChildFailedError as error:
+            reason = _reason(error.get_first_failure()[1].message)
             return Trial(candidate=candidate, median_step_s=None, problem=reason, peak_memory_bytes=None)
-        log = read_run_log(trial / "run" / "run.jsonl")
     return Trial(
         candidate=candidate,
-        median_step_s=statistics.median(record.step_s - record.data_s for record in log.warm),
+        median_step_s=statistics.median(record.step_s - record.data_s for record in records[1:]),
         problem=None,
-        peak_memory_bytes=max(max(record.peak_memory_bytes) for record in log.steps),
+        peak_memory_bytes=max(max(record.peak_memory_bytes) for record in records),
     )
 
 
@@ -144,80 +149,61 @@ def _plan_of(found: ReloadedPlan, candidate: Candidate) -> Plan:
     return replace(found.plan, decisions=describe_decisions(found.case, candidate.stages, files=files))
 
 
-def _command(plan: Plan, folder: Path, settings: RefineSettings) -> list[str]:
-    """`torchrun` of as many processes as the plan has devices, and `trimtab train` in each."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_num_processes(plan)}"]
-    words = [sys.executable, *launch, "-m", "trimtab", "train", str(folder), str(settings.model)]
-    words += ["--out", str(folder / "run"), "--steps", str(settings.num_steps + 1), "--no-save"]
-    words += ["--dtype", "float32" if plan.inputs.training.dtype == "fp32" else "bfloat16"]
-    words += ["--special-tokens", settings.reading.special_tokens, "--exif", settings.reading.exif]
-    paths = {
-        "--tokenizer": settings.reading.tokenizer,
-        "--chat-template": settings.reading.chat_template,
-        "--media-root": settings.reading.media_root,
-    }
-    words += [word for name, path in paths.items() if path is not None for word in (name, str(path))]
-    words += ["--allow-outside"] if settings.reading.allow_outside else []
-    words += ["--device", settings.device] if settings.device is not None else []
-    return words if any(settings.model.glob("*.safetensors")) else [*words, "--random-weights"]
+def _training(plan: Plan, folder: Path, settings: RefineSettings) -> TrainSettings:
+    return TrainSettings(
+        plan=folder,
+        model=settings.model,
+        out=folder / "run",
+        steps=settings.num_steps + 1,
+        save=False,
+        dtype="float32" if plan.inputs.training.dtype == "fp32" else "bfloat16",
+        reading=settings.reading,
+        device=settings.device,
+        random_weights=not any(settings.model.glob("*.safetensors")),
+    )
 
 
-_GRACE_S = 45.0  # torchrun gives its workers 30 s to end before it kills them
-
-
-def _run(words: list[str], limit_s: float) -> str | None:
-    """Why the command failed; None where it did not. It is stopped with its workers at the limit, or with us."""
-    # a session of its own: Ctrl-C and SIGTERM come to us alone, and we end the launcher so that it can end its workers
-    with (
-        _leaving_on_sigterm(),
-        subprocess.Popen(  # noqa: S603 (this interpreter, a list of words, no shell)
-            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as process,
-    ):
-        try:
-            _, errors = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            return f"it had not ended after {format_seconds(limit_s)}"
-        except BaseException:
-            _stop(process)
-            raise
-    return _reason(errors) if process.returncode else None
+def _launch(settings: TrainSettings, num_processes: int) -> list[StepRecord]:
+    """`train` as torchrun runs it, in processes that end with this one and print into files beside the run."""
+    settings.out.mkdir()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(settings.out), redirects=Std.ALL),
+    )
+    with _signals_as_before(), quietly():
+        records: list[StepRecord] = elastic_launch(config, _train)(settings)[0]
+    return records
 
 
 @contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM is an exception like Ctrl-C's; only the main thread is asked to handle signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+def _signals_as_before() -> Iterator[None]:
+    """torch's launcher ends its processes where this one is told to end, and leaves its handlers behind."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End the launcher as torchrun expects it, with time to end its workers; then whatever is left of its group."""
-    process.terminate()
-    try:
-        process.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _reason(told: str | Mapping[str, str]) -> str:
+    """The last exception of a process, or the signal that ended it."""
+    return (told if isinstance(told, str) else told["message"]).splitlines()[0][:300]
 
 
-def _reason(errors: str) -> str:
-    """Our own sentence, or the last exception, out of what the processes wrote."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    ours = [line.removeprefix("trimtab: ") for line in lines if line.startswith("trimtab: ")]
-    raised = [line for line in lines if "Error: " in line and "torch.distributed.elastic" not in line]
-    return (ours or raised or lines or ["no reason was given"])[0][:300]
+def _train(settings: TrainSettings) -> list[StepRecord]:
+    """In a process of its own."""
+    torch.set_num_threads(1)  # as torchrun has it: processes that share cores would be timed waiting for each other
+    return train(settings)
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------
@@ -234,23 +220,12 @@ def _check(plan: Plan, settings: RefineSettings) -> None:
             f"splits of the model {settings.model} were to be run, which is no folder: name the one that holds its "
             "config.json, preprocessor and tokenizer (--model-dir)"
         )
-    devices = _num_devices(settings.device)
-    if _num_processes(plan) > devices.number:
+    on_gpus = settings.device != "cpu" and torch.cuda.is_available()
+    # processes that share a core would be timed waiting for each other
+    number = torch.cuda.device_count() if on_gpus else os.cpu_count() or 1
+    if _num_processes(plan) > number:
         parallel = plan.decisions.parallel
         raise PlanError(
             f"splits were to be timed on dp {parallel.dp} x pp {parallel.pp} = {_num_processes(plan)} devices, and "
-            f"this machine has {devices.number} {devices.kind}: plan with fewer, or without --refine"
+            f"this machine has {number} {'GPUs' if on_gpus else 'CPU cores'}: plan with fewer, or without --refine"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Devices:
-    number: int
-    kind: str
-
-
-def _num_devices(device: Literal["cpu", "cuda"] | None) -> _Devices:
-    """Accelerators, or cores where there are none: processes that share one would be timed waiting for each other."""
-    if device != "cpu" and torch.cuda.is_available():
-        return _Devices(number=torch.cuda.device_count(), kind="GPUs")
-    return _Devices(number=os.cpu_count() or 1, kind="CPU cores")

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.runtime.data.cursor import Cursor, Deal, ShortStep, cursor_from_state, cursor_to_state
+from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state
 from trimtab.runtime.data.dataset import PlanBatchSampler
 from trimtab.runtime.data.tables import PlanTables
 
@@ -57,12 +57,10 @@ class PlanTrainerMixin:
         self,
         *args: Any,
         plan: PlanTables | Path | str,
-        short_step: ShortStep = "fill",
         reshuffle: bool = True,
         **kwargs: Any,
     ) -> None:
         self._plan = plan
-        self._short_step: ShortStep = short_step
         self._reshuffle = reshuffle
         super().__init__(*args, **kwargs)
 
@@ -95,7 +93,6 @@ class PlanTrainerMixin:
             dp=max(1, arguments.world_size),
             rank=arguments.process_index,
             num_microbatches=arguments.gradient_accumulation_steps,
-            short_step=self._short_step,
             reshuffle=self._reshuffle,
         )
 

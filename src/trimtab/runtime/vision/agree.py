@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from trimtab.balance.images import ImageShares
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint
+from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, listed
 from trimtab.runtime.vision.families import Kind
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features
 from trimtab.specs import IntArray
-
-_REFUSED = -1
-_TYPES = {kind: i for i, kind in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
 
 
 def agree_on_inputs(
@@ -27,64 +24,59 @@ def agree_on_inputs(
     lengths = [(part.name, part.lengths.tolist()) for part in parts]
     fixed = [] if inputs is None else sorted(inputs.fixed)
     mark = fingerprint([*words, lengths, fixed, torch.is_grad_enabled()], [part.rows for part in parts])
-    if problem is not None:
-        mark = _REFUSED
-    marks = np.array([row[0] for row in control.gather(name, [mark])])
-    if problem is not None:
-        raise problem
-    if refusing := np.flatnonzero(marks == _REFUSED).tolist():
-        raise TrimtabError(f"rank {_names(refusing)} refused what {name} was given: that rank's own message says why")
-    if others := differing_ranks(marks):
+    failed = f"rank {{}} refused what {name} was given: that rank's own message says why"
+    if others := differing_ranks(control.gather_unless(problem, name, mark, failed=failed)):
         if inputs is None:
             raise TrimtabError(
-                f"rank {_names(others)} of the group called {name} with another mode of gradients or tensors of "
+                f"rank {listed(others)} of the group called {name} with another mode of gradients or tensors of "
                 f"another form, or shares images by another rule or cost than the rest: use the same processor and the "
                 f"same arguments of vision_dp on every rank"
             )
         raise TrimtabError(
-            f"rank {_names(others)} of the group called {name} with other images, another mode of gradients or other "
+            f"rank {listed(others)} of the group called {name} with other images, another mode of gradients or other "
             f"settings than the rest: this exchange needs the same images on every rank; for ranks with images of "
             f"their own use exchange='dispatch'"
         )
 
 
+def compare_kinds(
+    control: Control, present: Sequence[Kind], kinds: Sequence[Kind]
+) -> Iterator[tuple[Kind, list[int], list[int]]]:
+    """At the start of a forward: kinds of images that some ranks hold and others lack, with these ranks."""
+    told = control.gather("the start of a forward", list(present))
+    for kind in kinds:
+        holding = [rank for rank, held in enumerate(told) if kind in held]
+        if 0 < len(holding) < len(told):
+            yield kind, holding, [rank for rank in range(len(told)) if rank not in holding]
+
+
 def agree_on_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kind]) -> None:
-    """At the start of a forward: a rank without images would leave those that have some waiting in the tower."""
-    held = np.stack(control.gather("the start of a forward", [kind in present for kind in kinds])).astype(bool)
-    for i, kind in enumerate(kinds):
-        if held[:, i].any() and not held[:, i].all():
-            raise TrimtabError(
-                f"rank {_names(np.flatnonzero(~held[:, i]).tolist())} of the group begins a forward without {kind}s, "
-                f"and rank {_names(np.flatnonzero(held[:, i]).tolist())} has some: this exchange needs the same images "
-                f"on every rank; for ranks with images of their own use exchange='dispatch'"
-            )
+    """A rank without images would leave those that have some waiting in the tower."""
+    for kind, holding, lacking in compare_kinds(control, present, kinds):
+        raise TrimtabError(
+            f"rank {listed(lacking)} of the group begins a forward without {kind}s, "
+            f"and rank {listed(holding)} has some: this exchange needs the same images "
+            f"on every rank; for ranks with images of their own use exchange='dispatch'"
+        )
 
 
 def agree_on_rows(
-    control: Control, name: str, features: Features | None, atoms: IntArray, num_atoms: int, problem: Exception | None
+    control: Control, name: str, features: Features | None, shares: ImageShares, problem: Exception | None
 ) -> IntArray:
     """Rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
-    counts, kind = np.zeros(num_atoms, np.int64), [_REFUSED] * 3
+    own = None
     if features is not None:
-        counts[atoms] = features.num_rows
-        kind = _kind(features.rows, features.widths)
-    everyone = np.stack(control.gather(f"the end of {name}", [*kind, *counts.tolist()]))
-    if problem is not None:
-        raise problem
-    if failed := np.flatnonzero(everyone[:, 2] == _REFUSED).tolist():
-        raise TrimtabError(f"the vision tower failed on rank {_names(failed)}: that rank's own message says why")
-    for column, what in enumerate(("another type", "another need of gradients", "other widths")):
-        if others := differing_ranks(everyone[:, column]):
+        own = features.num_rows.tolist(), str(features.rows.dtype), features.rows.requires_grad, features.widths
+    failed = "the vision tower failed on rank {}: that rank's own message says why"
+    everyone = control.gather_unless(problem, f"the end of {name}", own, failed=failed)
+    counts, *kinds = zip(*everyone, strict=True)
+    for column, what in zip(kinds, ("another type", "another need of gradients", "other widths"), strict=True):
+        if others := differing_ranks(column):
             raise TrimtabError(
-                f"rank {_names(others)} of the group has image features of {what} than the rest: "
+                f"rank {listed(others)} of the group has image features of {what} than the rest: "
                 f"use the same precision and freeze the same parameters on every rank"
             )
-    return np.asarray(everyone[:, len(kind) :].sum(axis=0), np.int64)
-
-
-def _kind(rows: Tensor, widths: tuple[int, ...]) -> list[int]:
-    return [_TYPES.get(rows.dtype, len(_TYPES)), int(rows.requires_grad), fingerprint(widths, [])]
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    num_rows = np.empty(len(shares.order), np.int64)
+    for rank, counted in enumerate(counts):
+        num_rows[shares.atoms_of(rank)] = counted
+    return num_rows

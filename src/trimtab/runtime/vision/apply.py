@@ -17,7 +17,7 @@ from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
-from trimtab.runtime.vision.seams import Place, find_seams, holder_of
+from trimtab.runtime.vision.seams import Place, Seam, find_seams, holder_of
 from trimtab.specs import IntArray
 
 
@@ -36,7 +36,9 @@ def vision_dp(
     check: bool = True,
     timeout_s: float = 600.0,
 ) -> VisionDataParallel:
-    """Let each rank of `group` encode its share of the images; every rank of the group must call this.
+    """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
+
+    Every rank of the group must call it.
 
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
     the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get
@@ -71,56 +73,57 @@ def vision_dp(
     if loss is not None and reduction is not None:
         check_convention(loss, reduction, num_ranks)
     seams = find_seams(model, at)
-    config = seams[0].module.config
     settings = Settings(
-        exchange=exchange, rule=rule, cost=cost or tower_flops(config), loss=loss, reduction=reduction, check=check
+        exchange=exchange,
+        rule=rule,
+        cost=cost or tower_flops(seams[0].module.config),
+        loss=loss,
+        reduction=reduction,
+        check=check,
     )
-    found = VisionDataParallel(
-        model=model,
-        group=group,
-        control=None,
-        settings=settings,
-        family=family or find_family(config, seams[0].original),
-        config=config,
-        seams=seams,
-        over=heartbeat
-        if exchange != "dispatch" and heartbeat is not None and dist.get_world_size(heartbeat) > 1
-        else None,
-    )
-    if (existing := _find_existing(model, found)) is not None:
-        return existing
-    if num_ranks > 1:
-        found.control = open_control(group, timeout_s)
-    if exchange == "dispatch":
-        found.heartbeat = None if found.control is None else _make_heartbeat(found, found.control)
-    elif found.over is not None:
-        found.heartbeat = _make_heartbeat(found, open_control(found.over, timeout_s))
-    found.install()
-    return found
+    return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
     """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
     seams = find_seams(model)
-    config = seams[0].module.config
+    cost = tower_flops(seams[0].module.config)
+    settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None, check=True)
+    return _put_on(model, seams, settings, None, group or dist.group.WORLD, None, timeout_s)
+
+
+def _put_on(
+    model: nn.Module,
+    seams: tuple[Seam, ...],
+    settings: Settings,
+    group: Any,
+    heartbeat: Any,
+    family: Family | None,
+    timeout_s: float,
+) -> VisionDataParallel:
+    """A handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, either of them or both.
+
+    Ranks of a dispatch, each with images of its own, keep in step over the same group.
+    """
+    over = group if settings.exchange == "dispatch" else heartbeat
     found = VisionDataParallel(
         model=model,
-        group=None,
+        group=group,
         control=None,
-        settings=Settings(
-            exchange="gather", rule="balanced", cost=tower_flops(config), loss=None, reduction=None, check=True
-        ),
-        family=find_family(config, seams[0].original),
-        config=config,
+        settings=settings,
+        family=family or find_family(seams[0].module.config, seams[0].original),
+        config=seams[0].module.config,
         seams=seams,
-        over=group or dist.group.WORLD,
-        is_alone=True,
+        over=over if over is not None and dist.get_world_size(over) > 1 else None,
     )
     if (existing := _find_existing(model, found)) is not None:
         return existing
-    if dist.get_world_size(group) > 1:
-        found.heartbeat = _make_heartbeat(found, open_control(group, timeout_s))
-    found.install()
+    if group is not None and dist.get_world_size(group) > 1:
+        found.control = open_control(group, timeout_s)
+    if found.over is not None:
+        shared = found.control if settings.exchange == "dispatch" else None
+        found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
+    found._install()
     return found
 
 
@@ -155,6 +158,9 @@ def rows_of_shards(is_image_token: Tensor, shards: Sequence[Tensor | slice]) -> 
     """For `VisionDataParallel.wanting`: the rows of image features that each rank's part of the sequence reads.
 
     `is_image_token` is the mask of the whole batch, flattened; `shards[r]` are the positions rank r holds, in order.
+
+    >>> [rows.tolist() for rows in rows_of_shards(torch.tensor([1, 0, 1, 1]) == 1, [slice(0, 2), slice(2, 4)])]
+    [[0], [1, 2]]
     """
     mask = is_image_token.reshape(-1).cpu()
     number = torch.cumsum(mask, 0) - 1

@@ -3,103 +3,100 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.specs import IntArray
 
-_HEADER = 16  # integers of the first exchange: what it is for, how many follow, and the first of them
-_NAME_BYTES = 128  # of what a rank came for, told where ranks came for different things
+_FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one
+_LENGTH_BYTES = 8
 PATIENCE_S = 10.0
 """After so long a rank says whom it waits for; `timeout_s` ends the wait."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Control:
-    """The ranks of one group, able to exchange a few integers until `close`."""
+    """The ranks of one group, able to exchange small Python values until `close`."""
 
     gloo: Any  # of these ranks alone, for nothing else: a call of another kind cannot be taken for one of ours
     rank: int  # within the group
     num_ranks: int
     timeout_s: float
-    waits: Waits
+    store: Any  # of torch's processes: there a rank that waits long says that it has come
+    prefix: str
+    num_exchanges: int = 0  # so far, the same on every rank
 
-    def gather(self, what: str, values: Iterable[int]) -> list[IntArray]:
-        """The integers of every rank, in rank order; ranks may give different numbers of them.
+    def gather(self, what: str, value: object) -> list[Any]:
+        """The value of every rank, in rank order.
 
-        `what` names the place in the program: ranks that are at different ones all raise. One exchange of 16 integers,
+        `what` names the place in the program: ranks that are at different ones all raise. One exchange of 256 bytes,
         and one of the rest where a rank has more.
         """
-        own = np.fromiter(values, np.int64)
-        header = np.zeros(_HEADER, np.int64)
-        header[0], header[1] = fingerprint([what], []), len(own)
-        first = min(len(own), _HEADER - 2)
-        header[2 : 2 + first] = own[:first]
-        headers = self._exchange(header, what)
-        if len(set(headers[:, 0].tolist())) > 1:
-            self._raise_lost(what)
-        lengths, heads = headers[:, 1], headers[:, 2:]
-        if lengths.max() <= heads.shape[1]:
-            return [head[:length] for head, length in zip(heads, lengths, strict=True)]
-        padded = np.zeros(int(lengths.max()), np.int64)
-        padded[: len(own)] = own
-        return [row[:length] for row, length in zip(self._exchange(padded, what), lengths, strict=True)]
+        own = pickle.dumps((what, value))
+        room = _FIRST_BYTES - _LENGTH_BYTES
+        heads = self._exchange(len(own).to_bytes(_LENGTH_BYTES, "little") + own[:room].ljust(room, b"\0"), what)
+        told = [head[_LENGTH_BYTES:] for head in heads]
+        longest = max(int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads)
+        if longest > room:
+            rest = self._exchange(own[room:].ljust(longest - room, b"\0"), what)
+            told = [first + more for first, more in zip(told, rest, strict=True)]
+        found = [pickle.loads(text) for text in told]  # noqa: S301 (what ranks of this run have sent)
+        if len({place for place, _ in found}) > 1:
+            where = ", ".join(f"rank {rank} at {place}" for rank, (place, _) in enumerate(found))
+            raise TrimtabError(
+                f"the ranks of a group that shares images are not at the same call: {where}; run the same "
+                f"forwards, with the same kinds of images, on every rank"
+            )
+        return [sent for _, sent in found]
+
+    def gather_unless(self, problem: Exception | None, what: str, value: object, *, failed: str) -> list[Any]:
+        """As `gather`; raises on all ranks where one has a problem, there the problem itself.
+
+        `failed` is the sentence for the other ranks, with {} for the names of those that have one.
+        """
+        told = self.gather(what, (problem is None, None if problem is not None else value))
+        if problem is not None:
+            raise problem
+        if failing := [rank for rank, (is_well, _) in enumerate(told) if not is_well]:
+            raise TrimtabError(failed.format(listed(failing)))
+        return [sent for _, sent in told]
+
+    def send(self, value: object, source: int, what: str) -> Any:
+        """The value of rank `source`, on every rank; what others give is not looked at."""
+        own = pickle.dumps(value) if self.rank == source else b""
+        size = self._broadcast(torch.tensor([len(own)]), source, what)
+        content = torch.frombuffer(bytearray(own.ljust(int(size), b"\0")), dtype=torch.uint8)
+        return pickle.loads(self._broadcast(content, source, what).numpy().tobytes())  # noqa: S301 (as above)
 
     def close(self) -> None:
         """Ends the connections; harmless when that was done already."""
         self.gloo = None
 
-    def _exchange(self, own: IntArray, what: str) -> IntArray:
-        """(N, k) from k integers of each rank."""
-        everyone = torch.empty(self.num_ranks, len(own), dtype=torch.int64)
-        self._run(lambda: self.gloo.allgather([list(everyone)], [torch.from_numpy(own)]), what)
-        return everyone.numpy()
+    def _exchange(self, own: bytes, what: str) -> list[bytes]:
+        """Equally many bytes of every rank."""
+        everyone = torch.empty(self.num_ranks, len(own), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        self._run(lambda: self.gloo.allgather([list(everyone)], [mine]), what)
+        return [row.numpy().tobytes() for row in everyone]
 
-    def _raise_lost(self, what: str) -> None:
-        name = np.frombuffer(what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES), np.int64)
-        places = [bytes(row.tobytes()).decode(errors="replace").strip() for row in self._exchange(name.copy(), what)]
-        where = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
-        raise TrimtabError(
-            f"the ranks of a group that shares images are not at the same call: {where}; run the same "
-            f"forwards, with the same kinds of images, on every rank"
-        )
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._run(lambda: self.gloo.broadcast([tensor], options), "the smallest image")
+        self._run(lambda: self.gloo.broadcast([tensor], options), what)
         return tensor
 
-    def send_named(self, tensors: dict[str, Tensor] | None, source: int) -> dict[str, Tensor]:
-        """Named tensors of rank `source`, on every rank's CPU: a header of JSON, then the bytes of each."""
-        header = b""
-        if tensors is not None:
-            table = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-            header = json.dumps(table).encode()
-        size = int(self.broadcast(torch.tensor([len(header)]), source)[0])
-        text = torch.frombuffer(bytearray(header.ljust(size, b" ")), dtype=torch.uint8)
-        rows = json.loads(bytes(self.broadcast(text, source).numpy()))
-        received = {}
-        for name, dtype, shape in rows:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            if tensors is not None:
-                tensor.copy_(tensors[name])
-            received[name] = self.broadcast(tensor, source)
-        return received
-
     def _run(self, collective: Callable[[], Any], what: str) -> None:
-        self.waits.count += 1
+        self.num_exchanges += 1
         start = time.monotonic()
         try:
             work = collective()
@@ -107,8 +104,8 @@ class Control:
                 self._say_who_is_missing(what)
             work.wait()
         except RuntimeError as error:
-            missing = ", ".join(map(str, self._find_missing()))
-            whom = f"rank {missing}" if missing else "the others"
+            missing = self._find_missing()
+            whom = f"rank {listed(missing)}" if missing else "the others"
             raise TrimtabError(
                 f"rank {self.rank} of {self.num_ranks} waited {time.monotonic() - start:.0f} s at {what} for {whom}, "
                 f"or a process ended: every rank must run the same calls; where some have no image, use "
@@ -121,16 +118,17 @@ class Control:
         if missing := self._find_missing():
             print(
                 f"trimtab: rank {self.rank} has waited {PATIENCE_S:g} s at {what} for rank "
-                f"{', '.join(map(str, missing))} of {self.num_ranks}; it gives up after {self.timeout_s:g} s",
+                f"{listed(missing)} of {self.num_ranks}; it gives up after {self.timeout_s:g} s",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _find_missing(self) -> list[int]:
         """Ranks that have not said that they wait here; this one does."""
+        here = f"{self.prefix}/waits/{self.num_exchanges}"
         try:
-            self.waits.announce(self.rank)
-            return self.waits.missing(self.num_ranks)
+            self.store.set(f"{here}/{self.rank}", "here")
+            return [rank for rank in range(self.num_ranks) if not self.store.check([f"{here}/{rank}"])]
         except RuntimeError:  # the process that keeps the store has ended
             return []
 
@@ -142,24 +140,6 @@ def _is_done(work: Any, seconds: float) -> bool:
     except RuntimeError:
         return bool(work.is_completed())
     return True
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Waits:
-    """Who has come to an exchange, told through the store of torch's processes, by ranks that wait long alone."""
-
-    store: Any
-    prefix: str
-    count: int = 0  # exchanges so far, the same on every rank
-
-    def announce(self, rank: int) -> None:
-        self.store.set(self._key(rank), "here")
-
-    def missing(self, num_ranks: int) -> list[int]:
-        return [rank for rank in range(num_ranks) if not self.store.check([self._key(rank)])]
-
-    def _key(self, rank: int) -> str:
-        return f"{self.prefix}/{self.count}/{rank}"
 
 
 def open_control(group: Any, timeout_s: float) -> Control:
@@ -180,25 +160,29 @@ def open_control(group: Any, timeout_s: float) -> Control:
         rank=rank,
         num_ranks=len(ranks),
         timeout_s=timeout_s,
-        waits=Waits(store=store, prefix=f"{prefix}/waits"),
+        store=store,
+        prefix=prefix,
     )
-    control.gather("vision_dp", [])  # a rank that is done and closes early would break off others that still connect
+    control.gather("vision_dp", None)  # a rank that is done and closes early would break off others that still connect
     return control
 
 
 def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:
-    """63 bits of everything that must be equal: of a tensor its type, shape and 64 elements spread over it."""
+    """64 bits of everything that must be equal: of a tensor its type, shape and 64 elements spread over it."""
     digest = hashlib.blake2b(repr(tuple(words)).encode(), digest_size=8)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         step = max(1, len(flat) // 64)
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(flat[::step].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return int.from_bytes(digest.digest(), "little")
 
 
-def differing_ranks(column: IntArray) -> list[int]:
-    """Ranks whose number is not that of most; of equally common numbers the first counts as the rule."""
-    values, first, counts = np.unique(column, return_index=True, return_counts=True)
-    usual = values[np.lexsort((first, -counts))[0]]
-    return [int(rank) for rank in np.flatnonzero(column != usual)]
+def differing_ranks(values: Sequence[Hashable]) -> list[int]:
+    """Ranks whose value is not that of most; of equally common ones the first counts as the rule."""
+    usual = Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -84,24 +84,18 @@ class GridFamily:
 
     def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:
         """One block of zeros, where the family has blocks; else the cheapest image at hand."""
-        side = self.block_side(config)
-        if side is None or (not self.frames and bool((inputs.parts[1].rows[:, 0] > 1).any())):
-            return _cheapest(inputs)
-        first = np.zeros(1, np.int64)
-        one, patches = np.ones(1, np.int64), np.array([side * side])
-        pixels, grid, *beside = inputs.parts
-        return VisionInputs(
-            parts=(
-                Part(
-                    name=pixels.name, rows=pixels.rows.new_zeros(side * side, *pixels.rows.shape[1:]), lengths=patches
-                ),
-                Part(name=grid.name, rows=grid.rows.new_tensor([[1, side, side]]), lengths=one),
-                *(Part(name=part.name, rows=part.take(first), lengths=one) for part in beside),
-            ),
+        cheapest, side = inputs.cheapest(), self.block_side(config)
+        pixels, grid, *beside = cheapest.parts
+        if side is None or (not self.frames and int(grid.rows[0, 0]) > 1):
+            return cheapest
+        patches = np.array([side * side])
+        block = Part(name=pixels.name, rows=pixels.rows.new_zeros(side**2, *pixels.rows.shape[1:]), lengths=patches)
+        return replace(
+            cheapest,
+            parts=(block, replace(grid, rows=grid.rows.new_tensor([[1, side, side]])), *beside),
             patches=patches,
-            entries=one,
-            rows=one if inputs.rows is not None else None,
-            fixed=inputs.fixed,
+            windowed=None if cheapest.windowed is None else patches**2,
+            rows=None if cheapest.rows is None else np.ones(1, np.int64),
         )
 
     def block_side(self, config: Any) -> int | None:
@@ -148,7 +142,7 @@ class BatchFamily:
         )
 
     def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:  # noqa: ARG002
-        return _cheapest(inputs)
+        return inputs.cheapest()
 
 
 Family = GridFamily | BatchFamily
@@ -259,18 +253,6 @@ def _patches_of_one(rows: Tensor, config: Any) -> int:
     if rows.ndim < 4:  # patches already
         return int(rows.shape[1])
     return max(1, int(rows.shape[-2] // side) * int(rows.shape[-1] // side))
-
-
-def _cheapest(inputs: VisionInputs) -> VisionInputs:
-    atom = np.array([int(np.argmin(inputs.patches))])
-    one = np.ones(1, np.int64)
-    return VisionInputs(
-        parts=tuple(Part(name=p.name, rows=p.take(atom), lengths=p.lengths[atom]) for p in inputs.parts),
-        patches=inputs.patches[atom],
-        entries=one,
-        rows=None if inputs.rows is None else inputs.rows[atom],
-        fixed=inputs.fixed,
-    )
 
 
 def _pixels(kind: Kind, given: dict[str, Any]) -> Part:

@@ -28,12 +28,12 @@ def vision_dp_from_plan(
 ) -> VisionDataParallel | None:
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
-    `group` are this process's ranks along the plan's axis; `others` are further arguments of `vision_dp`. A reduction
-    by sum is of losses that each cover a rank's own tokens (κ = 1), one by mean of the whole loss on every rank of tp,
-    of losses times N elsewhere (κ = N): see `gradients.py`. `host_reduces` False, for a host that leaves gradients of
-    tp replicas alone: call `reduce_gradients()` of the handle behind the backward. `cost` None: multiply-adds by the
-    configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
-    profile, shares are the plan's own. Where it pools micro-batches, encode as many at a time with `encode_pooled`.
+    `group` are this process's ranks along the plan's axis; `others` are further arguments of `vision_dp`. Each rank of
+    tp has the whole loss, and gradients are averaged over them (κ = N, see `gradients.py`). `host_reduces` False, for a
+    host that leaves gradients of tp replicas alone: call `reduce_gradients()` of the handle behind the backward. `cost`
+    None: multiply-adds by the configuration, or patches where the plan balances memory; with `tower_seconds` or
+    `tower_bytes` of the plan's profile, shares are the plan's own. Where it pools micro-batches, encode as many at a
+    time with `encode_pooled`.
     """
     decision = plan.decisions.vision_data_parallel
     if decision is None:
@@ -43,19 +43,13 @@ def vision_dp_from_plan(
             f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
             f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
         )
-    loss: Loss | None = None
-    reduction: Reduction | None = decision.reduction
-    if reduction == "mean":
-        loss = "replicated" if decision.group == "tp" else "sharded x N"
-        if not host_reduces and decision.group == "tp":
-            reduction = "none"
-    elif reduction == "sum":
-        loss = "sharded"
-    if not host_reduces and reduction != "none":
+    if not host_reduces and decision.group != "tp":
         raise PlanError(
             f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
-            "tokens or samples alone: reduce them there, and leave out host_reduces"
+            "samples alone: reduce them there, and leave out host_reduces"
         )
+    loss: Loss | None = "replicated" if decision.group == "tp" else None
+    reduction: Reduction | None = decision.reduction if host_reduces else "none"
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
             f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trimtab.balance.images import ImageShares, TowerCost, share_images
@@ -16,14 +17,14 @@ from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
-from trimtab.runtime.vision.dispatch import move_images, pool_images, send_template
+from trimtab.runtime.vision.dispatch import move_images, pool_images
 from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
 from trimtab.runtime.vision.families import PIXELS, Family, Kind
 from trimtab.runtime.vision.gradients import Loss, Reduction
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features, read_features, touch, write_features
-from trimtab.runtime.vision.replicas import reduce_replicas
+from trimtab.runtime.vision.replicas import sum_in_place
 from trimtab.runtime.vision.seams import Hook, Seam, StandIn, given_by_name
 from trimtab.specs import IntArray
 
@@ -48,7 +49,6 @@ class Load:
     calls: int = 0
     patches: int = 0  # here
     group_patches: int = 0  # by all ranks of the group
-    last: ImageShares | None = None
 
     @property
     def share(self) -> float:
@@ -59,7 +59,6 @@ class Load:
         self.calls += 1
         self.patches += int(patches[shares.atoms_of(rank)].sum())
         self.group_patches += int(patches.sum())
-        self.last = shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,15 +66,14 @@ class VisionDataParallel:
     """Holds the replaced functions of one model; `remove()` or leaving the `with` block puts them back."""
 
     model: nn.Module
-    group: Any
-    control: Control | None  # None: a group of one
+    group: Any  # None: a heartbeat and no exchange
+    control: Control | None  # None: a group of one, or none
     settings: Settings
     family: Family
     config: Any
     seams: tuple[Seam, ...]
     load: Load = field(default_factory=Load)
-    over: Any = None  # group of the heartbeat; None: none, or that of a dispatch itself
-    is_alone: bool = False  # a heartbeat and no exchange: `vision_heartbeat`
+    over: Any = None  # group of the heartbeat
     heartbeat: Heartbeat | None = None
     _hooks: list[Any] = field(default_factory=list)
     _templates: dict[Kind, VisionInputs] = field(default_factory=dict)
@@ -83,15 +81,10 @@ class VisionDataParallel:
     _paused: bool = False
     _wanted: Mapping[Kind, Sequence[IntArray]] = field(default_factory=dict)
     _installed: bool = False
-    _removed: bool = False
 
     @property
     def num_ranks(self) -> int:
         return 1 if self.control is None else self.control.num_ranks
-
-    @property
-    def is_installed(self) -> bool:
-        return self._installed
 
     def __enter__(self) -> VisionDataParallel:
         return self
@@ -99,14 +92,10 @@ class VisionDataParallel:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def install(self) -> None:
-        """Replace the functions; a group of one without a heartbeat replaces nothing."""
+    def _install(self) -> None:
+        """Replace the functions, once; a group of one without a heartbeat replaces nothing."""
         if self.control is None and self.heartbeat is None:
             return
-        if self._removed:
-            raise TrimtabError(
-                "a removed handle was to be installed, but its connections are closed: call vision_dp anew"
-            )
         for seam in self.seams:
             seam.put(StandIn(seam, self, self.encode))
         if self.settings.check and self.settings.exchange != "dispatch" and self.control is not None:
@@ -130,12 +119,12 @@ class VisionDataParallel:
             self.heartbeat.control.close()
         if self.control is not None:
             self.control.close()
-        self._installed, self._removed = False, True
+        self._installed = False
 
     def is_like(self, other: VisionDataParallel) -> bool:
         """Made with the same arguments."""
         return (
-            (self.settings, self.family, self.is_alone) == (other.settings, other.family, other.is_alone)
+            (self.settings, self.family) == (other.settings, other.family)
             and (self.group is other.group and self.over is other.over)
             and [(seam.module, seam.name) for seam in self.seams] == [(seam.module, seam.name) for seam in other.seams]
         )
@@ -199,7 +188,10 @@ class VisionDataParallel:
                 "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
                 "average them itself, with reduction='mean'"
             )
-        reduce_replicas(trained, self.group)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
+        for gradient in gradients:
+            gradient /= self.num_ranks
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """All of the module that are not its language model's: the tower and what follows it up to the features."""
@@ -221,10 +213,8 @@ class VisionDataParallel:
         as_tuple = kwargs.get("return_dict") is False
         inputs, problem = self._read(seam, args, kwargs)
         if self.settings.check:
-            if self.settings.exchange == "dispatch":
-                agree_on_inputs(self.control, seam.name, self._words(seam, inputs), None, problem)
-            else:
-                agree_on_inputs(self.control, seam.name, self._words(seam), inputs, problem)
+            own, shared = (inputs, None) if self.settings.exchange == "dispatch" else (None, inputs)
+            agree_on_inputs(self.control, seam.name, self._words(seam, own), shared, problem)
         elif problem is not None:
             raise problem
         assert inputs is not None
@@ -278,15 +268,16 @@ class VisionDataParallel:
     def _encode_shared(self, seam: Seam, inputs: VisionInputs, control: Control) -> Any:
         """Gather and routed: every rank holds the same images."""
         shares = self.share(inputs)
-        atoms = shares.atoms_of(control.rank)
-        features, num_rows = self._encode_own(seam, inputs, atoms, control, atoms, len(inputs))
+        features, num_rows = self._encode_own(seam, inputs.take(shares.atoms_of(control.rank)), inputs, shares, control)
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         self.load.add(inputs.patches, shares, control.rank)
-        if self.settings.exchange == "routed":
+        is_routed = self.settings.exchange == "routed"
+        if is_routed:
             rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
-            return write_features(features, rows, num_rows, whole=False)
-        rows = gather_rows(features.rows, layout, self.group)
-        return write_features(features, rows, _sum_entries(num_rows, inputs.entries))
+        else:
+            rows = gather_rows(features.rows, layout, self.group)
+        entries = num_rows if is_routed else _sum_entries(num_rows, inputs.entries)
+        return write_features(features, rows, entries, whole=not is_routed)
 
     def _encode_dispatched(self, seam: Seam, inputs: VisionInputs | None) -> Any:
         """Every rank holds images of its own; one without (None) takes part and gets a zero that depends on it."""
@@ -296,57 +287,45 @@ class VisionDataParallel:
             assert inputs is not None
             template = self.family.smallest(inputs, self.config)
         own = inputs if inputs is not None and len(inputs) else None
-        (pool,) = pool_images(
-            [own], len(template.parts), control=control, cost=self.settings.cost, rule=self.settings.rule
-        )
+        (pool,) = pool_images([own], template, control=control, cost=self.settings.cost, rule=self.settings.rule)
         received = move_images(own, template, pool, rank=control.rank, group=self.group)
-        atoms = pool.shares.atoms_of(control.rank)
-        features, num_rows = self._encode_own(
-            seam, received if len(atoms) else template, np.arange(len(atoms)), control, atoms, len(pool.home)
-        )
+        features, num_rows = self._encode_own(seam, received, template, pool.shares, control)
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
-        self.load.add(pool.patches, pool.shares, control.rank)
+        self.load.add(pool.sizes.patches, pool.shares, control.rank)
         rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), self.group)
         if inputs is None:
             return rows.sum()
         return write_features(features, rows, _sum_entries(num_rows[pool.home == control.rank], inputs.entries))
 
     def _encode_own(
-        self,
-        seam: Seam,
-        inputs: VisionInputs,
-        atoms: IntArray,
-        control: Control,
-        numbers: IntArray,
-        num_atoms: int,
+        self, seam: Seam, own: VisionInputs, like: VisionInputs, shares: ImageShares, control: Control
     ) -> tuple[Features, IntArray]:
-        """Features of `atoms` of `inputs`, and the rows of all `num_atoms`; in the group the atoms are `numbers`.
+        """Features of this rank's share, and the rows of every atom of `shares`.
 
         A tower that fails here fails on every rank: the others learn of it instead of waiting.
         """
         features: Features | None = None
         problem: Exception | None = None
         try:
-            features = self._run_tower(seam, inputs, atoms)
+            features = self._run_tower(seam, own) if len(own) else self._run_on_nothing(seam, like)
         except Exception as error:  # told to the others, then raised
             problem = error
-        num_rows = agree_on_rows(control, seam.name, features, numbers, num_atoms, problem)
+        num_rows = agree_on_rows(control, seam.name, features, shares, problem)
         assert features is not None
         return features, num_rows
 
-    def _run_tower(self, seam: Seam, inputs: VisionInputs, atoms: IntArray) -> Features:
-        """Features of these atoms. With none, the tower runs on the smallest input and gives no row of it.
+    def _run_tower(self, seam: Seam, inputs: VisionInputs) -> Features:
+        with self._within():  # videos encoded as images pass a second seam
+            output = seam.call(inputs.arguments())
+        return read_features(output, inputs)
+
+    def _run_on_nothing(self, seam: Seam, like: VisionInputs) -> Features:
+        """No row, of the tower run on the smallest input of the kind of `like`.
 
         Type, device, width, DeepStack layers and whether a gradient flows are then right by construction, and wrappers
         that gather parameters or count uses see the same calls on every rank.
         """
-        if empty := len(atoms) == 0:
-            inputs, atoms = self.family.smallest(inputs, self.config), np.zeros(1, np.int64)
-        with self._within():  # videos encoded as images pass a second seam
-            output = seam.call(inputs.arguments(atoms))
-        features = read_features(output, inputs, len(atoms), atoms)
-        if not empty:
-            return features
+        features = self._run_tower(seam, self.family.smallest(like, self.config))
         return replace(features, rows=features.rows[:0], num_rows=np.zeros(0, np.int64))
 
     def _find_wanted(self, seam: Seam, layout: RowLayout) -> list[IntArray]:
@@ -364,15 +343,15 @@ class VisionDataParallel:
     def prepare_missing(self, kind: Kind, given: dict[str, Any] | None, source: int) -> None:
         """Every rank of the heartbeat learns what the smallest image of rank `source` is."""
         assert self.heartbeat is not None
-        seam = self._seam(kind)
-        smallest, device = None, next(seam.module.parameters()).device
-        if self.heartbeat.control.rank == source:
+        control, seam, smallest = self.heartbeat.control, self._seam(kind), None
+        if control.rank == source:
             assert given is not None
             known = {name: value for name, value in given.items() if name in seam.signature.parameters}
-            smallest = self.family.smallest(self.family.read(kind, known, self.config), self.config)
-        template = send_template(smallest, control=self.heartbeat.control, source=source, device=device)
+            read = self.family.read(kind, known, self.config)
+            smallest = self.family.smallest(read, self.config).to(torch.device("cpu"))
+        template = control.send(smallest, source, "the smallest image")
         if given is None or self.settings.exchange == "dispatch":
-            self._templates[kind] = template
+            self._templates[kind] = template.to(next(seam.module.parameters()).device)
 
     def run_missing(self, kind: Kind) -> Tensor:
         """Take part in a call of the tower without an image of one's own: a zero that depends on it."""
@@ -383,7 +362,7 @@ class VisionDataParallel:
                 agree_on_inputs(self.control, seam.name, self._words(seam, self._templates[kind]), None, None)
             zero: Tensor = self._encode_dispatched(seam, None)
             return zero
-        return self._run_tower(seam, self._templates.pop(kind), np.empty(0, np.int64)).rows.sum()
+        return self._run_on_nothing(seam, self._templates.pop(kind)).rows.sum()
 
     def _after(self, seam: Seam, output: Any) -> Any:
         """What other ranks encode next and this one lacks, run now: the order of calls is the same on every rank."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
+from trimtab.runtime.vision.agree import compare_kinds
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.families import PIXELS, Kind
 from trimtab.runtime.vision.seams import Hook, given_by_name
@@ -37,42 +37,32 @@ class Heartbeat:
     _hooks: list[Any] = field(default_factory=list)
 
     def install(self) -> None:
-        self._hooks = [self.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)]
+        # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
+        embedding: nn.Module = self.module.get_input_embeddings()  # type: ignore[operator]
+        self._hooks = [
+            self.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
+            embedding.register_forward_hook(Hook(self._after_embedding)),
+        ]
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for hook in self._hooks[1:]:  # of a forward that failed before its embedding
-            hook.remove()
-        del self._hooks[1:]
         given = given_by_name(module, args, kwargs)
         self._present = tuple(kind for kind in self.kinds if given.get(PIXELS[kind]) is not None)
-        told = self.control.gather("the start of a forward", [kind in self._present for kind in self.kinds])
-        held = np.stack(told).astype(bool)
         self._missing = []
-        for i, kind in enumerate(self.kinds):
-            if held[:, i].any() and not held[:, i].all():
-                self.prepare(kind, given if kind in self._present else None, int(held[:, i].argmax()))
-                if kind not in self._present:
-                    self._missing.append(kind)
-        if not self._missing:
-            return None
-        if given.get("inputs_embeds") is not None:
-            zero = self.run_missing(None)
-            if zero is None:
-                return None
-            return (), {**given, "inputs_embeds": given["inputs_embeds"] + zero.to(given["inputs_embeds"])}
-        # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
-        embedding: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
-        self._hooks.append(embedding.register_forward_hook(Hook(self._after_embedding)))
-        return None
+        for kind, holding, _ in list(compare_kinds(self.control, self._present, self.kinds)):
+            self.prepare(kind, given if kind in self._present else None, holding[0])
+            if kind not in self._present:
+                self._missing.append(kind)
+        embeddings = given.get("inputs_embeds")
+        return None if embeddings is None else ((), {**given, "inputs_embeds": self._touched(embeddings)})
 
     def _after_embedding(self, _module: nn.Module, _args: Any, embeddings: Tensor) -> Tensor:
-        while len(self._hooks) > 1:
-            self._hooks.pop().remove()
+        return self._touched(embeddings)
+
+    def _touched(self, embeddings: Tensor) -> Tensor:
         zero = self.run_missing(None)
         return embeddings if zero is None else embeddings + zero.to(embeddings)
 

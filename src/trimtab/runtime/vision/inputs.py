@@ -47,9 +47,23 @@ class VisionInputs:
         parts = tuple(replace(part, rows=part.rows.to(device, non_blocking=True)) for part in self.parts)
         return replace(self, parts=parts)
 
-    def arguments(self, atoms: IntArray) -> dict[str, Any]:
-        """Keyword arguments that encode these atoms alone."""
-        return {**self.fixed, **{part.name: part.take(atoms) for part in self.parts}}
+    def take(self, atoms: IntArray) -> VisionInputs:
+        """These atoms alone, each as an image of its own."""
+        return VisionInputs(
+            parts=tuple(Part(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
+            patches=self.patches[atoms],
+            windowed=None if self.windowed is None else self.windowed[atoms],
+            entries=np.ones(len(atoms), np.int64),
+            rows=None if self.rows is None else self.rows[atoms],
+            fixed=self.fixed,
+        )
+
+    def cheapest(self) -> VisionInputs:
+        return self.take(np.array([int(np.argmin(self.patches))]))
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that encode these atoms."""
+        return {**self.fixed, **{part.name: part.rows for part in self.parts}}
 
 
 def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:

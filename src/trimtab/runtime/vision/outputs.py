@@ -33,11 +33,9 @@ class Features:
     sample: Any  # what the tower returned: the shape to return in
 
 
-def read_features(output: Any, inputs: VisionInputs, num_atoms: int, atoms: IntArray) -> Features:
-    """`output` of a call that encoded `num_atoms` atoms (those numbered `atoms`) of `inputs`."""
-    columns = columns_of(output)
-    expected = None if inputs.rows is None else inputs.rows[atoms]
-    pieces = [_pieces(column, num_atoms, expected) for column in columns]
+def read_features(output: Any, inputs: VisionInputs) -> Features:
+    """`output` of a call that encoded `inputs`, all of their atoms."""
+    pieces = [_pieces(column, len(inputs), inputs.rows) for column in columns_of(output)]
     num_rows = np.array([len(piece) for piece in pieces[0]], np.int64)
     joined = [torch.cat(list(column)) for column in pieces]
     return Features(
@@ -105,6 +103,12 @@ def columns_of(output: Any) -> list[Any]:
         f"the vision tower returned {type(output).__name__}, and image features are expected as a tensor, a tensor "
         f"with a list, or an output with pooler_output: put vision_dp at get_image_features of the model"
     )
+
+
+def rows_of(output: Any) -> list[Tensor]:
+    """The features, and those of each DeepStack layer, each as one matrix of rows."""
+    pieces = [list(x) if isinstance(x, (list, tuple)) else [x] for x in columns_of(output)]
+    return [torch.cat([x.reshape(-1, x.shape[-1]) for x in column]) for column in pieces]
 
 
 def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[Tensor]:

@@ -1,28 +1,35 @@
-"""Vision gradients where the host leaves replicated parameters alone (tensor-parallel ranks)."""
+"""Gradients of parameters that several ranks hold, added up over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
 
 
-def reduce_replicas(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    """Mean over the group of each gradient, in place, one collective for each type of number.
-
-    Every rank has the whole loss (κ = N), so the exchanged gradients add up to N times those of one process.
-    """
-    num_ranks = dist.get_world_size(group)
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_type.values():
-        flat = torch.cat([g.reshape(-1) for g in gradients])
+def sum_in_place(gradients: Sequence[Tensor], group: Any) -> None:
+    """All-reduce (sum) over the group, in flat buckets; every rank gives the same sizes and types in one order."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([x.reshape(-1) for x in bucket])
         dist.all_reduce(flat, group=group)
-        flat /= num_ranks
-        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for gradient, summed in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of gradients of one dtype, about `BUCKET_BYTES` each."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket

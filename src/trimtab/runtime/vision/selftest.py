@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.vision.families import Family, Kind, find_family
-from trimtab.runtime.vision.inputs import VisionInputs
-from trimtab.runtime.vision.outputs import columns_of, read_features, write_features
-from trimtab.runtime.vision.seams import Place, Seam, find_seams
+from trimtab.runtime.vision.outputs import read_features, rows_of, write_features
+from trimtab.runtime.vision.seams import Place, find_seams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +40,14 @@ def check_family(
     config = seam.module.config
     family = family or find_family(config, seam.original)
     inputs = family.read(kind, seam.bind((), dict(arguments)), config)
-    whole = _rows(seam.call(seam.bind((), dict(arguments))))
-    pieces = [_encode(seam, inputs, np.array([atom])) for atom in range(len(inputs))]
+    whole = torch.cat(rows_of(seam.call(seam.bind((), dict(arguments)))), dim=-1)
+    atoms = [inputs.take(np.array([atom])) for atom in range(len(inputs))]
+    pieces = [read_features(seam.call(atom.arguments()), atom) for atom in atoms]
     apart = torch.cat([features.rows for features in pieces])
     num_rows = np.array([int(features.num_rows[0]) for features in pieces])
     ends = np.cumsum(inputs.entries)
     entries = np.add.reduceat(num_rows, ends - inputs.entries)
-    rebuilt = _rows(write_features(pieces[0], apart, entries))
+    rebuilt = torch.cat(rows_of(write_features(pieces[0], apart, entries)), dim=-1)
     assert whole.shape == rebuilt.shape, f"{tuple(rebuilt.shape)} apart, {tuple(whole.shape)} together"
     weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)).to(whole)
     return FamilyCheck(
@@ -55,19 +55,6 @@ def check_family(
         features=_relative(rebuilt.detach(), whole.detach()),
         gradients=_relative(*(_gradient(seam.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
     )
-
-
-def _encode(seam: Seam, inputs: VisionInputs, atoms: Any) -> Any:
-    return read_features(seam.call(inputs.arguments(atoms)), inputs, len(atoms), atoms)
-
-
-def _rows(output: Any) -> Tensor:
-    """All rows of an output, DeepStack features beside them."""
-    flat = []
-    for column in columns_of(output):
-        pieces = list(column) if isinstance(column, (tuple, list)) or column.ndim >= 3 else [column]
-        flat.append(torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]))
-    return torch.cat(flat, dim=-1)
 
 
 def _gradient(module: nn.Module, loss: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from trimtab.adapters.running import Decided
 from trimtab.options import Tower
 from trimtab.specs import (
     AttentionSpec,
@@ -12,6 +13,7 @@ from trimtab.specs import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    ParallelDims,
     RecomputeChoice,
     Stage,
 )
@@ -112,3 +114,9 @@ def by_counts(
         at += count
         cuts.append(at)
     return cut(model, *cuts, recompute=recompute)
+
+
+def decide(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Decided:
+    """Eight micro-batches of 1F1B on two ranks a stage, unless the options say otherwise."""
+    given = {"dims": ParallelDims(dp=2, pp=len(stages)), "schedule": "1F1B", "num_microbatches": 8} | options
+    return Decided(model=model, stages=stages, **given)

@@ -1,0 +1,225 @@
+"""The tables of a plan, the same on the page and in a terminal: before and after, stages, packing, shared images."""
+
+from __future__ import annotations
+
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.plan import VisionEstimate
+from trimtab.report.table import Cell, Cells, Column, Table, numeric
+from trimtab.report.words import (
+    before_after,
+    count_scale,
+    describe_layers,
+    describe_recompute,
+    memory_scale,
+    percent,
+    ratio_text,
+    relative_spread,
+    shuffle_text,
+    signed_percent,
+    time_scale,
+)
+from trimtab.units import MIB, format_bytes, format_seconds
+
+SEARCHED_NOTE = (
+    "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
+    "plus the MiB between stages, then simulated, not run. The exact optimum stands below them."
+)
+
+
+def variants_table(details: PlanDetails) -> Table:
+    """One row per variant, the plan's last."""
+    rows = details.plan.estimates.variants
+    step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
+    rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
+    return Table(
+        title="Before and after",
+        columns=(
+            Column("Variant", look="named"),
+            *numeric("Samples\n/s", "Against\nbaseline", f"Step,\n{step.unit}", f"Epoch,\n{epoch.unit}"),
+            *numeric("Devices\nidle", "Memory,\nGiB"),
+        ),
+        rows=[
+            (
+                Cell(
+                    text=row.name[:60], below=f"{row.packs[:80]} · {row.stages[:80]} · recompute {row.recompute[:80]}"
+                ),
+                Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
+                ratio_text(row.samples_per_s / details.plan.estimates.compared[0].samples_per_s),
+                step.number(row.step_ms / 1e3),
+                epoch.number(row.epoch_s),
+                percent(row.idle_share),
+                Cell(text=f"{row.peak_memory_gib:.1f}" + ("" if row.fits else "\ntoo much"), bad=not row.fits),
+            )
+            for row in rows
+        ],
+        marked=len(rows) - 1,
+    )
+
+
+def searched_table(details: PlanDetails) -> Table:
+    """Splits that OmniBal's search simulated, as they were ranked; the exact optimum last."""
+    rows = details.plan.estimates.searched
+    scale = time_scale(row.step_ms / 1e3 for row in rows if row.step_ms is not None)
+    kept = tuple(stage.stop - stage.start for stage in details.variants[-1].stages)
+    *listed, _exact = [row.stages for row in rows]
+    return Table(
+        title="OmniBal's search",
+        columns=(
+            Column("Rank"),
+            *numeric("Layers of the stages", "Spread of\nforward, ms", "Sent,\nMiB", f"Simulated,\n{scale.unit}"),
+        ),
+        rows=[
+            (
+                "exact optimum" if number == len(rows) else str(number),
+                "/".join(map(str, row.stages)),
+                f"{row.spread_ms:.4g}",
+                f"{row.sent_mib:.4g}",
+                "does not fit" if row.step_ms is None else scale.number(row.step_ms / 1e3),
+            )
+            for number, row in enumerate(rows, start=1)
+        ],
+        marked=listed.index(kept) if kept in listed else None,
+    )
+
+
+def stages_table(details: PlanDetails, *, most: int) -> Table:
+    """One row per stage; of more than `most` the first and the last ones."""
+    plan, num = details.variants[-1], len(details.variants[-1].stages)
+    total = plan.stage_forward_s + plan.stage_backward_s
+    mean, slowest = float(total.mean()), max(float(total.max()), 1e-30)
+    scale = time_scale([*plan.stage_forward_s.tolist(), *plan.stage_backward_s.tolist()])
+    memory = memory_scale(m.total_bytes for m in plan.memory)
+    modules = {stage.stage: stage.modules for stage in details.plan.decisions.stages}
+    columns = (
+        *numeric("Stage"),
+        Column("Layers", look="wide"),
+        Column("Recompute", look="nw"),
+        *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
+    )
+    hidden = range(most - 2, num - 1) if num > most else range(0)
+    rows: list[Cells] = []
+    for i, stage in enumerate(plan.stages):
+        if i in hidden:
+            if i == hidden.start:
+                rows.append(("…", f"{len(hidden)} more stages", *[""] * (len(columns) - 2)))
+            continue
+        device = plan.timeline.device_of(i)
+        layers = describe_layers(details.model, stage)
+        where = f"rank {device}" if num > plan.timeline.num_devices else ""
+        spent = float(total[i])
+        rows.append(
+            (
+                str(i),
+                Cell(text=layers, below=where, code=", ".join(modules.get(i, ()))[:300]),
+                describe_recompute(stage),
+                scale.number(float(plan.stage_forward_s[i])),
+                scale.number(float(plan.stage_backward_s[i])),
+                Cell(text=signed_percent(spent / mean - 1) if mean > 0 else "", share=spent / slowest),
+                memory.number(plan.memory[device].total_bytes),
+            )
+        )
+    return Table(title="Stages", columns=columns, rows=rows)
+
+
+def packing_table(details: PlanDetails) -> Table:
+    """Sizes of the packs before and after, and how even the plan's are."""
+    shown, plan = before_after(details), details.plan
+    decision, balance = plan.decisions.packing, plan.estimates.balance
+    rows: list[Cells] = [
+        (
+            "Packs",
+            *(f"{len(v.pack_tokens):,}" for v in shown.values()),
+            f"at least {balance.lower_bound_packs:,} under these limits",
+        ),
+        ("Steps", *(f"{len(v.step_s):,}" for v in shown.values()), "of the whole data set"),
+    ]
+    for of, limit in (("patches", decision.max_patches), ("tokens", decision.max_tokens)):
+        sizes = [variant.pack_sizes(of) for variant in shown.values()]
+        if limit == 0 or not any(x.any() for x in sizes):
+            continue
+        spreads = (percent(relative_spread(x)) for x in sizes)
+        rows += [
+            (f"Largest pack, {of}", *(f"{float(x.max()):,.0f}" for x in sizes), f"limit {limit:,}"),
+            (f"Mean pack, {of}", *(percent(float(x.mean()) / limit) for x in sizes), "of the limit"),
+            (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all alike"),
+        ]
+    blank = [""] * (len(shown) - 1)
+    rows += [
+        (name, *blank, value, meaning)
+        for name, value, meaning in (
+            ("Padding", percent(balance.pad_ratio), "pad ratio: share of the computed rows that holds no data"),
+            ("Dist ratio, vision", f"{balance.dist_ratio_vit:.4f}", "share of rank time spent waiting; 0 = none"),
+            ("Dist ratio, language", f"{balance.dist_ratio_llm:.4f}", "the same for the language model"),
+            ("Dist ratio, cost", f"{balance.dist_ratio_cost:.4f}", "the same for the modelled time of both"),
+            ("Utilisation", percent(balance.utilisation), "useful share of rank time if every micro-step waits"),
+            (
+                "Shuffle quality",
+                shuffle_text(balance.shuffle_chi2),
+                "chi-square of sources per step; 1 = random, more = clustered",
+            ),
+        )
+    ]
+    columns = (Column("Figure"), *numeric(*shown), Column("Meaning", look="meaning"))
+    return Table(title="Packing", columns=columns, rows=rows)
+
+
+def packing_note(details: PlanDetails) -> str:
+    """Method and limits of the packs."""
+    decision = details.plan.decisions.packing
+    note = (
+        f"Method {decision.method}, order {decision.order}, seed {decision.seed}; at most "
+        f"{decision.max_patches:,} patches and {decision.max_tokens:,} tokens in a pack."
+    )
+    if decision.num_oversize:
+        note += f" {decision.num_oversize:,} samples are over a limit by themselves: {decision.oversize}."
+    return note
+
+
+def vision_table(found: VisionEstimate) -> Table:
+    """What sharing the images changes on the slowest rank, and on the one that holds most."""
+    times = time_scale([found.tower_ms / 1e3, found.tower_without_ms / 1e3])
+    over = found.tower_ms / found.ideal_ms if found.ideal_ms > 0 else 1.0
+    known = (
+        "" if found.sizes_known >= 1 else f"; {percent(found.sizes_known)} of the patches lie in images of known size"
+    )
+    rows = (
+        (
+            "Slowest rank",
+            times.text(found.tower_without_ms / 1e3),
+            times.text(found.tower_ms / 1e3),
+            f"vision tower and projector in a mean step; {ratio_text(over)} equal shares without exchange{known}",
+        ),
+        (
+            "Update",
+            format_seconds(found.update_without_ms / 1e3),
+            format_seconds(found.update_ms / 1e3),
+            "once a step and not in the bars: gradients of these layers exchanged, parameters updated",
+        ),
+        (
+            "Exchange",
+            "",
+            format_seconds(found.exchange_ms / 1e3),
+            "of the slowest rank's time: features and their gradients, with a dispatch also pixels",
+        ),
+        ("Received", "", format_bytes(found.exchange_mib * MIB), "by a rank in a step, forward and backward"),
+        (
+            "Features held",
+            "",
+            format_bytes(found.features_mib * MIB),
+            "rows for the language model, of the largest call: sharing does not make them fewer",
+        ),
+        (
+            "Activations",
+            f"{found.activations_without_gib:.2f} GiB",
+            f"{found.activations_gib:.2f} GiB",
+            "of these layers on the rank that holds most, if none of them recomputed",
+        ),
+        (
+            "State",
+            f"{found.state_without_gib:.2f} GiB",
+            f"{found.state_gib:.2f} GiB",
+            "their parameters, gradients and optimizer",
+        ),
+    )
+    columns = (Column("Figure"), *numeric("Not shared", "Shared"), Column("Meaning", look="meaning"))
+    return Table(title="Images shared among ranks", columns=columns, rows=rows)

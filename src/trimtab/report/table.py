@@ -1,0 +1,132 @@
+"""One table, written for the page or for a terminal: the same cells, whatever they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from trimtab.report.words import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+MAX_CELL = 400  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column by its header, whose lines break at "\\n"."""
+
+    header: str
+    numeric: bool = False
+    look: str = ""  # class of report.css
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A cell that is more than plain words."""
+
+    text: str
+    below: str = ""  # smaller, on lines of its own
+    code: str = ""  # as `below`, on the page alone
+    share: float | None = None  # the page draws it as a bar
+    bad: bool = False  # stands out
+
+
+Cells = Sequence[str | Cell]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Foreign text is cleaned and escaped where it is written, so cells hold it as it came."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Cells]
+    marked: int | None = None  # the plan's own row
+    bad: frozenset[int] = frozenset()  # rows that stand out
+
+
+def numeric(*headers: str) -> tuple[Column, ...]:
+    """Columns of figures."""
+    return tuple(Column(header, numeric=True) for header in headers)
+
+
+def on_page(table: Table) -> str:
+    """HTML; the first cell of a row is its header."""
+    head = "".join(f'<th scope="col"{_look(c)}>{_lines(c.header)}</th>' for c in table.columns)
+    body = []
+    for number, row in enumerate(table.rows):
+        first, *others = (f"{_look(c)}>{_html_of(cell)}" for c, cell in zip(table.columns, row, strict=True))
+        mark = ' class="plan"' if number == table.marked else ""
+        body.append(f'<tr{mark}><th scope="row"{first}</th>{"".join(f"<td{x}</td>" for x in others)}</tr>')
+    look = "" if table.marked is None else "lead-column"
+    return (
+        f'<div class="scroll"><table class="{look}" aria-label="{escape(table.title)}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def print_table(table: Table, console: Console) -> None:
+    """In a terminal; words wrap, figures do not."""
+    from rich import box
+    from rich.table import Table as Grid
+
+    grid = Grid(
+        title=clean(table.title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        header_style="dim",
+    )
+    for column in table.columns:
+        grid.add_column(
+            column.header,
+            justify="right" if column.numeric else "left",
+            no_wrap=column.numeric,
+            overflow="fold",
+        )
+    for number, row in enumerate(table.rows):
+        style = "bold green" if number == table.marked else "bold red" if number in table.bad else ""
+        grid.add_row(*map(_text_of, row), style=style)
+    console.print(grid)
+
+
+def _html_of(cell: str | Cell) -> str:
+    if isinstance(cell, str):
+        return _lines(cell)
+    text = f'<span class="bad">{_lines(cell.text)}</span>' if cell.bad else _lines(cell.text)
+    below = f"<br><small>{_lines(cell.below)}</small>" if cell.below else ""
+    code = f"<br><code>{escape(clean(cell.code, limit=3 * MAX_CELL))}</code>" if cell.code else ""
+    return text + below + code + ("" if cell.share is None else bar(cell.share))
+
+
+def _lines(text: str) -> str:
+    return "<br>".join(escape(line) for line in _clean_lines(text))
+
+
+def _clean_lines(text: str) -> Iterable[str]:
+    return (clean(line, limit=MAX_CELL) for line in text.split("\n"))
+
+
+def _text_of(cell: str | Cell) -> Text:
+    from rich.text import Text
+
+    if isinstance(cell, str):
+        return Text("\n".join(_clean_lines(cell)))
+    text = Text("\n".join(_clean_lines(cell.text)), style="red" if cell.bad else "")
+    return text.append("\n" + "\n".join(_clean_lines(cell.below)), style="dim") if cell.below else text
+
+
+def bar(share: float) -> str:
+    return f'<span class="bar" aria-hidden="true"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
+
+
+def _look(column: Column) -> str:
+    look = f"{'n' if column.numeric else ''} {column.look}".strip()
+    return f' class="{look}"' if look else ""

@@ -1,0 +1,65 @@
+"""Tests of `trimtab uneven`: the notebook's split of a described model, what it says, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.cli.uneven import megatron_flags
+
+
+def test_the_answer_beside_the_optimum(run):
+    told = run("uneven", "Qwen2-VL-7B", "--pp", "2", "--first", "12", "--json").json
+    assert {name: split["counts"] for name, split in told["splits"].items()} == {
+        "even": [14, 14],
+        "the rule": [13, 15],
+        "optimum": [14, 14],
+        "yours": [12, 16],
+    }
+    assert told["splits"]["the rule"]["flags"].endswith(
+        "first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 15"
+    )
+    assert told["smallest_tp_that_fits"] == 1
+    idle = {name: split["bubble_ratio"] for name, split in told["splits"].items()}
+    assert idle["optimum"] < idle["the rule"] < idle["yours"]
+
+
+def test_text_and_drawing_of_a_model_that_the_rule_cannot_deal(run, tmp_path):
+    out = tmp_path / "uneven.html"
+    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096", "--out", str(out)]
+    told = run("uneven", *words).out
+    assert "The rule has no answer here" in told
+    assert (
+        "Flags: --pipeline-model-parallel-layout 'E|t*16|t*16|t*16L' (a count of 0 is refused by Megatron-Core)" in told
+    )
+    assert "Memory: tp 4 fits H20" in told
+    assert out.read_text().count("<h3>") == 2  # even and the optimum
+
+
+@pytest.mark.parametrize(
+    ("counts", "flags"),
+    [
+        ((14, 14), ""),
+        ((13, 15), "--decoder-first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 15"),
+        ((4, 8, 8, 8), "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 8"),
+        ((0, 28), "--pipeline-model-parallel-layout 'E|t*28L'"),
+        ((4, 9, 8, 1), "--pipeline-model-parallel-layout 'Et*4|t*9|t*8|tL'"),
+    ],
+)
+def test_flags_that_say_the_split(counts, flags):
+    assert megatron_flags(counts)[0] == flags
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["Qwen2-VL-7B", "--pp", "29"], "splits into 2 to 28 stages"),
+        (["Qwen2-VL-7B", "--first", "40"], "cannot have 40 of 28 language layers"),
+        (["Qwen2-VL-7B", "--image", "224"], "is not an image size"),
+        (["Qwen3-VL-30B-A3B"], "has experts or none"),
+        (["Qwen2-VL-7B", "--device", "abacus"], "no device is called 'abacus'"),
+    ],
+)
+def test_bad_input(run, words, sentence):
+    done = run("uneven", *words)
+    assert done.code == 2
+    assert sentence in done.err
