@@ -219,7 +219,7 @@ def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
-    """The plan with other stages: packs, degrees and inputs unchanged, estimates made anew; `write_plan` saves it.
+    """The plan with other stages: packs, degrees and inputs unchanged, new estimates; `write_plan` saves it.
 
     What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
     """
