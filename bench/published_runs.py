@@ -24,10 +24,9 @@ from trimtab.costs.fit import Calibration, TermFit, apply_terms, predict_step
 from trimtab.costs.logs import LoggedRun, place_blocks
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
-from trimtab.partition.assess import SplitResult, assess_stages
+from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import simulate, stage_times
-from trimtab.partition.stages import SplitProblem
 from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
 from trimtab.specs import ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage, evaluate
 from trimtab.units import MIB
@@ -104,7 +103,7 @@ class MiddleStage:
     kept_bytes: float
     workspace_bytes: float
     state_bytes: float
-    planned_bytes: float  # activations as `assess_stages` counts them: a whole block instead of the workspace
+    planned_bytes: float  # activations as `SplitProblem.assess` counts them: a whole block instead of the workspace
     logged_peak_bytes: float
     logged_state_bytes: float
 
@@ -131,9 +130,14 @@ def middle_stages(runs: Sequence[H20Run]) -> list[MiddleStage]:
     for x in runs:
         dims, profile = x.run.profile.dims, x.run.profile
         work = x.run.work[0]
-        planned = assess_stages(
-            profile, x.run.stages, work_mean=work, work_max=work, num_microbatches=len(x.run.work)
-        ).memory
+        problem = SplitProblem(
+            profile=profile,
+            num_stages=len(x.run.stages),
+            work_mean=work,
+            work_max=work,
+            num_microbatches=len(x.run.work),
+        )
+        planned = problem.assess(x.run.stages).memory
         for stage in x.run.stages[1:-1]:
             block, num = profile.layers[stage.start], stage.stop - stage.start
             memory = x.logged["memory_mib_by_global_rank"][str(stage.index * dims.tp)]

@@ -21,7 +21,7 @@ from typing import Any
 from trimtab.errors import ConfigError
 from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
-from trimtab.models.images import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.shipped import SUFFIX
 
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"

@@ -46,7 +46,10 @@ from trimtab.errors import ImageError
 from trimtab.models import ask as asking
 from trimtab.models.asking.processors import NUM_BYTES, AnyTokenizer
 from trimtab.models.image_rules import image_rule_by_processor
-from trimtab.models.images import UnsettledRule, asked, clip_rule, rule_in_sample
+from trimtab.models.images import asked
+from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.asked import clip_rule
+from trimtab.models.images.unsettled import UnsettledRule
 
 NUM_SIZES, NUM_CLIPS = 200, 6
 BOTH = "processor_config.json"

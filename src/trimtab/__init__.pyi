@@ -39,17 +39,15 @@ from trimtab.costs.devices import (
     find_device as find_device,
     parse_cluster as parse_cluster,
 )
-from trimtab.placement.bytes import Workload as Workload
+from trimtab.placement.workload import Workload as Workload
 from trimtab.costs.profile import (
     load_profile as load_profile,
     profile_model as profile_model,
     save_profile as save_profile,
 )
 from trimtab.placement.machine import parse_machine as parse_machine
-from trimtab.placement.place import (
-    place as place,
-    Placement as Placement,
-)
+from trimtab.placement.place import place as place
+from trimtab.placement.placed import Placement as Placement
 from trimtab.partition.simulate import simulate as simulate
 from trimtab.partition.stages import (
     split_stages as split_stages,

@@ -74,11 +74,6 @@ def test_quantised_weights_take_their_own_bytes(run: Run):
     assert small["kv_bytes"] == full["kv_bytes"]
 
 
-def test_latency_leaves_gpus_empty(run: Run):
-    content = run("map", MODEL, "--gpus", "4x24GiB", "--for", "latency", "--json").json
-    assert [x["total_bytes"] > 0 for x in content["devices"]].count(True) == 1
-
-
 def test_a_small_model_is_not_spread_without_a_word(run: Run):
     one = run("map", MODEL, "--gpus", "4x80GiB", "--json").json
     assert [x["total_bytes"] > 0 for x in one["devices"]].count(True) == 1

@@ -13,11 +13,12 @@ import transformers
 from tiny_models import CLIP, IMAGE_TOKEN, SIGLIP, TEXT, describe_here, make_tiny_model
 
 from trimtab.errors import PartitionError
-from trimtab.placement.bytes import Workload
 from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.machine import Gpu, Machine
 from trimtab.placement.place import place
-from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.placement.placed import Placement
+from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 
 DESCRIBED = (

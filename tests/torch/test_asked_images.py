@@ -15,7 +15,9 @@ from PIL import Image  # noqa: E402
 
 from trimtab.models.asking.processors import AnyTokenizer  # noqa: E402
 from trimtab.models.image_rules import image_rule_by_processor  # noqa: E402
-from trimtab.models.images import AskedImages, FixedImage, SmartResize, clip_rule  # noqa: E402
+from trimtab.models.images.asked import AskedImages, clip_rule  # noqa: E402
+from trimtab.models.images.native import SmartResize  # noqa: E402
+from trimtab.models.images.tiles import FixedImage  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 
 SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]

@@ -15,10 +15,11 @@ from simulated_devices import simulated  # noqa: E402
 from trimtab.models.asking.build import build  # noqa: E402
 from trimtab.models.asking.model import describe_model  # noqa: E402
 from trimtab.models.description import description_bytes, read_description  # noqa: E402
-from trimtab.placement.bytes import Workload, inference_table  # noqa: E402
+from trimtab.placement.bytes import inference_table  # noqa: E402
 from trimtab.placement.chain import modules_of, parts_of  # noqa: E402
 from trimtab.placement.machine import Gpu, Machine  # noqa: E402
 from trimtab.placement.place import place  # noqa: E402
+from trimtab.placement.workload import Workload  # noqa: E402
 from trimtab.runtime.data.packing_runs import text_ids  # noqa: E402
 from trimtab.runtime.placing.load import load_placed  # noqa: E402
 from trimtab.specs import CacheSpec  # noqa: E402

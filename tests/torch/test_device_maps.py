@@ -16,12 +16,11 @@ from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of  # noq
 from transformers.integrations.accelerate import expand_device_map  # noqa: E402
 
 from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory  # noqa: E402
-from trimtab.errors import UnsupportedPlanError  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
-from trimtab.placement.bytes import Workload  # noqa: E402
 from trimtab.placement.machine import Gpu, Machine, machine_of  # noqa: E402
 from trimtab.placement.place import place  # noqa: E402
 from trimtab.placement.split_model import assess_map  # noqa: E402
+from trimtab.placement.workload import Workload  # noqa: E402
 from trimtab.units import GIB  # noqa: E402
 
 
@@ -109,11 +108,6 @@ def test_public_maps_are_read_in_our_bytes(library, case):
 def test_limits_of_the_libraries_are_what_is_free():
     machine = machine_of([3, 4], cpu_bytes=5)
     assert max_memory(machine) == {0: 3, 1: 4, "cpu": 5}
-
-
-def test_remote_code_is_never_executed():
-    with pytest.raises(UnsupportedPlanError, match="remote code only"):
-        build_on_meta({"model_type": "internvl_chat"}, tied=False)
 
 
 def test_a_model_is_built_from_its_configuration():

@@ -46,7 +46,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from trimtab.errors import ImageError
 from trimtab.models.image_rules import image_rule
-from trimtab.models.images import SmartResize, rule_in_sample, with_limits
+from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.native import SmartResize
 from trimtab.specs import ImageRule
 
 pytestmark = pytest.mark.torch
@@ -467,12 +468,6 @@ def test_mllama_equals_tensors_and_placeholders_of_a_full_run():
         assert seen[-1][:2] == (1, counts.patches), (width, height)
         assert counts.patches_sq == counts.patches**2
     assert cut == {1, 2, 3, 4}  # tiles that hold a part of the image differ, the cost does not
-
-
-def test_a_users_limit_equals_the_processor_under_the_same_limit():
-    config, file = SMART["qwen2.5"]
-    limited = with_limits(image_rule(config, file), max_pixels=1003520)
-    assert limited == image_rule(config, {**file, "max_pixels": 1003520})
 
 
 def test_messages_of_the_processor_are_the_reason_for_ours():

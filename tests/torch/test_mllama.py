@@ -20,10 +20,11 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.image_rules import image_rule
-from trimtab.placement.bytes import Workload, count_batch, inference_table
+from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import parts_of
 from trimtab.placement.machine import Gpu, Machine
 from trimtab.placement.place import place
+from trimtab.placement.workload import Workload, count_batch
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
@@ -94,9 +95,9 @@ def test_every_image_costs_the_same_and_is_one_token():
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ({"max_image_tiles": 6}, "`max_image_tiles` = 6"),
-        ({"size": {"height": 448, "width": 448}}, "`size` ="),
-        ({"do_resize": False}, "`do_resize` = false"),
+        ({"max_image_tiles": 6}, "max_image_tiles is 6"),
+        ({"size": {"height": 448, "width": 448}}, "preprocessor_config.size is"),
+        ({"do_resize": False}, "do_resize is false"),
     ],
 )
 def test_a_processor_file_of_another_checkpoint_is_refused(file, message):

@@ -20,7 +20,7 @@ from traced_families import FAMILIES, find_layers, make_family  # noqa: E402
 
 from trimtab.costs.offload import with_offload  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.partition.assess import assess_stages  # noqa: E402
+from trimtab.partition.assess import SplitProblem  # noqa: E402
 from trimtab.runtime.recompute.apply import apply  # noqa: E402
 from trimtab.specs import RecomputeChoice, Stage  # noqa: E402
 
@@ -86,7 +86,8 @@ def test_the_double_buffer_is_the_most_that_offloaded_layers_need(name):
     profile = with_offload(profile_of(layer, num_layers, "sdpa"), host_bytes_per_s=1e9)
     choice = RecomputeChoice(tier="offload", layers=tuple(range(num_layers)))
     stage = Stage(index=0, start=0, stop=num_layers, recompute=(choice,))
-    memory = assess_stages(profile, [stage], work_mean=work, work_max=work, num_microbatches=1).memory[0]
+    problem = SplitProblem(profile=profile, num_stages=1, work_mean=work, work_max=work, num_microbatches=1)
+    memory = problem.assess([stage]).memory[0]
     device, host = peaks_of(layer, rows, num_layers)
     row = 2 * rows * layer.spec.hidden_size  # the result, which no layer behind them holds as its input
     planned = memory.saved_bytes + memory.transient_bytes + 2 * row

@@ -15,6 +15,7 @@ from tiny_models import IMAGE_TOKEN  # noqa: E402
 from tiny_packs import CASES, alone, make_tiny_packs, one_thread  # noqa: E402, F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
+from trimtab.models.families.family import PackFormat  # noqa: E402
 from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
 from trimtab.runtime.data.loss import packed_loss, step_denominator  # noqa: E402
 from trimtab.runtime.data.masks import image_numbers, pack_mask  # noqa: E402
@@ -150,10 +151,9 @@ def config_of(**text: Any) -> Any:
     ("config", "options", "message"),
     [
         (config_of(_attn_implementation="eager"), {}, "loaded with eager: load it with attn_implementation='sdpa'"),
-        (config_of(), {"attention": "flash_attention_2", "explicit_masks": True}, "flash attention takes none"),
         (
             config_of(layer_types=["linear_attention", "full_attention"]),
-            {"explicit_masks": True},
+            {"family": PackFormat(joined=(), sees="images")},
             "there are none for linear_attention layers",
         ),
         (config_of(use_bidirectional_attention=True), {}, "the masks here are causal"),

@@ -13,8 +13,6 @@ from test_packed_gradients import gradient_alone  # noqa: E402
 from tiny_packs import TinyPacks, make_tiny_packs, one_thread  # noqa: E402, F401
 
 from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader  # noqa: E402
-from trimtab.runtime.data.loss import step_denominator  # noqa: E402
 from trimtab.runtime.data.tables import PlanTables, hold_tables  # noqa: E402
 from trimtab.runtime.training.packed_trainer import PackedTrainer  # noqa: E402
 from trimtab.runtime.training.trainer import PlanTrainerMixin  # noqa: E402
@@ -37,17 +35,6 @@ def plan_of(packs: list[list[int]], *, num_microbatches: int) -> PlanTables:
     offsets = np.cumsum([0, *(len(pack) for pack in packs)])
     packing = Packing(offsets=offsets, indices=np.concatenate(packs), limits=(1000, 100))
     return hold_tables(packing, Schedule(table=np.arange(len(packs)).reshape(-1, 1, num_microbatches)))
-
-
-def test_two_ranks_see_every_label_once(packs):
-    tables = plan_of([[6, 1], [0, 3], [2], [5, 4]], num_microbatches=2)
-    collator = PackedCollator(packs.model.config, loss_weighting="sample")
-    batches = [
-        batch
-        for rank in range(2)
-        for batch in PlanDataLoader(packs.samples, PlanBatchSampler(tables, dp=2, rank=rank), collate_fn=collator)
-    ]
-    assert float(step_denominator(batches)) == pytest.approx(len(packs.samples) - 1)  # one has a single token
 
 
 @pytest.mark.parametrize("weighting", ["token", "sample"])

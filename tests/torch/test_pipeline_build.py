@@ -18,7 +18,6 @@ import torch.distributed as dist  # noqa: E402
 from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 from tiny_packs import TinyPacks, one_thread  # noqa: E402, F401
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from trimtab.errors import UnsupportedPlanError  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402
@@ -28,7 +27,6 @@ from trimtab.runtime.pipeline import build as builder  # noqa: E402
 from trimtab.runtime.pipeline.cuts import Cuts  # noqa: E402
 from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
 from trimtab.runtime.probe.meter import CpuMeter  # noqa: E402
-from trimtab.runtime.recompute.apply import apply  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -141,9 +139,7 @@ def test_sizes_are_foretold_once_micro_batches_of_several_sizes_were_seen(monkey
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     [
-        ("GPipe", ()),
         ("1F1B", ()),
-        ("Interleaved1F1B", ("model.visual.merger", f"{TEXT}.layers.1")),
         ("ZBVZeroBubble", (f"{TEXT}.layers.0",)),
     ],
 )
@@ -180,18 +176,6 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
 # -- recompute --------------------------------------------------------------------------------------------------------
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return operator(*args, **(kwargs or {}))
-
-
 def test_exactly_the_listed_layers_run_again(alone):
     packs = make_packs("qwen3_vl")
     listed = ("model.visual.blocks.1", f"{TEXT}.layers.0", f"{TEXT}.layers.2")
@@ -203,23 +187,6 @@ def test_exactly_the_listed_layers_run_again(alone):
     layout = layout_of(packs, num_microbatches=1, recompute=(Recompute(modules=listed),))
     build_pipeline(packs.model, layout).step(collate(packs, [[0]]))
     assert calls == {name: 2 if name in listed else 1 for name in layers}
-
-
-def test_selective_recompute_runs_no_matrix_product_again():
-    counts, gradients = {}, {}
-    for granularity in (None, "selective", "full"):
-        packs = make_packs("internvl")
-        blocks = [x for x in packs.layers if ".layer" in x and "norm" not in x]
-        if granularity is not None:
-            apply(packs.model, blocks, granularity=granularity)
-        with Products() as products:
-            step_alone(packs.model, collate(packs, [[0]]))
-        counts[granularity] = products.count
-        gradients[granularity] = {name: p.grad for name, p in packs.model.named_parameters()}
-    assert counts["selective"] == counts[None] < counts["full"]
-    for granularity in ("selective", "full"):
-        for name, gradient in gradients[None].items():
-            assert gradient is None or torch.equal(gradient, gradients[granularity][name])
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -314,9 +314,9 @@ def damage(folder, what):
     ("what", "message"),
     [
         ("shard missing", r"names model-00002-of-\d+\.safetensors, which is missing: download the folder again"),
-        ("shard cut short", r"was cut short or is damaged at .*: download it again"),
-        ("header cut short", r"is no safetensors file or was cut short"),
-        ("no header", r"has a header that is not JSON"),
+        ("shard cut short", r"is no safetensors file, was cut short or is damaged"),
+        ("header cut short", r"is no safetensors file, was cut short or is damaged"),
+        ("no header", r"is no safetensors file, was cut short or is damaged"),
         ("tensor missing", r"puts model\.extra into .*, which lacks it"),
         ("outside", r"names '\.\./x\.safetensors', no safetensors file of its own folder"),
         ("pickle", r"names 'pytorch_model\.bin', no safetensors file of its own folder"),

@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers", reason="holds the real module
 from live_bytes import LiveBytes  # noqa: E402
 from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, mllama_images, preprocessor_of  # noqa: E402
 
-from trimtab.placement.bytes import Workload, batch_of, inference_table  # noqa: E402
+from trimtab.placement.bytes import inference_table  # noqa: E402
+from trimtab.placement.workload import Workload, batch_of  # noqa: E402
 from trimtab.specs import ImageCounts  # noqa: E402
 
 TEXT_TOKENS = 400

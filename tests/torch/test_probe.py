@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -20,8 +21,10 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 import numpy as np
 import transformers
 from probe_runs import bench_of, settings_of, write_probed
+from rich.console import Console
 
 import trimtab
+from trimtab.cli.probe import print_probe
 from trimtab.costs.profile import load_profile
 from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
@@ -35,7 +38,7 @@ from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
 from trimtab.runtime.probe.run import CHOICE, probe, settle
 from trimtab.runtime.recompute.apply import apply
-from trimtab.units import MIB
+from trimtab.units import MIB, format_bytes
 
 pytestmark = pytest.mark.torch
 
@@ -91,6 +94,24 @@ def test_the_choice_fits_and_one_layer_fewer_recomputed_does_not(folder, tight):
             )
             runs = [bench.run("one fewer", [replace(stage, recompute=fewer)], pack) for pack in bench.batches]
             assert any(bench.above_limit(readings) for readings in runs), f"layer {layer} could keep all"
+
+
+def test_the_four_steps_are_printed_and_kept_in_the_plan(tight):
+    (device,) = tight.devices
+    steps = device.steps(tight.limit_bytes)
+    assert [(x.before_bytes, x.after_bytes) for x in steps] == [
+        (tight.limit_bytes, device.full_peak_bytes),
+        (device.full_peak_bytes, device.full_peak_bytes + max(int(x.measured_bytes) for x in device.kinds)),
+        (device.full_peak_bytes, device.predicted_bytes),
+        (device.predicted_bytes, device.peak_bytes),
+    ]
+    assert steps[-1].bought.startswith(f"it fits: {format_bytes(tight.limit_bytes - device.peak_bytes)} left")
+    (told,) = (x for x in tight.details.plan.assumptions if "in four steps" in x)
+    assert all(f"{step.what}: {format_bytes(step.before_bytes)} to " in told for step in steps)
+    stream = io.StringIO()
+    print_probe(tight, Console(file=stream, width=100))
+    assert "The four steps on device 0" in stream.getvalue()
+    assert all(step.what[:20] in stream.getvalue() for step in steps)
 
 
 def test_the_probed_plan_holds_and_predicts_what_was_measured(folder, tight, tmp_path):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from trimtab.costs.analytic import Gradients, cost_layer  # noqa: E402
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.partition.assess import assess_stages  # noqa: E402
+from trimtab.partition.assess import SplitProblem  # noqa: E402
 from trimtab.runtime.recompute.apply import apply  # noqa: E402
 from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage  # noqa: E402
 
@@ -89,7 +89,8 @@ def predicted_bytes(layer: RealLayer, rows: int, granularity: str | None, num_la
     work = [1, *(rows, rows**2, rows**2) * 2]
     choice = (RecomputeChoice(tier=granularity, layers=tuple(range(num_layers))),) if granularity else ()
     stage = Stage(index=0, start=0, stop=num_layers, recompute=choice)
-    memory = assess_stages(profile, [stage], work_mean=work, work_max=work, num_microbatches=1).memory[0]
+    problem = SplitProblem(profile=profile, num_stages=1, work_mean=work, work_max=work, num_microbatches=1)
+    memory = problem.assess([stage]).memory[0]
     return memory.transient_bytes
 
 

@@ -251,7 +251,6 @@ def test_a_run_resumes_on_other_ranks_and_stages(folder, alone):
     moved = replace(settings, plan=folder / "plan", steps=4, resume=True)
     run_on_ranks([moved], 4)
     assert values_of(moved) == pytest.approx(alone, rel=5e-6)
-    assert read_progress(list_checkpoints(moved.out)[-1]).world_size == 4
 
 
 def test_the_exported_model_is_the_trained_one(folder, alone):
@@ -356,7 +355,7 @@ def test_resuming_with_another_optimizer_is_refused(folder, alone):
         train(settings)
 
 
-@pytest.mark.parametrize("change", [{"step": "x"}, {"step": -5}, {"loader": []}, {"num_tokens": "a"}])
+@pytest.mark.parametrize("change", [{"step": "x"}, {"step": -5}, {"loader": []}, {"num_tensors": "a"}])
 def test_progress_that_is_none_is_refused(folder, alone, tmp_path, change):
     whole = json.loads((list_checkpoints(folder / "run-alone")[-1] / "progress.json").read_text())
     (tmp_path / "progress.json").write_text(json.dumps(whole | change))

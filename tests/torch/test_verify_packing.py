@@ -315,7 +315,14 @@ def test_bad_samples_and_settings_are_refused():
         ask_format(transformers.SiglipVisionConfig())
 
 
-@pytest.mark.parametrize("module", ["runtime.data.packing", "models.families.family", "runtime.data.state_layers"])
+WITH_EXAMPLES = (
+    *("runtime.data.packing", "runtime.data.state_layers", "runtime.data.collate", "runtime.data.dataset"),
+    *("runtime.data.loss", "models.families.family", "adapters.frameworks", "samples.headers"),
+    *("runtime.recompute.apply", "runtime.pipeline.layout", "runtime.vision.apply"),
+)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_in_docstrings_run(module):
     found = doctest.testmod(importlib.import_module(f"trimtab.{module}"), optionflags=doctest.ELLIPSIS)
     assert found.attempted >= 1

@@ -15,12 +15,12 @@ from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import run_odd_uses
 from vision_runs import (
+    BATCHES,
     MODES,
     VIDEO_TOKEN,
     fully_shard_model,
     make_case,
     make_rank_case,
-    run_both_gathers,
     run_dispatched,
     run_groups,
     run_matrix,
@@ -160,6 +160,13 @@ def run_conventions(rank: int, _folder: str) -> None:
                 own_loss(loss).backward()
                 if how == "none":
                     handle.reduce_gradients()
+                    held = [p.grad for p in handle.vision_parameters()]
+                    for p in handle.vision_parameters():
+                        p.grad = None
+                    with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the back"):
+                        handle.reduce_gradients()
+                    for p, gradient in zip(handle.vision_parameters(), held, strict=True):
+                        p.grad = gradient
                 else:
                     reduce(how)
                 assert_close(case.gradients(), expected, (loss, how), part="visual")
@@ -200,13 +207,13 @@ def run_slice_only(rank: int, _folder: str) -> None:
     from trimtab.runtime.vision import exchange
 
     def slice_only(ctx: Any, grad: Tensor) -> Any:
-        first = dist.get_rank() * ctx.padded
-        spread = grad.new_zeros(dist.get_world_size() * ctx.padded, grad.shape[1]).index_copy_(0, ctx.index, grad)
-        return spread[first : first + ctx.num_rows], None, None, None
+        routes, own = ctx.routes, grad.new_zeros(ctx.num_rows, grad.shape[1])
+        start = sum(routes.received[:rank])  # rows come rank after rank
+        mine = routes.places[start : start + routes.received[rank]]
+        return own.index_add_(0, routes.send[rank], grad.index_select(0, mine)), None
 
-    right, padding = exchange._GatherRows.backward, exchange.MAX_PADDING
-    exchange.MAX_PADDING = 100.0
-    exchange._GatherRows.backward = staticmethod(slice_only)
+    right = exchange._RouteRows.backward
+    exchange._RouteRows.backward = staticmethod(slice_only)
     case = make_case("qwen2_5_vl", "images")
     mine = shard(rank, dist.get_world_size(), case.num_tokens)
 
@@ -219,7 +226,7 @@ def run_slice_only(rank: int, _folder: str) -> None:
         check = verify_vision_dp(
             handle, lambda: case.loss(case.forward(), mine), reduce_gradients=reduce, raise_problems=False
         )
-    exchange._GatherRows.backward, exchange.MAX_PADDING = right, padding
+    exchange._RouteRows.backward = right
     assert check.gradient_error > 0.1
     assert "the vision gradients by 0." in check.problems[0]
 
@@ -321,7 +328,7 @@ def run_on_two(rank: int, folder: str) -> None:
 
 
 def run_on_three(rank: int, folder: str) -> None:
-    run_both_gathers(rank, folder)
+    run_matrix(rank, folder, ["qwen3_vl"], list(BATCHES), ["plain"])
     run_routed(rank, folder)
     for wrapped in ("plain", "fsdp2", "ddp"):
         run_dispatched(rank, folder, wrapped)

@@ -81,6 +81,12 @@ def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwarg
     return split_stages(SplitProblem(profile=profile, num_stages=num_stages, work_mean=work, work_max=work, **limits))
 
 
+def assess_stages(profile, stages, *, num_chunks=1, **ask):
+    """The stages on as many devices as they need."""
+    shape = {"num_stages": len(stages) // num_chunks, "num_chunks": num_chunks}
+    return SplitProblem(profile=profile, **shape, **ask).assess(stages)
+
+
 def with_tables(profile, rng):
     """A layer holds tables that those behind it, up to another, are handed: stages that begin there hold them too."""
     first, last = sorted(rng.integers(0, len(profile.layers), 2))

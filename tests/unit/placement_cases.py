@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec
@@ -46,8 +47,10 @@ def small_model(*, tied: bool = False, num_layers: int = 2, depth: int = 2, voca
 
 def sliding(*, window: int = 64, num_layers: int = 6) -> ModelSpec:
     """Every third decoder layer sees the whole text."""
-    config = copy.deepcopy(QWEN25)
-    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(num_layers)]
-    config["text_config"] |= {"num_hidden_layers": num_layers, "use_sliding_window": True}
-    config["text_config"] |= {"sliding_window": window, "layer_types": kinds}
-    return describe(config, preprocessor=SETTINGS, name="small, sliding")
+    model = small_model(num_layers=num_layers)
+    blocks = model.indices("language", "block")
+    layers = [
+        replace(x, attention=replace(x.attention, window=window)) if i in blocks and (i - blocks[0]) % 3 < 2 else x
+        for i, x in enumerate(model.layers)
+    ]
+    return replace(model, layers=tuple(layers))

@@ -9,8 +9,9 @@ from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models import ask
 from trimtab.models.describe import describe
 from trimtab.models.image_rules import image_rule_by_processor
-from trimtab.models.images import AskedImages, FixedImage, SmartResize
-from trimtab.models.images.asked import STANDARD
+from trimtab.models.images.asked import STANDARD, AskedImages
+from trimtab.models.images.native import SmartResize
+from trimtab.models.images.tiles import FixedImage
 
 CONFIG = {"model_type": "widget"}
 

@@ -53,9 +53,9 @@ def test_candidates_are_all_cuts_in_the_radius_ranked_as_published(seed):
             ends = itertools.pairwise((0, *cuts, 12))
             forward = [sum(x.forward_s[0] for x in layers[a:b]) * problem.work_mean[0] for a, b in ends]
             sent = sum(layers[c - 1].output_bytes[0] for c in cuts) * problem.work_mean[0] / MIB
-            expected[cuts] = 1e3 * np.std(forward) + sent
-    assert {x.cuts: pytest.approx(x.spread_ms + x.sent_mib) for x in found} == expected
-    ranks = [x.spread_ms + x.sent_mib for x in found]
+            expected[cuts] = 1e6 * np.square(np.subtract(forward, np.mean(forward))).sum() + sent
+    assert {x.cuts: pytest.approx(x.rank) for x in found} == expected
+    ranks = [x.rank for x in found]
     assert ranks == sorted(ranks)
 
 

@@ -11,8 +11,8 @@ from placement_cases import small_model
 
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
-from trimtab.models.images import UnsettledRule
-from trimtab.placement.chain import arrangements, device_changes, modules_of, parts_of
+from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.placement.chain import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
@@ -101,8 +101,3 @@ def test_hidden_states_that_are_joined_stay_on_one_device():
     assert (
         len(parts_of(joined).vision) == 2
     )  # states behind blocks 1 and 3 are read: what makes or reads both stays together
-
-
-def test_changes_are_the_places_where_the_device_differs():
-    assert device_changes([0, 0, "cpu", 1, 1]) == [2, 3]
-    assert device_changes([0]) == []

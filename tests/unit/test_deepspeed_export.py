@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from export_cases import by_counts, cut, decide, first_block, make_model
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import deepspeed
 from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.running import Exported

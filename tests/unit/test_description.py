@@ -14,9 +14,10 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
 from trimtab.models.description import RULES, VERSION, description_bytes, read_description, save_description
-from trimtab.models.images import UnsettledRule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.shipped import shipped_models
-from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.bytes import inference_table
+from trimtab.placement.workload import Workload
 from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec, ParallelDims
 
 

@@ -10,9 +10,10 @@ from placement_cases import small_model
 from trimtab.adapters.engines import StageCounts, count_placed_layers, count_planned_layers, engine_commands
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import machine_of
 from trimtab.placement.place import place
+from trimtab.placement.workload import Workload
 from trimtab.specs import Stage
 from trimtab.units import GIB
 

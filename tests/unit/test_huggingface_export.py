@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from export_cases import by_counts, decide, first_block, make_model
 
+from export_cases import by_counts, decide, first_block, make_model
 from trimtab.adapters.huggingface import export, plain_settings
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice

@@ -7,7 +7,8 @@ from placement_cases import sliding, small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import QUANTS, Workload, batch_of, count_batch, inference_table, kv_bytes_per_token
+from trimtab.placement.bytes import inference_table, kv_bytes_per_token
+from trimtab.placement.workload import QUANTS, Workload, batch_of, count_batch
 from trimtab.specs import ImageCounts
 
 IMAGE = ((112, 112),)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from export_cases import by_counts, cut, decide, first_block, make_model
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import pai_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_bridge import bridge_python, bridge_runs, bridge_warnings

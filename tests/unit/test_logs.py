@@ -12,6 +12,7 @@ import pytest
 from cost_models import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partition_cases import assess_stages
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import TermFit, apply_terms, fit_runs, predict_step
@@ -19,7 +20,6 @@ from trimtab.costs.least_squares import least_squares
 from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
-from trimtab.partition.assess import assess_stages
 from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partition_cases import ONE, constant, layer, profile_of, split
+from partition_cases import ONE, assess_stages, constant, layer, profile_of, split
 from plan_cases import tile_samples
 
 from trimtab.adapters.frameworks import find_target
@@ -19,7 +19,6 @@ from trimtab.costs.offload import LINK_SHARE, with_offload
 from trimtab.costs.profile import load_profile, profile_model, save_profile
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
-from trimtab.partition.assess import assess_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import recompute_offloaded
 from trimtab.plan.file.details import PlanDetails

@@ -12,11 +12,12 @@ from placement_cases import sliding, small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import Workload, inference_table
+from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import arrangements, modules_of, parts_of
-from trimtab.placement.device_bytes import device_bytes, run_bytes, unit_table
+from trimtab.placement.device_bytes import device_bytes, run_bytes
 from trimtab.placement.machine import Gpu, Machine, machine_of
 from trimtab.placement.place import place
+from trimtab.placement.workload import Workload
 from trimtab.units import GIB, MIB
 
 WORK = Workload(batch=2, seq_len=30, max_new_tokens=5, images=((112, 112),))
@@ -145,7 +146,6 @@ def test_latency_takes_the_fewest_devices():
     for free, num in ((40, 1), (14, 2), (7, 3)):
         found = place(model, machine_of([free * GIB] * 4), workload, objective="latency")
         assert sum(bool(use.modules) for use in found.uses) == num
-        assert len(found.crossings) == num - 1
         assert found.fits
 
 
@@ -300,7 +300,7 @@ def test_every_run_of_units_is_counted_as_its_layers_are(seed):
     table = inference_table(model, workload)
     spilled = [i for i in range(len(model.layers)) if rng.random() < 0.4]
     for option in arrangements(parts_of(model)):
-        found = run_bytes(unit_table(table, option.units, spilled), 1000)
+        found = run_bytes(table, option.units, 1000, spilled=spilled)
         for s, e in itertools.combinations(range(len(option.units) + 1), 2):
             layers = [i for unit in option.units[s:e] for i in unit.layers]
             assert found[s, e] == device_bytes(table, layers, spilled, 1000).total_bytes

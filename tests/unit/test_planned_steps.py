@@ -7,8 +7,8 @@ import pytest
 from plan_cases import tile_samples
 
 import trimtab
-from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.decide.planned_steps import planned_steps
+from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.reload import reload_plan
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from test_report_html import Page
 
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import Workload
 from trimtab.placement.machine import parse_machine
 from trimtab.placement.place import place
 from trimtab.placement.split_model import Assessed, assess_map, split_model_map
+from trimtab.placement.workload import Workload
 from trimtab.report.placement_html import placement_html
 from trimtab.report.placement_tables import print_placement
 
@@ -70,10 +70,6 @@ def test_foreign_strings_are_escaped():
     text = page(model=replace(MODEL, name=HOSTILE), name=HOSTILE)
     assert HOSTILE not in text
     assert "&lt;script&gt;" in text
-
-
-def test_the_same_placement_gives_the_same_page():
-    assert page() == page()
 
 
 def test_the_terminal_shows_bytes_modules_and_the_public_maps():

@@ -26,6 +26,7 @@ from trimtab.errors import SampleError  # noqa: E402
 from trimtab.samples import records  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.table import load_sizing, save_sizing  # noqa: E402
+from trimtab.samples.workers import map_in_order  # noqa: E402
 
 HERE = Path(__file__).parent
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
@@ -617,3 +618,14 @@ def test_a_worker_that_dies_is_told(folder):
 class Dying(PixelRule):
     def count(self, width, height):
         os._exit(9)
+
+
+def make_counter():
+    return len
+
+
+def test_a_task_nested_too_deeply_for_pickle_is_done_here():
+    deep = []
+    for _ in range(50_000):
+        deep = [deep]
+    assert list(map_in_order(make_counter, [[1, 2], deep, [1, 2, 3]], 2, lambda _task, _result: None)) == [2, 1, 3]

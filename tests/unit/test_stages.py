@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from partition_cases import ONE, layer, profile_of, random_profile, split, with_tables
+from partition_cases import ONE, assess_stages, layer, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import assess_stages
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage
@@ -77,149 +76,96 @@ def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_split_equals_brute_force_on_a_thousand_instances(block):
-    rng = np.random.default_rng(block)
-    num_infeasible = 0
-    for _ in range(100):
-        L = int(rng.integers(2, 7))
-        P = int(rng.integers(1, min(L, 4) + 1))
-        M = int(rng.integers(1, 6))
-        profile = random_profile(rng, L, 4, num_tiers=4)
-        if rng.random() < 0.5:
-            profile = with_tables(profile, rng)
-        memory = int(rng.integers(40, 400))
-        schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
-        forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)
-        if L - len(forbidden) < P:
-            forbidden = frozenset()
-        expected = brute_force(profile, P, memory, held_by(schedule, P, M), forbidden)
-        ask = {"memory": memory, "microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden}
-        if expected is None:
-            num_infeasible += 1
-            with pytest.raises(PartitionError, match="do not fit"):
-                split(profile, P, **ask)
-            continue
-        result = split(profile, P, **ask)
-        assert result.exact
-        recomputed = sum(stage.num_recomputed() for stage in result.stages)
-        assert (result.bottleneck_s, sum(result.recompute_s), recomputed) == pytest.approx(expected, rel=1e-9)
-        assert max(device.total_bytes for device in result.memory) <= memory
-        assert [s.start for s in result.stages[1:]] == [s.stop for s in result.stages[:-1]]
-        assert not forbidden & {s.start for s in result.stages}
-        assert result.lower_bound_s <= result.bottleneck_s * (1 + 1e-12)
-    assert 0 < num_infeasible < 90
-
-
-@pytest.mark.parametrize("block", range(10))
-def test_split_equals_brute_force_where_layers_may_be_offloaded(block):
-    """A thousand instances: four kinds of layers, five tiers, host memory from none to more than is needed."""
-    rng = np.random.default_rng(100 + block)
+@pytest.mark.parametrize("offload", [False, True])
+def test_split_equals_brute_force_on_a_thousand_instances(block, offload):
+    """Four kinds of layers, four tiers; or five, and host memory from none to more than is needed."""
+    rng = np.random.default_rng(block + 100 * offload)
     num_infeasible = num_offloaded = 0
     for _ in range(100):
-        L, P, M = int(rng.integers(3, 7)), int(rng.integers(1, 4)), int(rng.integers(3, 9))
-        profile = random_profile(rng, L, 4, num_tiers=4, offload=True)
+        L, M = (int(rng.integers(*ends)) for ends in (((3, 7), (3, 9)) if offload else ((2, 7), (1, 6))))
+        P = int(rng.integers(1, min(L, 3 if offload else 4) + 1))
+        profile = random_profile(rng, L, 4, num_tiers=4, offload=offload)
+        if rng.random() < 0.5:
+            profile = with_tables(profile, rng)
         schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
         free = split(profile, P, microbatches=M, schedule=schedule)
         memory = int(rng.uniform(0.3, 1.0) * max(device.total_bytes for device in free.memory))
-        host_memory = int(rng.choice([0, 40, 100, 200, 10**6]))
-        expected = brute_force(profile, P, memory, held_by(schedule, P, M), frozenset(), host_memory)
-        ask = {"memory": memory, "host_bytes": host_memory, "microbatches": M, "schedule": schedule}
+        host_memory = int(rng.choice([0, 40, 100, 200, 10**6])) if offload else 0
+        forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)
+        if L - len(forbidden) < P:
+            forbidden = frozenset()
+        expected = brute_force(profile, P, memory, held_by(schedule, P, M), forbidden, host_memory)
+        ask = {"microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden, "host_bytes": host_memory}
         if expected is None:
             num_infeasible += 1
             with pytest.raises(PartitionError, match="do not fit"):
-                split(profile, P, **ask)
+                split(profile, P, memory=memory, **ask)
             continue
-        result = split(profile, P, **ask)
+        result = split(profile, P, memory=memory, **ask)
         assert result.exact
         chosen = sum(stage.num_recomputed() + stage.num_offloaded() for stage in result.stages)
         assert (result.bottleneck_s, sum(result.recompute_s), chosen) == pytest.approx(expected, rel=1e-9)
         assert max(device.total_bytes for device in result.memory) <= memory
-        most = max(device.host_bytes for device in result.memory)
-        assert most <= host_memory
-        offloaded = sum(stage.num_offloaded() for stage in result.stages)
-        assert (most == 0) or offloaded
-        num_offloaded += offloaded > 0
+        assert max(device.host_bytes for device in result.memory) <= host_memory
+        assert [s.start for s in result.stages[1:]] == [s.stop for s in result.stages[:-1]]
+        assert not forbidden & {s.start for s in result.stages}
+        assert result.lower_bound_s <= result.bottleneck_s * (1 + 1e-12)
+        num_offloaded += any(stage.num_offloaded() for stage in result.stages)
     assert 0 < num_infeasible < 90
-    assert num_offloaded > 10
+    assert (num_offloaded > 5) == offload
 
 
+@pytest.mark.parametrize("host_at", [None, "last", "any"])
 @pytest.mark.parametrize("U", [1, 2, 3])
-def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
+def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U, host_at):
+    """`host_at`: which upgrade takes host memory, the one whose backward needs the most room or any."""
     from trimtab.partition.hull import tier_table
     from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
 
     rng = np.random.default_rng(5)
+    num_short = 0
     for _ in range(100):
-        C = int(rng.integers(1, 5))
-        gain = np.cumsum(rng.integers(1, 60, (C, U)), axis=1)
-        cost = np.cumsum(rng.integers(1, 60, (C, U)), axis=1)
-        single = rng.random(C) < 0.3
-        gain[single, 1:] = cost[single, 1:] = 0
+        C = int(rng.integers(1, 5 if host_at is None else 4))
+        gain, cost = np.cumsum(rng.integers(1, 60, (2, C, U)), axis=2)
+        host, room = np.zeros((C, U), np.int64), 0
         num_alike = rng.integers(0, 5 if U == 3 else 7, C)
+        if host_at is None:
+            single = rng.random(C) < 0.3
+            gain[single, 1:] = cost[single, 1:] = 0
+        else:
+            at = U - 1 if host_at == "last" else int(rng.integers(0, U))
+            host[:, at] = np.where(rng.random(C) < 0.8, gain[:, at], 0)
+            cost[:, at] = np.where(host[:, at] > 0, rng.integers(1, 60, C), cost[:, at])
+            room = int(rng.integers(0, 1 + int((num_alike * host.max(axis=1)).sum())))
         need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()) + 20)))
         # every count of every class
-        saved, paid = np.zeros(1, int), np.zeros(1, int)
+        saved, paid, used = np.zeros((3, 1), int)
         for g in range(C):
             numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
             numbers = numbers[(numbers.sum(axis=1) <= num_alike[g]) & (numbers[:, gain[g] == 0] == 0).all(axis=1)]
-            saved = np.add.outer(saved, numbers @ gain[g]).ravel()
-            paid = np.add.outer(paid, numbers @ cost[g]).ravel()
-        enough = paid[saved >= need]
-        counts = np.zeros((C, U), np.int64)
-        tiers = tier_table(gain, cost)
-        every = allowed(tiers, 0)
-        found = least_extra(tiers, num_alike, every, need, 10**12, 0, counts)
-        if not len(enough):
-            assert found == IMPOSSIBLE
-            continue
-        least = int(enough.min())
-        assert found == least == (counts * cost).sum()
-        assert (counts * gain).sum() >= need
-        assert (counts.sum(axis=1) <= num_alike).all()
-        for slack in (0, 3, 40):
-            assert least_extra(tiers, num_alike, every, need, least + slack, 0, counts) == least
-        assert least_extra(tiers, num_alike, every, need, least - 1, 0, counts) == IMPOSSIBLE
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_choice_of_tiers_equals_brute_force_where_some_take_host_memory(last):
-    """Many alike layers; what takes host memory needs the most room in its backward, or not."""
-    from trimtab.partition.hull import tier_table
-    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
-
-    rng = np.random.default_rng(11)
-    num_short = 0
-    for _ in range(120):
-        C, U = int(rng.integers(1, 4)), 3
-        gain, cost = np.cumsum(rng.integers(1, 60, (C, U)), axis=1), np.cumsum(rng.integers(1, 60, (C, U)), axis=1)
-        host = np.zeros((C, U), np.int64)
-        at = U - 1 if last else int(rng.integers(0, U))
-        host[:, at] = np.where(rng.random(C) < 0.8, gain[:, at], 0)
-        cost[:, at] = np.where(host[:, at] > 0, rng.integers(1, 60, C), cost[:, at])
-        num_alike = rng.integers(0, 6, C)
-        need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()))))
-        room = int(rng.integers(0, 1 + int((num_alike * host.max(axis=1)).sum())))
-        saved, paid, used = np.zeros(1, int), np.zeros(1, int), np.zeros(1, int)
-        for g in range(C):
-            numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
-            numbers = numbers[numbers.sum(axis=1) <= num_alike[g]]
-            saved = np.add.outer(saved, numbers @ gain[g]).ravel()
-            paid = np.add.outer(paid, numbers @ cost[g]).ravel()
-            used = np.add.outer(used, numbers @ host[g]).ravel()
+            saved, paid, used = (
+                np.add.outer(total, numbers @ values[g]).ravel()
+                for total, values in ((saved, gain), (paid, cost), (used, host))
+            )
         enough = saved >= need
+        fitting = paid[enough & (used <= room)]
         counts = np.zeros((C, U), np.int64)
         tiers = tier_table(gain, cost, None, host)
-        found = least_extra(tiers, num_alike, allowed(tiers, 0), need, 10**12, room, counts)
-        if not (enough & (used <= room)).any():
+        every = allowed(tiers, 0)
+        found = least_extra(tiers, num_alike, every, need, 10**12, room, counts)
+        if not len(fitting):
             assert found == IMPOSSIBLE
             continue
-        least = int(paid[enough & (used <= room)].min())
+        least = int(fitting.min())
         assert found == least == (counts * cost).sum()
         assert (counts * gain).sum() >= need
         assert (counts * host).sum() <= room
         assert (counts.sum(axis=1) <= num_alike).all()
+        for slack in (0, 3, 40):
+            assert least_extra(tiers, num_alike, every, need, least + slack, room, counts) == least
+        assert least_extra(tiers, num_alike, every, need, least - 1, room, counts) == IMPOSSIBLE
         num_short += least > paid[enough].min()
-    assert num_short > 20
+    assert (num_short > 3) == (host_at is not None)
 
 
 def test_ties_recompute_least_and_then_even_out_memory():

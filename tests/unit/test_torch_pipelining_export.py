@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from export_cases import by_counts, cut, decide, first_block, make_model
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters.torch_pipelining import export
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from export_cases import by_counts, cut, decide, first_block, make_model
 
+from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import torchtitan
 from trimtab.adapters.running import Exported
 from trimtab.adapters.torchtitan import titan_ladder, titan_unsupported_cuts

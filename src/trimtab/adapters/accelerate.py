@@ -17,8 +17,8 @@ import transformers
 from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.errors import UnsupportedPlanError
+from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.machine import Machine
-from trimtab.placement.placed import DeviceKey
 
 Library = Literal["accelerate", "transformers"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

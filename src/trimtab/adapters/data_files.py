@@ -46,7 +46,7 @@ class PlannedPacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class WrittenData:
     """Files that were written, and what to know before using them."""
 
     files: tuple[Path, ...]
@@ -125,7 +125,7 @@ def write_jsonl(
     data: Sequence[Path] | None = None,
     fields: Sequence[Field] = ("length", "num_tokens"),
     layout: Layout = "global",
-) -> Exported:
+) -> WrittenData:
     """The plan's records as JSON Lines, each with `fields` added (or overwritten); otherwise their own bytes.
 
     `global` writes one file, pack after pack in the order of the packs. `ranks` writes a folder with a file a rank,
@@ -155,7 +155,7 @@ def _write_records(path: Path, planned: PlannedPacks, records: Records, places: 
 
 def write_nested_packs(
     plan: Path, out: Path, *, data: Sequence[Path] | None = None, fields: Sequence[Field] = ("num_tokens",)
-) -> Exported:
+) -> WrittenData:
     """JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
     if out.suffix != ".jsonl":
         raise SampleError(
@@ -197,7 +197,7 @@ def _with_fields(record: bytes, values: dict[str, int]) -> bytes:
     return body + (b", " if content else b"") + json.dumps(values).encode()[1:]
 
 
-def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> Exported:
+def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> WrittenData:
     packing, dp = planned.packing, planned.schedule.table.shape[1]
     notes = []
     short = packing.num_packs % dp
@@ -214,13 +214,13 @@ def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -
     missing = planned.plan.decisions.packing.num_oversize
     if missing:
         notes.append(f"{missing} samples are larger than a pack and were left out of the plan by choice")
-    return Exported(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
+    return WrittenData(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> Exported:
+def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
     """Packs, schedule and the places of their records as .npy, for a loader of the user's own.
 
     Pack p holds rows `indices[offsets[p]:offsets[p + 1]]`; row i is record `record[i]` (from 0, blank lines aside) of

@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.record_lines import Lines, places_of, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
+from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import record_id
 from trimtab.specs import IntArray, SampleTable
 
@@ -107,21 +107,15 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
 
 def _ids_in(path: Path) -> Iterator[tuple[int, str | None]]:
     """Line and own id of every record, blank lines aside: "" without one, None for a record that no table can hold."""
-    offset = 0
-    for chunk in list_chunks(path):
-        last = 0
-        for record in read_chunk(chunk):
-            last = record.line
-            if record.blank:
-                continue
-            try:
-                usable = record.problem is None and isinstance(record.value, dict)
-                own = record_id(record.value) or record.key or "" if usable else None
-            except BadRecordError:
-                own = None
-            yield offset + record.line, own
-        if chunk.first_line is None:  # its lines are numbered within the chunk
-            offset += last
+    for record in read_records(path):
+        if record.blank:
+            continue
+        try:
+            usable = record.problem is None and isinstance(record.value, dict)
+            own = record_id(record.value) or record.key or "" if usable else None
+        except BadRecordError:
+            own = None
+        yield record.line, own
 
 
 def _spill(path: Path, kind: str, spill: BinaryIO) -> None:

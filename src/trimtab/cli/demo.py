@@ -32,7 +32,7 @@ def demo(
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
     from trimtab.models.describe import describe
-    from trimtab.models.images import DynamicTiling
+    from trimtab.models.images.tiles import DynamicTiling
     from trimtab.options import ReadingOptions
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.report.text import print_plan

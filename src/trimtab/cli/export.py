@@ -12,7 +12,7 @@ from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.output import JsonOption, log, print_json
 
 if TYPE_CHECKING:
-    from trimtab.adapters.data_files import Exported, Field
+    from trimtab.adapters.data_files import Field, WrittenData
 
 app = typer.Typer(
     help="Write a plan's decisions, or a placed model, in another framework's words.", no_args_is_help=True
@@ -161,7 +161,7 @@ def npy(
     _tell(write_arrays(plan, out, data=data), as_json)
 
 
-def _tell(exported: Exported, as_json: bool) -> None:
+def _tell(exported: WrittenData, as_json: bool) -> None:
     if as_json:
         print_json(exported)
         return

@@ -17,9 +17,9 @@ from trimtab.errors import TrimtabError
 from trimtab.placement.workload import Workload
 
 if TYPE_CHECKING:
+    from trimtab.placement.device_bytes import DeviceUse
     from trimtab.placement.machine import Machine
-    from trimtab.placement.place import Placement
-    from trimtab.placement.placed import DeviceUse
+    from trimtab.placement.placed import Placement
     from trimtab.placement.split_model import Assessed
     from trimtab.specs import ModelSpec
 

@@ -44,6 +44,7 @@ def probe(
             {
                 "limit_bytes": result.limit_bytes,
                 "devices": result.devices,
+                "steps": [device.steps(result.limit_bytes) for device in result.devices],
                 "runs": result.runs,
                 "num_step_backs": result.num_step_backs,
                 "plan": plan_json(result.details, paths),
@@ -58,7 +59,7 @@ def print_probe(result: ProbeResult, console: Console) -> None:
     """A row a device: what full recompute leaves, what layers keep, what was chosen and how full it ran."""
     from rich.text import Text
 
-    from trimtab.report.table import Table, numeric, print_table
+    from trimtab.report.table import Column, Table, numeric, print_table
     from trimtab.report.words import memory_scale
     from trimtab.units import format_bytes, format_seconds
 
@@ -86,6 +87,16 @@ def print_probe(result: ProbeResult, console: Console) -> None:
         ],
     )
     print_table(table, console)
+    fullest = max(result.devices, key=lambda x: x.full_peak_bytes)
+    steps = Table(
+        title=f"The four steps on device {fullest.device}",
+        columns=(Column("Step"), *numeric(f"Before,\n{unit}", f"After,\n{unit}"), Column("What it bought")),
+        rows=[
+            (x.what, scale.number(x.before_bytes), scale.number(x.after_bytes), x.bought)
+            for x in fullest.steps(result.limit_bytes)
+        ],
+    )
+    print_table(steps, console)
     runs, backs = len(result.runs), result.num_step_backs
     console.print(
         Text(

@@ -301,11 +301,11 @@ def _transients(
 ) -> tuple[tuple[float, ...], ...]:
     """What is live only while the layer runs backward, at one or two moments of which the larger counts.
 
-    Blocks: `_workspaces`; with unfused attention besides its scores once more, for their gradients (twice where
+    Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
-    again as well: `assess_stages` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients before and
-    behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random states (16
-    bytes a layer on a GPU), the vision tower's gather under vision data parallel.
+    again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
+    before and behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random
+    states (16 bytes a layer on a GPU), the vision tower's gather under vision data parallel.
     """
     if layer.kind == "block":
         scores = [0.0] * NUM_WORK_TERMS

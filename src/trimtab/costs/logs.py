@@ -36,7 +36,7 @@ FORMAT = "trimtab-runs 1.0"
 MAX_COUNT = 2**16  # of micro-batches, or ranks of a dimension: a file must not make us fill the memory
 
 MIN_S, MAX_S = 1e-6, 1e7
-"""Of what was logged: no stage is over sooner, no step takes a season, and squares of other ratios overflow."""
+"""Of what was logged: no stage takes less, no step more, and squares of larger ratios would overflow."""
 
 _MOST = 1e18  # of what a micro-batch holds, and of bytes
 

@@ -281,7 +281,7 @@ def traced_profile(
 
 
 def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """Groups anew: the first layer of a tower may hold more than those that were like it."""
+    """New groups: the first layer of a tower may hold more than those that were like it."""
     groups: dict[tuple[object, ...], int] = {}
     return tuple(
         replace(x, group=groups.setdefault((x.group, x.tiers), len(groups)))  # tiers alone were changed unlike

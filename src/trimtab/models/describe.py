@@ -17,7 +17,9 @@ from trimtab.models.families.architecture import Architecture
 from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
-from trimtab.models.images import UnsettledRule, clip_rule, with_limits
+from trimtab.models.images.apply import with_limits
+from trimtab.models.images.asked import clip_rule
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.specs import ModelOrigin, ModelSpec
@@ -64,7 +66,10 @@ def describe(
             clip_rule=clip_rule(config, files),
         )
     rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
-    origin = _origin(source, preprocessor, max_pixels, max_tiles)
+    origin = None
+    if not isinstance(source, Mapping) and not isinstance(preprocessor, Mapping):
+        other = None if preprocessor is None else str(preprocessor)
+        origin = ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
     return replace(model, name=name or model.name, image_rule=rule, origin=origin)
 
 
@@ -143,15 +148,6 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     return replace(model, image_rule=rule, image_markup=markup)
 
 
-def _origin(
-    source: str | Path | Config, preprocessor: str | Path | Config | None, max_pixels: int | None, max_tiles: int | None
-) -> ModelOrigin | None:
-    if isinstance(source, Mapping) or isinstance(preprocessor, Mapping):
-        return None
-    other = None if preprocessor is None else str(preprocessor)
-    return ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
-
-
 def read_config(source: str | Path | Config) -> Config:
     """The configuration that `describe` reads from `source`."""
     config = _read_source(source)[1]
@@ -183,7 +179,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        return path, _parse(_read_file(path), str(path))
+        return path, _read_json(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description"
@@ -213,13 +209,13 @@ def _read_processor(
     if beside is None:
         return None, {}
     paths = [beside.parent / name for name in (*_OF_IMAGES, "video_preprocessor_config.json")]
-    files = {path.name: _parse(_read_file(path), str(path)) for path in paths if path.is_file()}
+    files = {path.name: _read_json(path) for path in paths if path.is_file()}
     settings = next((files[name] for name in _OF_IMAGES if name in files), None)
     if settings is None:
         return None, {}
     tokenizer = beside.parent / "tokenizer_config.json"
     if tokenizer.is_file() and tokenizer.stat().st_size <= MAX_CONFIG_BYTES:
-        content = _parse(_read_file(tokenizer), str(tokenizer))
+        content = _read_json(tokenizer)
         extra = content.get("extra_special_tokens")
         named = {**(extra if isinstance(extra, Mapping) else {}), **content}
         files[tokenizer.name] = {k: v for k, v in named.items() if k.endswith("_token") or k == "processor_class"}
@@ -229,9 +225,8 @@ def _read_processor(
 def _read_given(preprocessor: str | Path | Config) -> Config:
     if isinstance(preprocessor, Mapping):
         return _checked(preprocessor, "the preprocessor configuration")
-    path = Path(preprocessor)
     try:
-        return _parse(_read_file(path), str(path))
+        return _read_json(Path(preprocessor))
     except OSError as error:
         raise ConfigError(
             f"preprocessor {str(preprocessor)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable "
@@ -239,23 +234,20 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
         ) from error
 
 
-def _read_file(path: Path) -> bytes:
+def _read_json(path: Path) -> Config:
+    """`OSError` where it cannot be read."""
     with path.open("rb") as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
         raise ConfigError(
             f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
         )
-    return content
-
-
-def _parse(content: bytes, whence: str) -> Config:
     try:
         value = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{whence} is not JSON ({reason}): give the config.json as the model ships it") from None
-    return _checked(value, whence)
+        raise ConfigError(f"{path} is not JSON ({reason}): give the config.json as the model ships it") from None
+    return _checked(value, str(path))
 
 
 def _refuse_constant(constant: str) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,18 +13,11 @@ from typing import Any
 
 from trimtab.errors import ConfigError, join_problems
 from trimtab.files import write_atomically
-from trimtab.models.images import (
-    AnyRes,
-    AskedImages,
-    DynamicTiling,
-    FixedImage,
-    GlmSmartResize,
-    PaddedTiles,
-    PanAndScan,
-    SmartResize,
-    UnsettledRule,
-)
+from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.size import MAX_TILES
+from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.layer_checks import find_layer_problems
 from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec, ModelSpec
@@ -77,20 +70,13 @@ def description_bytes(model: ModelSpec) -> bytes:
             f"describe it with one of {', '.join(RULES)}"
         )
     written = {
+        **{f.name: getattr(model, f.name) for f in fields(_File)},
         "description_version": VERSION,
-        "name": model.name,
-        "family": model.family,
-        "vocab_size": model.vocab_size,
-        "tied": model.tied,
-        "forbidden_cuts": list(_runs(sorted(model.forbidden_cuts))),
-        "forbidden_cut_reason": model.forbidden_cut_reason,
-        "joined_cuts": None if model.joined_cuts is None else list(_runs(sorted(model.joined_cuts))),
-        "config_blake2b": model.config_blake2b,
-        "notes": model.notes,
-        "asked_of": model.asked_of,
+        "forbidden_cuts": _runs(model.forbidden_cuts),
+        "joined_cuts": None if model.joined_cuts is None else _runs(model.joined_cuts),
         "image_markup": None if model.image_markup is None else asdict(model.image_markup),
         "image_rule": {"kind": rule, "settings": _settings(model.image_rule)},
-        "clip_rule": None if not isinstance(model.clip_rule, AskedImages) else _settings(model.clip_rule),
+        "clip_rule": _settings(model.clip_rule) if isinstance(model.clip_rule, AskedImages) else None,
         "layers": _write_layers(model.layers),
     }
     content = (json.dumps(written, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -152,16 +138,10 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = previous = None
-    for n in numbers:
-        if previous is None or n != previous + 1:
-            if start is not None and previous is not None:
-                yield start, previous
-            start = n
-        previous = n
-    if start is not None and previous is not None:
-        yield start, previous
+def _runs(numbers: Collection[int]) -> list[tuple[int, int]]:
+    """First and last of each run: 2 3 4 7 -> (2, 4), (7, 7)."""
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    return list(zip(starts, sorted(n for n in numbers if n + 1 not in numbers), strict=True))
 
 
 def _numbers(runs: Sequence[tuple[int, int]]) -> frozenset[int]:
@@ -174,18 +154,14 @@ def _settings(rule: ImageRule) -> dict[str, Any]:
 
 def _write_layers(layers: Sequence[LayerSpec]) -> list[dict[str, Any]]:
     written: list[dict[str, Any]] = []
-    first, count = None, 0
+    first, count = layers[0], 0
     for layer in layers:
-        if (
-            first is not None
-            and replace(layer, name=first.name) == first
-            and layer.name == _name_after(first.name, count)
-        ):
+        if written and layer == replace(first, name=_name_after(first.name, count) or ""):
             count += 1
             written[-1]["num_alike"] = count
-            continue
-        first, count = layer, 1
-        written.append(_without_defaults(asdict(layer), layer))
+        else:
+            first, count = layer, 1
+            written.append(_without_defaults(asdict(layer), layer))
     return written
 
 

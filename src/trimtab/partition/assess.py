@@ -1,15 +1,17 @@
-"""What given stages cost and hold: seconds per micro-batch, bytes per device."""
+"""The split problem, and what given stages cost and hold in it: seconds per micro-batch, bytes per device."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from trimtab.options import ScheduleName
+from trimtab.errors import PartitionError
+from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
     check_schedule,
     devices_of_stages,
@@ -18,6 +20,7 @@ from trimtab.partition.schedules import (
     splits_backward,
 )
 from trimtab.specs import FloatArray, Profile, Stage, chosen_tiers
+from trimtab.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,72 +63,102 @@ class SplitResult:
 OFFLOAD_BUFFERS = 2.0  # while an offloaded layer's backward runs: its own bytes, and as many for the layer before it
 
 
-def assess_stages(
-    profile: Profile,
-    stages: Sequence[Stage],
-    *,
-    work_mean: FloatArray,
-    work_max: FloatArray,
-    num_microbatches: int,
-    schedule: ScheduleName = "1F1B",
-    num_chunks: int = 1,
-    overhead_bytes: float = 0.0,
-    forbidden_cuts: frozenset[int] = frozenset(),
-) -> SplitResult:
-    """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitProblem:
+    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
 
-    Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and what
-    its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is the
-    workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its tier saves:
-    layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes back for the
-    layer before it meanwhile; until its backward ends it takes as much of host memory, for each micro-batch.
-    Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate operations).
-    Where weight gradients run apart, a micro-batch whose backward has begun holds everything until they are done,
-    recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
-    """
-    mean, most = np.asarray(work_mean, np.float64), np.asarray(work_max, np.float64)
-    S, P = len(stages), len(stages) // num_chunks
-    check_schedule(schedule, num_devices=P, num_chunks=num_chunks, num_microbatches=num_microbatches)
-    shape = {"num_devices": P, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
-    devices = devices_of_stages(schedule, num_devices=P, num_chunks=num_chunks)
+    profile: Profile
+    num_stages: int  # devices of the pipeline
+    work_mean: FloatArray  # of a micro-batch: prices time
+    work_max: FloatArray  # of the largest micro-batch, term by term: prices memory
+    num_microbatches: int
+    memory_bytes: float = math.inf  # of one device
+    forbidden_cuts: frozenset[int] = frozenset()
+    schedule: ScheduleName = "1F1B"
+    num_chunks: int = 1  # virtual stages of a device
+    recompute: RecomputeMode = "auto"
+    overhead_bytes: float = 0.0
+    host_bytes: float = math.inf  # of host memory for one device's offloaded layers
 
-    # 1. Seconds of every stage at the mean micro-batch.
-    forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
-    own = [slice(stage.start, stage.stop) for stage in stages]
-    chosen = [chosen_tiers(profile, stage) for stage in stages]
-    extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
-    stage_forward = np.array([forward[x].sum() for x in own])
-    stage_backward = np.array([backward[x].sum() for x in own]) + extra
-    unsplittable = np.add.reduceat(forward + backward, [c for c in range(len(forward)) if c not in forbidden_cuts])
-
-    # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
-    once = splits_backward(schedule)  # then nothing computed again comes on top
-    held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
-    saved, whole, transient, away = map(np.concatenate, zip(*held, strict=True))
-    peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
-    host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
-    state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
-    return SplitResult(
-        stages=tuple(stages),
-        forward_s=tuple(stage_forward.tolist()),
-        backward_s=tuple(stage_backward.tolist()),
-        recompute_s=tuple(extra.tolist()),
-        in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
-        memory=tuple(
-            DeviceMemory(
-                state_bytes=float(state[devices == d].sum()),
-                saved_bytes=float(peaks[d]),
-                transient_bytes=float(transient[devices == d].max()),
-                overhead_bytes=float(overhead_bytes),
-                host_bytes=float(host_peaks[d]),
+    def __post_init__(self) -> None:
+        L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
+        if self.recompute not in get_args(RecomputeMode):
+            raise PartitionError(f"recompute={self.recompute!r} is unknown: choose auto, none or full")
+        if not 1 <= P * V <= L:
+            what = f"{P} stages" if V == 1 else f"{P} stages of {V} chunks each"
+            raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
+        check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
+        if not 0 <= self.overhead_bytes < self.memory_bytes:
+            raise PartitionError(
+                f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
+                "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
             )
-            for d in range(P)
-        ),
-        devices=tuple(devices.tolist()),
-        bottleneck_s=float((stage_forward + stage_backward).max()),
-        lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
-        exact=False,
-    )
+        if not self.host_bytes >= 0:
+            raise PartitionError(f"{self.host_bytes} bytes of host memory cannot hold anything: give 0 or more")
+        runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
+        if runs < P * V:
+            raise PartitionError(
+                f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
+                f"choose at most {runs} stages"
+            )
+
+    def assess(self, stages: Sequence[Stage]) -> SplitResult:
+        """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+
+        Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
+        what its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is
+        the workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its
+        tier saves: layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes
+        back for the layer before it meanwhile; until its backward ends it takes as much of host memory, for each
+        micro-batch. Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate
+        operations). Where weight gradients run apart, a micro-batch whose backward has begun holds everything until
+        they are done, recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
+        """
+        profile, schedule = self.profile, self.schedule
+        mean, most = np.asarray(self.work_mean, np.float64), np.asarray(self.work_max, np.float64)
+        S, P = len(stages), len(stages) // self.num_chunks
+        shape = {"num_devices": P, "num_chunks": self.num_chunks, "num_microbatches": self.num_microbatches}
+        devices = devices_of_stages(schedule, num_devices=P, num_chunks=self.num_chunks)
+
+        # 1. Seconds of every stage at the mean micro-batch.
+        forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
+        own = [slice(stage.start, stage.stop) for stage in stages]
+        chosen = [chosen_tiers(profile, stage) for stage in stages]
+        extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
+        stage_forward = np.array([forward[x].sum() for x in own])
+        stage_backward = np.array([backward[x].sum() for x in own]) + extra
+        unsplittable = np.add.reduceat(
+            forward + backward, [c for c in range(len(forward)) if c not in self.forbidden_cuts]
+        )
+
+        # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
+        once = splits_backward(schedule)  # then nothing computed again comes on top
+        held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
+        saved, whole, transient, away = map(np.concatenate, zip(*held, strict=True))
+        peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
+        host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
+        state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
+        return SplitResult(
+            stages=tuple(stages),
+            forward_s=tuple(stage_forward.tolist()),
+            backward_s=tuple(stage_backward.tolist()),
+            recompute_s=tuple(extra.tolist()),
+            in_flight=tuple(peak_in_flight(schedule, **shape).tolist()),
+            memory=tuple(
+                DeviceMemory(
+                    state_bytes=float(state[devices == d].sum()),
+                    saved_bytes=float(peaks[d]),
+                    transient_bytes=float(transient[devices == d].max()),
+                    overhead_bytes=float(self.overhead_bytes),
+                    host_bytes=float(host_peaks[d]),
+                )
+                for d in range(P)
+            ),
+            devices=tuple(devices.tolist()),
+            bottleneck_s=float((stage_forward + stage_backward).max()),
+            lower_bound_s=float(max((forward + backward).sum() / S, unsplittable.max())),
+            exact=False,
+        )
 
 
 class StageBytes(NamedTuple):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, recompute_stages
+from trimtab.partition.stages import recompute_stages
 from trimtab.specs import FloatArray, IntArray, stages_between
 from trimtab.units import MIB
 
@@ -24,11 +24,16 @@ MAX_CANDIDATES = 5_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BmpCandidate:
-    """Cuts near the anchor's, and what they are ranked by: `spread_ms` + `sent_mib`, smaller first."""
+    """Cuts near the anchor's, and what they are ranked by: squared deviations in ms^2 + `sent_mib`, smaller first."""
 
     cuts: tuple[int, ...]  # layers at which stages 1, 2, ... begin
     spread_ms: float  # standard deviation of the stages' forward times: what the paper's tables print as VAR(fwd_time)
     sent_mib: float  # activations that pass all boundaries, SUM(comm)
+
+    @property
+    def rank(self) -> float:
+        """Sum over the stages of the squared deviation from their mean forward time, plus what is sent."""
+        return (len(self.cuts) + 1) * self.spread_ms**2 + self.sent_mib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,7 @@ class BmpResult:
     seconds: float
     anchor: tuple[int, ...]
     timed: tuple[tuple[BmpCandidate, float], ...]  # in the order of their rank; infinite where it does not fit
+    splits: tuple[SplitResult, ...]  # that were timed, in the order of their rank
     num_candidates: int
 
 
@@ -71,7 +77,14 @@ def bmp_split(
             "radius, or split_stages, which searches all of them"
         )
     best, seconds = min(splits, key=lambda x: x[1])
-    return BmpResult(split=best, seconds=seconds, anchor=anchor, timed=tuple(timed), num_candidates=len(candidates))
+    return BmpResult(
+        split=best,
+        seconds=seconds,
+        anchor=anchor,
+        timed=tuple(timed),
+        splits=tuple(split for split, _ in splits),
+        num_candidates=len(candidates),
+    )
 
 
 def simulated_seconds(
@@ -109,20 +122,33 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
             f"radius {radius} around {len(anchor)} cuts makes {count} splits: choose a smaller radius, at least 0, or "
             "search_makespan, which does not list them"
         )
-    before, positions = _forward_before(problem)
+    _, positions = _forward_before(problem)
     at = np.searchsorted(positions, anchor)
     ranges = [range(max(1, a - radius), min(len(positions) - 1, a + radius + 1)) for a in at.tolist()]
     listed = list(itertools.product(*ranges))
     inner = np.array(listed, np.int64).reshape(len(listed), S - 1)
-    inner = inner[(np.diff(inner, axis=1) > 0).all(axis=1)]
-    ends = np.full((len(inner), 1), len(positions) - 1)
-    spread = np.diff(before[np.hstack([np.zeros_like(ends), inner, ends])], axis=1).std(axis=1) * 1e3
-    sent = (problem.profile.matrix("output_bytes") @ problem.work_mean)[positions[inner] - 1].sum(axis=1) / MIB
-    order = np.argsort(spread + sent, kind="stable")
+    cuts = positions[inner[(np.diff(inner, axis=1) > 0).all(axis=1)]]
+    spread, sent = _spread_and_sent(problem, cuts)
+    order = np.argsort(S * spread**2 + sent, kind="stable")
     return [
-        BmpCandidate(cuts=tuple(positions[inner[n]].tolist()), spread_ms=float(spread[n]), sent_mib=float(sent[n]))
-        for n in order
+        BmpCandidate(cuts=tuple(cuts[n].tolist()), spread_ms=float(spread[n]), sent_mib=float(sent[n])) for n in order
     ]
+
+
+def rank_cuts(problem: SplitProblem, cuts: Sequence[int]) -> BmpCandidate:
+    """Any allowed cuts as a candidate."""
+    spread, sent = _spread_and_sent(problem, np.array([cuts], np.int64).reshape(1, -1))
+    return BmpCandidate(cuts=tuple(cuts), spread_ms=float(spread[0]), sent_mib=float(sent[0]))
+
+
+def _spread_and_sent(problem: SplitProblem, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
+    """(n,) ms and MiB of n rows of cuts."""
+    forward = problem.profile.matrix("forward_s") @ problem.work_mean
+    before = np.concatenate([[0.0], np.cumsum(forward)])
+    ends = np.full((len(cuts), 1), len(forward))
+    spread = np.diff(before[np.hstack([np.zeros_like(ends), cuts, ends])], axis=1).std(axis=1) * 1e3
+    sent = (problem.profile.matrix("output_bytes") @ problem.work_mean)[cuts - 1].sum(axis=1) / MIB
+    return spread, sent
 
 
 def _forward_before(problem: SplitProblem) -> tuple[FloatArray, IntArray]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trimtab.partition.assess import SplitProblem
 from trimtab.partition.backward import weight_matrix
 from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
-from trimtab.partition.stages import SplitProblem, chunk_room
+from trimtab.partition.stages import chunk_room
 from trimtab.specs import FloatArray, IntArray
 
 if TYPE_CHECKING:

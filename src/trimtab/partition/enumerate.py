@@ -5,26 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from trimtab.compiled import compiled
 from trimtab.partition.bound import BoundTerms
 from trimtab.partition.cuts import Pipeline, stage_extra
-from trimtab.partition.evaluate import Evaluator, PricedStage
-from trimtab.partition.replay import replay
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.tiers import IMPOSSIBLE, TierTable
 from trimtab.specs import FloatArray, IntArray
 
 MAX_STAGES = 4
 MAX_CUTS = 2_000_000  # that the bound may leave open
-MAX_BLOCKS = 80_000_000  # simulated at most: about a second
+MAX_BLOCKS = 80_000_000  # simulated at most: a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enumerated:
-    """The best cuts of all that fit, with their mean makespans."""
+    """What was done so that `Evaluator.seen` holds the best cuts of all that fit."""
 
-    makespans: dict[tuple[int, ...], float]
     num_simulated: int
     complete: bool  # no cuts beside these are better
 
@@ -33,8 +30,8 @@ def enumerate_cuts(evaluator: Evaluator, terms: BoundTerms, *, keep: int = 1) ->
     """The `keep` best of all cuts, given that `evaluator` has priced some; None where there are too many.
 
     Exact. A stage's term of `makespan_bound` depends on its own two ends alone, so cuts whose largest term is not below
-    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, each until
-    its steps so far exceed that makespan, until the next bound does. With several chunks a device and a cap that binds
+    the `keep`-th best makespan known are left out; the others are simulated in the order of their bounds, until
+    the next bound exceeds it. With several chunks a device and a cap that binds
     their room is fixed beforehand, and the result is not `complete`.
     """
     problem = evaluator.problem
@@ -55,33 +52,17 @@ def enumerate_cuts(evaluator: Evaluator, terms: BoundTerms, *, keep: int = 1) ->
     ranked = np.argsort(bounds, kind="stable")
     cuts, bounds = cuts[ranked], bounds[ranked]
 
-    if not len(cuts):
-        return Enumerated(makespans={}, num_simulated=0, complete=settled)
-    stages: list[PricedStage | None] = []
-    ids = np.empty((len(cuts), S), np.int64)
-    for i in range(S):
-        ends, which = np.unique(cuts[:, i : i + 2], axis=0, return_inverse=True)
-        ids[:, i] = len(stages) + which.ravel()
-        stages += [evaluator.priced(i, a, b) for a, b in ends.tolist()]
-    priced = [stage for stage in stages if stage is not None]
-    assert len(priced) == len(stages), "every term was finite"
+    # In the order of their bounds, until the next one cannot be among the best.
     order = evaluator.order
     max_simulated = MAX_BLOCKS // (order.stage.size * len(evaluator.slots)) + 1
-    best, which, done = simulate_cuts(
-        order.stage,
-        order.microbatch,
-        order.kind,
-        evaluator.device,
-        np.array([stage.seconds for stage in priced]),
-        np.array([stage.send for stage in priced]),
-        ids,
-        bounds,
-        evaluator.work.shape[1],
-        np.full(keep, limit * (1 + 1e-12)),
-        max_simulated,
-    )
-    found = {tuple(cuts[n].tolist()): float(s) for n, s in zip(which.tolist(), best.tolist(), strict=True) if n >= 0}
-    return Enumerated(makespans=found, num_simulated=int(done), complete=done < max_simulated and settled)
+    best = [limit * (1 + 1e-12)] * keep
+    done = 0
+    for cut, bound in zip(cuts.tolist(), bounds.tolist(), strict=True):
+        if bound >= best[-1] or done >= max_simulated:
+            break
+        done += 1
+        best = sorted([*best, evaluator.makespan(tuple(cut))])[:keep]
+    return Enumerated(num_simulated=done, complete=done < max_simulated and settled)
 
 
 @compiled
@@ -119,55 +100,3 @@ def open_cuts(term_s: FloatArray, limit: float) -> IntArray | None:
         which, ends = np.nonzero(follows)
         cuts = np.column_stack([cuts[which], ends])
     return np.column_stack([cuts, np.full(len(cuts), K)])
-
-
-@compiled
-def simulate_cuts(
-    stage: npt.NDArray[np.int32],
-    microbatch: npt.NDArray[np.int32],
-    kind: npt.NDArray[np.int8],
-    device: IntArray,
-    seconds: FloatArray,
-    sends: FloatArray,
-    ids: IntArray,
-    bounds: FloatArray,
-    num_microbatches: int,
-    best: FloatArray,
-    most: int,
-) -> tuple[FloatArray, IntArray, int]:
-    """Makespans of the best cuts, ascending, their numbers (-1: none), and how many were simulated.
-
-    `seconds` (stages, 3, rows) and `sends` (stages, rows) of the stages that `ids` (n, S) names; `bounds` (n,) ascends.
-    """
-    S, M, keep = ids.shape[1], num_microbatches, len(best)
-    num_steps = seconds.shape[2] // M
-    which = np.full(keep, -1, np.int64)
-    own = np.zeros((3, S, M))
-    send = np.zeros((2, S, M))
-    end = np.zeros((3, S, M))
-    done = 0
-    for n in range(len(ids)):
-        if bounds[n] >= best[-1] or done >= most:
-            break
-        done += 1
-        total = 0.0
-        for step in range(num_steps):
-            for s in range(S):
-                for m in range(M):
-                    for k in range(3):
-                        own[k, s, m] = seconds[ids[n, s], k, step * M + m]
-                    send[0, s, m] = sends[ids[n, s], step * M + m]
-                    if s + 1 < S:
-                        send[1, s + 1, m] = send[0, s, m]
-            total += replay(stage, microbatch, kind, device, own, send, end)
-            if total >= best[-1] * num_steps:
-                break
-        makespan = total / num_steps
-        if makespan >= best[-1]:
-            continue
-        at = keep - 1
-        while at > 0 and best[at - 1] > makespan:
-            best[at], which[at] = best[at - 1], which[at - 1]
-            at -= 1
-        best[at], which[at] = makespan, n
-    return best, which, done

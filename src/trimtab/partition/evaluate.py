@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import PartitionError
+from trimtab.partition.assess import SplitProblem
 from trimtab.partition.schedules import block_order, devices_of_stages
 from trimtab.partition.simulate import block_costs, stage_times
-from trimtab.partition.stages import SplitProblem, chunk_room, stage_of
+from trimtab.partition.stages import chunk_room, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
 
 
@@ -37,6 +38,7 @@ class Evaluator:
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
         from trimtab.partition.layer_table import layer_table, pipeline_of
+        from trimtab.partition.replay import replay_steps
 
         work = checked_work(problem, work)
         S = problem.num_stages * problem.num_chunks
@@ -55,6 +57,8 @@ class Evaluator:
         self.device = devices_of_stages(problem.schedule, **shape)
         self.seen: dict[tuple[int, ...], float] = {}
         self._priced: dict[tuple[int, int, int], PricedStage | None] = {}
+        self._seconds, self._sends = np.zeros((3, S, len(self.rows))), np.zeros((2, S, len(self.rows)))
+        self._replay_steps = replay_steps
 
     def cuts_of(self, stages: Sequence[Stage]) -> tuple[int, ...]:
         return (*(int(np.searchsorted(self.table.positions, x.start)) for x in stages), self.table.num_segments)
@@ -94,14 +98,14 @@ class Evaluator:
         return PricedStage(stage=stage, seconds=costs.seconds[:, 0], send=send)
 
     def _replay(self, priced: Sequence[PricedStage]) -> float:
-        from trimtab.partition.replay import replay_steps
-
-        seconds = np.ascontiguousarray(np.stack([entry.seconds for entry in priced], axis=1))
-        sends = np.zeros((2, *seconds.shape[1:]))
-        if len(priced) > 1:
-            sends[0, :-1] = sends[1, 1:] = [entry.send for entry in priced[:-1]]
+        for i, entry in enumerate(priced):
+            self._seconds[:, i] = entry.seconds
+            if i + 1 < len(priced):
+                self._sends[0, i] = self._sends[1, i + 1] = entry.send
         order = self.order
-        steps = replay_steps(order.stage, order.microbatch, order.kind, self.device, seconds, sends, self.slots)
+        steps = self._replay_steps(
+            order.stage, order.microbatch, order.kind, self.device, self._seconds, self._sends, self.slots
+        )
         return float(steps.mean())
 
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
-from trimtab.partition.assess import entry_bytes, times_again
+from trimtab.partition.assess import SplitProblem, entry_bytes, times_again
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
 from trimtab.partition.schedules import peak_in_flight, peak_pending
 from trimtab.partition.tiers import TierTable
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, RecomputeTier
-
-if TYPE_CHECKING:
-    from trimtab.partition.stages import SplitProblem
 
 TICK_BITS = 44
 MAX_BYTES = 2**60  # an exbibyte stands for "no limit"
@@ -74,8 +70,8 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
 
     A stage costs its forward and backward. Where weight gradients run apart it holds at most (in flight - pending)
-    micro-batches by its tiers and the pending ones whole: with one chunk a device that is its peak, as `assess_stages`
-    counts it.
+    micro-batches by its tiers and the pending ones whole: with one chunk a device that is its peak, as
+    `SplitProblem.assess` counts it.
     """
     shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
     held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.partition.assess import DeviceMemory, stage_bytes
+from trimtab.partition.assess import DeviceMemory, SplitProblem, stage_bytes
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
-from trimtab.partition.stages import SplitProblem
 from trimtab.specs import FloatArray, IntArray, Stage
 
 
@@ -30,8 +29,8 @@ def replay_peaks(
 ) -> tuple[ReplayedPeak, ...]:
     """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
 
-    As `assess_stages` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers hold,
-    a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
+    As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
+    hold, a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
     bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`. Host memory is the most
     of any step and rank.
     """

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.bound import bound_terms
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.partition.stages import split_stages
 from trimtab.specs import FloatArray
 
 _STEPS = (-1, 1, -2, 2, -3, 3)
@@ -93,7 +93,7 @@ def top_candidates(
 ) -> tuple[Candidate, ...]:
     """The `k` splits of least simulated makespan, best first, no two with the same cuts; fewer if no more fit.
 
-    Of all cuts where `search_makespan` would enumerate them, else of those it comes by.
+    Of all cuts where `search_makespan` would enumerate them, else of those that the descent simulated.
     """
     assert k >= 1
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
@@ -124,15 +124,14 @@ def _rank(evaluator: Evaluator, start: SplitResult, *, max_simulated: int, keep:
     for first in (evaluator.cuts_of(start.stages), terms.cuts()):
         if first is not None:
             _descend(evaluator, first, max_simulated=max_simulated)
-    found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
+    num_simulated = len(evaluator.seen)
     every = enumerate_cuts(evaluator, terms, keep=keep)
-    if every is not None:
-        found |= every.makespans
+    found = {cuts: seconds for cuts, seconds in evaluator.seen.items() if seconds < float("inf")}
     best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:keep]
     return _Ranked(
         cuts=dict(best),
         lower_bound_s=terms.makespan_s,
-        num_simulated=len(evaluator.seen) + (0 if every is None else every.num_simulated),
+        num_simulated=num_simulated + (0 if every is None else every.num_simulated),
         complete=every is not None and every.complete,
     )
 

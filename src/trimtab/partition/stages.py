@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.options import RecomputedTier, RecomputeMode, ScheduleName
-from trimtab.partition.assess import SplitResult, assess_stages
-from trimtab.partition.schedules import check_schedule
-from trimtab.specs import FloatArray, IntArray, Profile, RecomputeChoice, Stage
+from trimtab.options import RecomputedTier
+from trimtab.partition.assess import SplitProblem as SplitProblem
+from trimtab.partition.assess import SplitResult
+from trimtab.specs import FloatArray, IntArray, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:  # numba comes with these: only when something is solved
@@ -22,65 +21,12 @@ if TYPE_CHECKING:  # numba comes with these: only when something is solved
     from trimtab.partition.layer_table import LayerTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SplitProblem:
-    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
-
-    profile: Profile
-    num_stages: int  # devices of the pipeline
-    work_mean: FloatArray  # of a micro-batch: prices time
-    work_max: FloatArray  # of the largest micro-batch, term by term: prices memory
-    memory_bytes: float  # of one device
-    num_microbatches: int
-    forbidden_cuts: frozenset[int] = frozenset()
-    schedule: ScheduleName = "1F1B"
-    num_chunks: int = 1  # virtual stages of a device
-    recompute: RecomputeMode = "auto"
-    overhead_bytes: float = 0.0
-    host_bytes: float = math.inf  # of host memory for one device's offloaded layers
-
-    def __post_init__(self) -> None:
-        L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
-        if self.recompute not in get_args(RecomputeMode):
-            raise PartitionError(f"recompute={self.recompute!r} is unknown: choose auto, none or full")
-        if not 1 <= P * V <= L:
-            what = f"{P} stages" if V == 1 else f"{P} stages of {V} chunks each"
-            raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
-        check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
-        if not 0 <= self.overhead_bytes < self.memory_bytes:
-            raise PartitionError(
-                f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
-                "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
-            )
-        if not self.host_bytes >= 0:
-            raise PartitionError(f"{self.host_bytes} bytes of host memory cannot hold anything: give 0 or more")
-        runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
-        if runs < P * V:
-            raise PartitionError(
-                f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
-                f"choose at most {runs} stages"
-            )
-
-    def assess(self, stages: Sequence[Stage]) -> SplitResult:
-        return assess_stages(
-            self.profile,
-            stages,
-            work_mean=self.work_mean,
-            work_max=self.work_max,
-            num_microbatches=self.num_microbatches,
-            schedule=self.schedule,
-            num_chunks=self.num_chunks,
-            overhead_bytes=self.overhead_bytes,
-            forbidden_cuts=self.forbidden_cuts,
-        )
-
-
 def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
-    see `assess_stages`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages` devices
-    hold `num_chunks` virtual stages each.
+    see `SplitProblem.assess`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages`
+    devices hold `num_chunks` virtual stages each.
 
     Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:

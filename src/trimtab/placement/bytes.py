@@ -8,21 +8,8 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.placement.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
-from trimtab.placement.workload import QUANTS, Batch, Quant, Workload, batch_of, count_batch
+from trimtab.placement.workload import QUANTS, Batch, Workload, count_batch
 from trimtab.specs import IntArray, LayerSpec, ModelSpec
-
-__all__ = [
-    "QUANTS",
-    "Batch",
-    "InferenceTable",
-    "Quant",
-    "Workload",
-    "batch_of",
-    "count_batch",
-    "inference_table",
-    "kv_bytes_per_token",
-    "weight_bytes",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

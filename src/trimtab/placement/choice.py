@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.placement.bytes import Workload
 from trimtab.placement.machine import Machine
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
+from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 
 ROOMY = 0.8  # GPUs that are filled to this leave room for what is not counted and for a longer prompt

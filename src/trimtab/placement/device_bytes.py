@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,82 +13,44 @@ from trimtab.specs import IntArray
 
 ALLOCATOR_DIVISOR = 20  # 5 % of what comes and goes: blocks that the caching allocator keeps and cannot hand out again
 
+DeviceKey = int | str  # a GPU's number, "cpu" or "disk"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Bytes of one device at its peak."""
+class DeviceUse:
+    """What one device holds, and how much of it is taken at the peak."""
 
-    weight_bytes: int
-    kv_bytes: int
-    activation_bytes: int
-    streamed_bytes: int
-    reserve_bytes: int
+    device: DeviceKey
+    capacity_bytes: int | None = None  # None: a disk is not counted
+    weight_bytes: int = 0
+    kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
+    activation_bytes: int = 0  # live beside it at that moment
+    streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
+    reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
+    modules: tuple[str, ...] = ()  # whose weights it holds
 
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes + self.streamed_bytes + self.reserve_bytes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UnitTable:
-    """Bytes of each unit of a chain; sums over a unit's layers, but for the peaks, of which only one is live.
-
-    A peak holds the weights of its layer too where they are copied to the device to run.
-    """
-
-    weights: IntArray  # 0 for a unit whose weights no GPU holds
-    kv_prompt: IntArray
-    kv_full: IntArray
-    held: IntArray
-    encode: IntArray  # peak of layers in front of the decoder: no cache exists yet
-    prefill: IntArray
-    decode: IntArray
-    touched: IntArray  # weight bytes read by all runs
-
-
-def unit_table(
-    table: InferenceTable, units: Sequence[Unit], spilled: Iterable[int] = (), on_cpu: Iterable[int] = ()
-) -> UnitTable:
-    """`spilled` layers have their weights copied in to run; those `on_cpu` run in host memory and take nothing."""
-    gone, off = np.zeros(len(table.weights), dtype=bool), np.zeros(len(table.weights), dtype=bool)
-    gone[list(spilled)] = True
-    off[list(on_cpu)] = True
-    streamed = np.where(gone, table.weights, 0)
-
-    def total(column: IntArray) -> IntArray:
-        kept = np.where(off, 0, column)
-        return np.array([kept[list(u.layers)].sum() for u in units], dtype=np.int64)
-
-    def largest(column: IntArray, runs: IntArray) -> IntArray:
-        kept = np.where(off | (runs == 0), 0, column + streamed)
-        return np.array([kept[list(u.layers)].max() for u in units], dtype=np.int64)
-
-    return UnitTable(
-        weights=total(np.where(gone, 0, table.weights)),
-        kv_prompt=total(table.kv_prompt),
-        kv_full=total(table.kv_full),
-        held=total(table.held),
-        encode=largest(table.prefill, 1 - table.cached),
-        prefill=largest(table.prefill, table.cached),
-        decode=largest(table.decode, table.cached),
-        touched=total(table.touched),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """A moment in which a device may be fullest."""
-
-    kv_bytes: int
-    activation_bytes: int
-    streamed_bytes: int
-
     @property
-    def live_bytes(self) -> int:
-        return self.kv_bytes + self.activation_bytes + self.streamed_bytes
+    def fraction(self) -> float:
+        """Share of the capacity in use: above 1 it does not fit; 0 for an empty device and for a disk."""
+        if self.capacity_bytes is None or self.total_bytes == 0:
+            return 0.0
+        return self.total_bytes / self.capacity_bytes if self.capacity_bytes else float("inf")
 
 
-def device_bytes(table: InferenceTable, layers: Sequence[int], spilled: Iterable[int], context_bytes: int) -> Held:
+def device_bytes(
+    table: InferenceTable,
+    layers: Sequence[int],
+    spilled: Collection[int],
+    context_bytes: int,
+    *,
+    device: DeviceKey = 0,
+    capacity_bytes: int | None = None,
+    modules: tuple[str, ...] = (),
+) -> DeviceUse:
     """Bytes of a device that runs `layers`, of which the `spilled` ones are copied in each time.
 
     Weights + max(held + encode peak, prompt KV + held + prefill peak, full KV + decode peak) + reserve. A peak is the
@@ -97,43 +59,66 @@ def device_bytes(table: InferenceTable, layers: Sequence[int], spilled: Iterable
     stay. Nothing for a device that runs nothing.
     """
     if not layers:
-        return Held(weight_bytes=0, kv_bytes=0, activation_bytes=0, streamed_bytes=0, reserve_bytes=0)
-    at, gone = list(layers), set(spilled)
+        return DeviceUse(device=device, capacity_bytes=capacity_bytes)
+    at = list(layers)
     held, prompt, full = (int(column[at].sum()) for column in (table.held, table.kv_prompt, table.kv_full))
-    phases: list[_Phase] = []
+    moments: list[tuple[int, int, int]] = []  # KV cache, activations, weights copied in
     for i in at:
-        streamed = int(table.weights[i]) if i in gone else 0
-        first = _Phase(prompt if table.cached[i] else 0, held + int(table.prefill[i]), streamed)
-        phases += [first, _Phase(full, int(table.decode[i]), streamed)] if table.cached[i] else [first]
-    phases += [_Phase(prompt, held, 0), _Phase(full, 0, 0)]
-    peak = max(phases, key=lambda phase: phase.live_bytes)
-    return Held(
-        weight_bytes=sum(int(table.weights[i]) for i in at if i not in gone),
-        kv_bytes=peak.kv_bytes,
-        activation_bytes=peak.activation_bytes,
-        streamed_bytes=peak.streamed_bytes,
-        reserve_bytes=context_bytes + peak.live_bytes // ALLOCATOR_DIVISOR,
+        streamed = int(table.weights[i]) if i in spilled else 0
+        moments.append((prompt if table.cached[i] else 0, held + int(table.prefill[i]), streamed))
+        if table.cached[i]:
+            moments.append((full, int(table.decode[i]), streamed))
+    peak = max([*moments, (prompt, held, 0), (full, 0, 0)], key=sum)
+    return DeviceUse(
+        device=device,
+        capacity_bytes=capacity_bytes,
+        weight_bytes=sum(int(table.weights[i]) for i in at if i not in spilled),
+        kv_bytes=peak[0],
+        activation_bytes=peak[1],
+        streamed_bytes=peak[2],
+        reserve_bytes=context_bytes + sum(peak) // ALLOCATOR_DIVISOR,
+        modules=modules,
     )
 
 
-def run_bytes(units: UnitTable, context_bytes: int) -> IntArray:
-    """(n + 1, n + 1): bytes of a device that runs units s <= i < e at [s, e], as `device_bytes` has it; 0 if s >= e."""
-    n = len(units.weights)
+def run_bytes(
+    table: InferenceTable,
+    units: Sequence[Unit],
+    context_bytes: int,
+    *,
+    spilled: Collection[int] = (),
+    on_cpu: Collection[int] = (),
+) -> IntArray:
+    """(n + 1, n + 1): bytes of a device that runs units s <= i < e at [s, e], as `device_bytes` has it; 0 if s >= e.
+
+    `spilled` layers have their weights copied in to run; those `on_cpu` run in host memory and take nothing.
+    """
+    n = len(units)
+    order = [i for unit in units for i in unit.layers]
+    first = np.cumsum([0, *(len(unit.layers) for unit in units[:-1])])  # of each unit, in that order
+    off = np.isin(np.arange(len(table.weights)), list(on_cpu))
+    gone = np.isin(np.arange(len(table.weights)), list(spilled))
+    streamed = np.where(gone, table.weights, 0)
 
     def sums(column: IntArray) -> IntArray:
-        before = np.concatenate([[0], np.cumsum(column)])
+        of_unit = np.add.reduceat(np.where(off, 0, column)[order], first)
+        before = np.concatenate([[0], np.cumsum(of_unit)])
         return np.asarray(before[None, :] - before[:, None], dtype=np.int64)
 
-    def peaks(column: IntArray) -> IntArray:
+    def peaks(column: IntArray, runs: IntArray) -> IntArray:
+        """Only one layer's peak is live at a time; those that do not run have none."""
+        of_unit = np.maximum.reduceat(np.where(off | (runs == 0), 0, column + streamed)[order], first)
         found = np.zeros((n + 1, n + 1), dtype=np.int64)
         for start in range(n):
-            found[start, start + 1 :] = np.maximum.accumulate(column[start:])
+            found[start, start + 1 :] = np.maximum.accumulate(of_unit[start:])
         return found
 
-    held = sums(units.held)
     live = np.maximum(
-        held + np.maximum(peaks(units.encode), sums(units.kv_prompt) + peaks(units.prefill)),
-        sums(units.kv_full) + peaks(units.decode),
+        sums(table.held)
+        + np.maximum(
+            peaks(table.prefill, 1 - table.cached), sums(table.kv_prompt) + peaks(table.prefill, table.cached)
+        ),
+        sums(table.kv_full) + peaks(table.decode, table.cached),
     )
-    total = sums(units.weights) + live + live // ALLOCATOR_DIVISOR + context_bytes
+    total = sums(np.where(gone, 0, table.weights)) + live + live // ALLOCATOR_DIVISOR + context_bytes
     return np.where(np.triu(np.ones((n + 1, n + 1), dtype=bool), k=1), total, 0)

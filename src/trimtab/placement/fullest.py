@@ -43,7 +43,6 @@ class Choices:
     num_states: int
     steps: tuple[_Step, ...]
     num_used: tuple[int, ...]  # devices in use in each state
-    any_order: bool  # False: too many unlike devices, and runs keep the machine's order
 
 
 def choices_of(classes: Sequence[int]) -> Choices:
@@ -52,9 +51,7 @@ def choices_of(classes: Sequence[int]) -> Choices:
     sizes = [len(m) + 1 for m in members]
     if np.prod(np.array(sizes, dtype=np.float64)) > MAX_STATES:
         steps = tuple(_Step(i, c, j + 1, j) for i in range(len(classes)) for j, c in enumerate(classes[i:], start=i))
-        return Choices(
-            num_states=len(classes) + 1, steps=steps, num_used=tuple(range(len(classes) + 1)), any_order=False
-        )
+        return Choices(num_states=len(classes) + 1, steps=steps, num_used=tuple(range(len(classes) + 1)))
     states = list(itertools.product(*(range(size) for size in sizes)))  # lexicographic: a larger multiset comes later
     index = {state: i for i, state in enumerate(states)}
     found = []
@@ -63,9 +60,7 @@ def choices_of(classes: Sequence[int]) -> Choices:
             if used < len(members[k]):
                 after = (*state[:k], used + 1, *state[k + 1 :])
                 found.append(_Step(index[state], k, index[after], members[k][used]))
-    return Choices(
-        num_states=len(states), steps=tuple(found), num_used=tuple(sum(state) for state in states), any_order=True
-    )
+    return Choices(num_states=len(states), steps=tuple(found), num_used=tuple(sum(state) for state in states))
 
 
 def smallest_fullest(fraction: FloatArray, choices: Choices, *, below: float = np.inf) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.errors import PartitionError
-from trimtab.placement.bytes import InferenceTable, Workload, inference_table
+from trimtab.placement.bytes import InferenceTable, inference_table
 from trimtab.placement.chain import (
     Arrangement,
     Parts,
@@ -16,15 +16,14 @@ from trimtab.placement.chain import (
     parts_of,
     pipeline_arrangement,
 )
-from trimtab.placement.device_bytes import UnitTable, run_bytes, unit_table
+from trimtab.placement.device_bytes import DeviceKey, run_bytes
 from trimtab.placement.fullest import Choices, Run, choices_of, least_sum, smallest_fullest
 from trimtab.placement.machine import Machine
-from trimtab.placement.placed import DeviceKey, DeviceUse, Objective, Placement, Spilled, summarize
+from trimtab.placement.placed import Objective, Placement, summarize
 from trimtab.placement.spill import Victims, order_victims, with_borrowers
+from trimtab.placement.workload import Workload
 from trimtab.specs import FloatArray, ModelSpec
 from trimtab.units import GIB, format_bytes
-
-__all__ = ["DeviceKey", "DeviceUse", "Objective", "Placement", "Spilled", "place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +120,17 @@ class _Search:
             by_rows=by_rows,
         )
 
-    def fractions(self, option: Arrangement, spilled: Sequence[int]) -> tuple[UnitTable, FloatArray]:
-        units = unit_table(self.table, option.units, spilled, self.by_rows.intersection(spilled))
-        total = run_bytes(units, self.context_bytes).astype(np.float64)
-        shares = [np.where(total > 0, total / free if free else np.inf, 0.0) for free in self.capacities]
-        return units, np.stack(shares)
+    def shares(self, option: Arrangement, spilled: Sequence[int]) -> FloatArray:
+        """(classes, n + 1, n + 1): of a device of each class, what each run of units takes."""
+        on_cpu = self.by_rows.intersection(spilled)
+        total = run_bytes(self.table, option.units, self.context_bytes, spilled=spilled, on_cpu=on_cpu)
+        return np.stack([np.where(total > 0, total / free if free else np.inf, 0.0) for free in self.capacities])
 
     def fullest(self, spilled: Sequence[int], *, below: float = np.inf) -> tuple[float, Arrangement | None]:
         """The least fullest share over all arrangements; the first arrangement of those that reach it."""
         best: Arrangement | None = None
         for option in self.options:
-            _, shares = self.fractions(option, spilled)
-            value = smallest_fullest(shares, self.choices, below=below)
+            value = smallest_fullest(self.shares(option, spilled), self.choices, below=below)
             if value < below:
                 below, best = value, option
         return below, best
@@ -144,22 +142,24 @@ class _Search:
             return None
         if objective == "latency":
             return self._fewest(spilled)
-        _, shares = self.fractions(best, spilled)
-        return _Cut(arrangement=best, runs=_even(shares, self.choices, value), fullest=value)
+        shares = self.shares(best, spilled)
+        _, runs = least_sum(_where_fits(shares, shares * shares, value), self.choices)
+        return _Cut(arrangement=best, runs=runs, fullest=value)
 
     def _fewest(self, spilled: Sequence[int]) -> _Cut:
         """Fewest devices and so fewest crossings, then time or fullest share."""
         timed = None not in self.speeds and len(set(self.speeds)) > 1
         found: list[tuple[int, float, float, _Cut]] = []
         for option in self.options:
-            units, shares = self.fractions(option, spilled)
+            shares = self.shares(option, spilled)
             ones = _where_fits(shares, np.ones_like(shares), 1.0)
             num, runs = least_sum(ones, self.choices)
             if not runs:
                 continue
             count, seconds = round(num), 0.0
             if timed:
-                before = np.concatenate([[0.0], np.cumsum(units.touched, dtype=np.float64)])
+                touched = [self.table.touched[list(unit.layers)].sum() for unit in option.units]
+                before = np.concatenate([[0.0], np.cumsum(touched, dtype=np.float64)])
                 reads = before[None, :] - before[:, None]
                 times = np.stack([reads / speed for speed in self.speeds if speed is not None])
                 seconds, runs = least_sum(_where_fits(shares, times, 1.0), self.choices, num_devices=count)
@@ -177,12 +177,6 @@ class _Search:
 def _where_fits(shares: FloatArray, cost: FloatArray, bound: float) -> FloatArray:
     """Costs of runs that are not empty and keep within `bound`, infinite elsewhere."""
     return np.where((shares > 0) & (shares <= bound), cost, np.inf)
-
-
-def _even(shares: FloatArray, choices: Choices, bound: float) -> tuple[Run, ...]:
-    """Of the maps whose fullest device takes `bound`, the one with the least sum of squares."""
-    _, runs = least_sum(_where_fits(shares, shares * shares, bound), choices)
-    return runs
 
 
 def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Run, ...]:

@@ -7,38 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.placement.bytes import InferenceTable
-from trimtab.placement.chain import device_changes, modules_of
-from trimtab.placement.device_bytes import device_bytes
+from trimtab.placement.chain import modules_of
+from trimtab.placement.device_bytes import DeviceKey, DeviceUse, device_bytes
 from trimtab.placement.machine import Machine
 from trimtab.specs import ModelSpec
 
 Objective = Literal["memory", "latency", "pipeline"]
-DeviceKey = int | str  # a GPU's number, "cpu" or "disk"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUse:
-    """What one device holds, and how much of it is taken at the peak."""
-
-    device: DeviceKey
-    capacity_bytes: int | None  # None: a disk is not counted
-    weight_bytes: int = 0
-    kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
-    activation_bytes: int = 0  # live beside it at that moment
-    streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
-    reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
-    modules: tuple[str, ...] = ()  # whose weights it holds
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.activation_bytes + self.streamed_bytes + self.reserve_bytes
-
-    @property
-    def fraction(self) -> float:
-        """Share of the capacity in use: above 1 it does not fit; 0 for an empty device and for a disk."""
-        if self.capacity_bytes is None or self.total_bytes == 0:
-            return 0.0
-        return self.total_bytes / self.capacity_bytes if self.capacity_bytes else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +34,7 @@ class Placement:
     device_map: Mapping[str, DeviceKey]  # module path -> device, forward order; each parameter and buffer once
     uses: tuple[DeviceUse, ...]  # GPUs in order, then "cpu" and "disk" where the machine has them
     arrangement: str  # which of `chain.arrangements` was cut
-    crossings: tuple[tuple[DeviceKey, DeviceKey], ...]  # devices that the activations pass between, in forward order
     spilled: tuple[Spilled, ...] = ()
-    cuts: tuple[int, ...] = ()  # a cut c lies in front of layers[c] of the model, where another device runs on
     objective: Objective = "memory"
     notes: tuple[str, ...] = ()
 
@@ -108,16 +80,14 @@ def summarize(
     uses = []
     for gpu in machine.gpus:
         at = [i for i, device in enumerate(where) if device == gpu.index]
-        held = device_bytes(table, at, spilled, machine.context_bytes)
         uses.append(
-            DeviceUse(
+            device_bytes(
+                table,
+                at,
+                spilled,
+                machine.context_bytes,
                 device=gpu.index,
                 capacity_bytes=gpu.free_bytes,
-                weight_bytes=held.weight_bytes,
-                kv_bytes=held.kv_bytes,
-                activation_bytes=held.activation_bytes,
-                streamed_bytes=held.streamed_bytes,
-                reserve_bytes=held.reserve_bytes,
                 modules=_named(names, [i for i in at if i not in spilled]),
             )
         )
@@ -137,15 +107,12 @@ def summarize(
         )
         for i in sorted(spilled)
     )
-    changes = device_changes(where)
     return Placement(
         model=model.name,
         device_map={name: home[i] for i in range(len(model.layers)) for name in names[i]},
         uses=tuple(uses),
         arrangement=arrangement,
-        crossings=tuple((where[i - 1], where[i]) for i in changes),
         spilled=gone,
-        cuts=tuple(changes),
         objective=objective,
     )
 

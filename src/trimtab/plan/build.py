@@ -80,6 +80,7 @@ def make_plan(
         variants,
         origin=origin,
         mixture=epoch.sources,
+        searched=found.searched,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),

@@ -135,6 +135,12 @@ class PlanOptions:
     ] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, Option("Same seed, same plan.")] = 0
+    search: Annotated[
+        Literal["exact", "omnibal"],
+        Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
+    ] = "exact"
+    radius: Annotated[int, Option("With --search omnibal: cuts move by up to so many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: so many of the best ranked splits are simulated.", least=1)] = 10
     baselines: Annotated[
         tuple[str, ...],
         Option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from trimtab.options import (
     Attention,
@@ -112,6 +113,9 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    search: Literal["exact", "omnibal"] = "exact"  # of the stages
+    radius: int = 3  # of OmniBal's search
+    top: int = 10
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
@@ -297,6 +301,16 @@ class VisionEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedSplit:
+    """A split that OmniBal's search simulated; the last one is the exact optimum, to compare with."""
+
+    stages: tuple[int, ...]  # layers of each
+    spread_ms: float  # standard deviation of the stages' forward times
+    sent_mib: float  # that pass all cuts
+    step_ms: float | None  # None: it does not fit the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float
@@ -308,6 +322,7 @@ class Estimates:
     balance: BalanceEstimate
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     vision_data_parallel: VisionEstimate | None = None
+    searched: tuple[SearchedSplit, ...] = ()
 
     @property
     def compared(self) -> tuple[VariantEstimate, ...]:

@@ -12,7 +12,14 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog
 from trimtab.report.figures import memory_bars, pack_sizes_section, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
-from trimtab.report.plan_tables import packing_note, packing_table, stages_table, variants_table
+from trimtab.report.plan_tables import (
+    SEARCHED_NOTE,
+    packing_note,
+    packing_table,
+    searched_table,
+    stages_table,
+    variants_table,
+)
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
@@ -42,6 +49,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         vision_section(details),
         pack_sizes_section(details),
         _stages(details),
+        _searched(details),
         _packing(details),
         _decisions(details),
         _inputs(details),
@@ -119,6 +127,12 @@ def _stages(details: PlanDetails) -> str:
         f"The slowest stage is {percent(over)} above the mean."
     )
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
+
+
+def _searched(details: PlanDetails) -> str:
+    if not details.plan.estimates.searched:
+        return ""
+    return section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
 
 
 def _packing(details: PlanDetails) -> str:

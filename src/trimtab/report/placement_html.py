@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.placement.bytes import Workload
+from trimtab.placement.device_bytes import DeviceUse
 from trimtab.placement.machine import Machine
-from trimtab.placement.placed import DeviceUse, Placement
+from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
+from trimtab.placement.workload import Workload
 from trimtab.plan.file.placement import assumptions, image_texts, summary
 from trimtab.report import svg
 from trimtab.report.markup import esc, facts, legend, page, section

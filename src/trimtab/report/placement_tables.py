@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from trimtab.placement.placed import DeviceUse, Placement
+from trimtab.placement.device_bytes import DeviceUse
+from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.placement import summary

@@ -8,7 +8,15 @@ from rich.console import Console
 from rich.text import Text
 
 from trimtab.plan.file.details import PlanDetails
-from trimtab.report.plan_tables import packing_note, packing_table, stages_table, variants_table, vision_table
+from trimtab.report.plan_tables import (
+    SEARCHED_NOTE,
+    packing_note,
+    packing_table,
+    searched_table,
+    stages_table,
+    variants_table,
+    vision_table,
+)
 from trimtab.report.table import print_table
 from trimtab.report.vision import vision_words
 from trimtab.report.words import clean, error_sentence
@@ -21,6 +29,8 @@ def print_plan(details: PlanDetails, console: Console) -> None:
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     console.print(Text(clean(details.plan.summary, limit=600)))
     tables = [(variants_table(details), ""), (stages_table(details, most=MAX_STAGE_ROWS), "")]
+    if details.plan.estimates.searched:
+        tables.append((searched_table(details), SEARCHED_NOTE))
     if decision is not None and found is not None:
         tables.append((vision_table(found), f"Over {vision_words(decision)}."))
     tables.append((packing_table(details), packing_note(details)))

@@ -53,6 +53,13 @@ def image_size(
     Checked as well, as far as the container tells: nothing is missing at the end (PNG up to IEND, JPEG an end-of-image
     marker behind the frame header, WebP its declared length; the first frame of a GIF and a BMP are decoded). Damage
     inside the compressed data of others is not looked for. Raises `ImageError` alone, whatever the bytes hold.
+
+    >>> import io
+    >>> from PIL import Image
+    >>> file = io.BytesIO()
+    >>> Image.new("RGB", (640, 480)).save(file, "PNG")
+    >>> image_size(file.getvalue())
+    (640, 480)
     """
     if isinstance(image, (bytes, memoryview)):
         data = bytes(image)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trimtab.errors import ImageError, SampleError
 from trimtab.samples.problems import BadSample, shorten
-from trimtab.samples.records import detect_format, list_chunks, open_parquet, read_chunk, read_json_list
+from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table
 from trimtab.specs import ImageCounts, ImageRule, ImageRuleBySample, IntArray, SampleTable
@@ -65,17 +65,13 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         return _rows_part(path, rows, range(1, len(rows) + 1), [], count_image)
     if kind == "tar":
         raise SampleError(f"{path} is a tar shard, which holds samples and no lengths: size it with trimtab size")
-    values, lines, bad, num_lines = [], [], [], 0
-    for chunk in list_chunks(path):
-        last = 0
-        for record in read_chunk(chunk):
-            last = record.line
-            if record.problem is not None:
-                bad.append(BadSample.of(path, num_lines + last, None, record.problem.kind, str(record.problem)))
-            elif not record.blank:
-                values.append(record.value)
-                lines.append(num_lines + last)
-        num_lines += last
+    values, lines, bad = [], [], []
+    for record in read_records(path):
+        if record.problem is not None:
+            bad.append(BadSample.of(path, record.line, None, record.problem.kind, str(record.problem)))
+        elif not record.blank:
+            values.append(record.value)
+            lines.append(record.line)
     return _rows_part(path, values, lines, bad, count_image)
 
 

@@ -7,17 +7,33 @@ import binascii
 import errno
 import os
 import re
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes
 
 from trimtab.errors import ImageError
 from trimtab.options import Exif
-from trimtab.samples.headers import image_size, image_size_of_descriptor
+from trimtab.samples.headers import MAX_PIXELS, image_size, image_size_of_descriptor
 from trimtab.samples.problems import BadRecordError, shorten
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW: int | None = getattr(os, "O_NOFOLLOW", None)
+
+
+class MediaFolders:
+    """The media folder of each data file: `root`, or the file's own folder."""
+
+    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif, max_pixels: int = MAX_PIXELS) -> None:
+        self._root = root
+        self._made: dict[Path, MediaFolder] = {}
+        self._make = partial(MediaFolder, allow_outside=allow_outside, exif=exif, max_pixels=max_pixels)
+
+    def of(self, file: Path) -> MediaFolder:
+        root = file.parent if self._root is None else self._root
+        if root not in self._made:
+            self._made[root] = self._make(root)
+        return self._made[root]
 
 
 class MediaFolder:

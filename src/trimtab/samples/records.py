@@ -6,7 +6,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -83,14 +83,9 @@ def list_chunks(path: Path) -> list[Chunk]:
         rows = read_json_list(path)
         step = CHUNK_RECORDS
         return [
-            Chunk(
-                file=path,
-                format=kind,
-                start=at,
-                stop=min(at + step, len(rows)),
-                first_line=at + 1,
-                num_bytes=size * min(step, len(rows) - at) // len(rows),
-                rows=tuple(rows[at : at + step]),
+            replace(
+                _chunk(path, kind, at, stop := min(at + step, len(rows)), at + 1, size * (stop - at) // len(rows)),
+                rows=tuple(rows[at:stop]),
             )
             for at in range(0, len(rows), step)
         ]
@@ -109,6 +104,18 @@ def list_chunks(path: Path) -> list[Chunk]:
 
 def _chunk(path: Path, kind: Format, start: int, stop: int, first_line: int | None, num_bytes: int) -> Chunk:
     return Chunk(file=path, format=kind, start=start, stop=stop, first_line=first_line, num_bytes=num_bytes)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a whole file in order, lines numbered within the file."""
+    num_lines = 0
+    for chunk in list_chunks(path):
+        last = 0
+        for record in read_chunk(chunk):
+            last = record.line
+            yield replace(record, line=num_lines + last) if num_lines else record
+        if chunk.first_line is None:  # its lines are numbered within the chunk
+            num_lines += last
 
 
 def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[Record]:

@@ -18,7 +18,7 @@ from trimtab.files import blake2b
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
-from trimtab.samples.media import MediaFolder
+from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
 from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
@@ -275,7 +275,12 @@ class _Sizer:
         self._settings = settings
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
-        self._folders: dict[Path, MediaFolder] = {}
+        self._media = MediaFolders(
+            settings.media_root,
+            allow_outside=settings.allow_outside,
+            exif=settings.exif,
+            max_pixels=settings.max_pixels,
+        )
 
     def size(self, chunk: Chunk) -> Part:
         """The chunk's samples, one batch of chats encoded at a time."""
@@ -288,7 +293,7 @@ class _Sizer:
         bad: list[BadSample] = []
         chats: list[Rendered] = []
         tokens: list[int] = []
-        media = self._media(chunk.file)
+        media = self._media.of(chunk.file)
         num_lines = num_blank = 0
         key = self._settings.source_key
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
@@ -355,13 +360,6 @@ class _Sizer:
         numbers.append((len(counts), patches, 0, squares, windowed))
         image_patches += [count.patches for count in counts]
         return chat
-
-    def _media(self, file: Path) -> MediaFolder:
-        s = self._settings
-        root = s.media_root if s.media_root is not None else file.parent
-        if root not in self._folders:
-            self._folders[root] = MediaFolder(root, allow_outside=s.allow_outside, exif=s.exif, max_pixels=s.max_pixels)
-        return self._folders[root]
 
 
 # -- what only the whole file tells ----------------------------------------------------------------------------------

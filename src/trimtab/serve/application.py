@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import threading
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,10 +16,9 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState, Modality
+from transformers.cli.serving.utils import Modality
 
 from trimtab.serve.chat import ChatProcessor
-from trimtab.serve.limits import ServeLimits
 from trimtab.serve.problems import refusal
 from trimtab.serve.worker import ModelThread
 
@@ -75,39 +73,16 @@ class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not rea
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "trimtab"}]
 
 
-class PlacedGeneration(GenerationState):  # type: ignore[misc]
-    """Every prompt goes to one thread, whatever model Transformers' handlers name."""
-
-    def __init__(self, thread: ModelThread, limits: ServeLimits) -> None:
-        super().__init__()
-        self.thread, self.limits = thread, limits
-        # Handlers decode, template and tokenise where they run: on a loop of their own, one after the other, so that
-        # the server's loop is free for those that wait.
-        self.intake = asyncio.new_event_loop()
-        threading.Thread(target=self.intake.run_forever, name="trimtab-intake", daemon=True).start()
-
-    def get_manager(self, *_: Any, **__: Any) -> ModelThread:
-        return self.thread
-
-    def is_cb_alive(self) -> bool:
-        """What /health asks."""
-        return self.thread.healthy
-
-    def shutdown(self) -> None:
-        self.thread.stop()
-        self.intake.call_soon_threadsafe(self.intake.stop)
-
-
 class _Checked:
     """Before Transformers' handlers: a request means what it says, or is refused in one sentence."""
 
     model_manager: PlacedModel
-    generation_state: PlacedGeneration
+    generation_state: ModelThread
     _unused_fields: set[str]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """On the server's loop; the handler itself runs on the intake's."""
-        self.generation_state.thread.loop = asyncio.get_running_loop()
+        self.generation_state.loop = asyncio.get_running_loop()
         handled = asyncio.run_coroutine_threadsafe(self._handle(body, request_id), self.generation_state.intake)
         return await asyncio.wrap_future(handled)
 
@@ -175,10 +150,10 @@ class Response(_Checked, ResponseHandler):  # type: ignore[misc]
     """OpenAI's newer API of chats."""
 
 
-def build_application(placed: PlacedModel, generation: PlacedGeneration) -> FastAPI:
+def build_application(placed: PlacedModel, thread: ModelThread) -> FastAPI:
     """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health. What else Transformers routes is
     taken out: it loads and unloads models by name."""
-    named = {"model_manager": placed, "generation_state": generation}
+    named = {"model_manager": placed, "generation_state": thread}
     app = build_server(
         placed,
         Chat(**named),
@@ -186,7 +161,7 @@ def build_application(placed: PlacedModel, generation: PlacedGeneration) -> Fast
         response_handler=Response(**named),
         transcription_handler=None,
         systemone_handler=None,
-        generation_state=generation,
+        generation_state=thread,
     )
     app.router.routes[:] = [route for route in app.router.routes if route.path in _ROUTES]
     app.router.redirect_slashes = False

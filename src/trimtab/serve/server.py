@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from trimtab.errors import TrimtabError
-from trimtab.serve.application import PlacedGeneration, PlacedModel, build_application
+from trimtab.serve.application import PlacedModel, build_application
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.connection import connection_class
 from trimtab.serve.gate import Gate
@@ -75,8 +75,7 @@ class ModelServer:
         chat = ChatProcessor(processor, limits, name=name)
         self.name, self.thread, self._socket = name, ModelThread(model, limits), opened
         self.thread.try_batch(chat.examples())
-        self._generation = PlacedGeneration(self.thread, limits)
-        app = build_application(PlacedModel(name, model, chat), self._generation)
+        app = build_application(PlacedModel(name, model, chat), self.thread)
         config = uvicorn.Config(
             Gate(app, self.thread, limits, api_key=api_key),
             http=connection_class(limits.max_transfer_s),
@@ -101,7 +100,7 @@ class ModelServer:
                     on_ready(url_of(self._socket))
                 self._uvicorn.run(sockets=[self._socket])
             finally:
-                self._generation.shutdown()
+                self.thread.shutdown()
 
     def stop(self) -> None:
         """As SIGTERM does, from another thread."""

@@ -17,7 +17,7 @@ from torch import device
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.application import Chat, PlacedGeneration, PlacedModel
+from trimtab.serve.application import Chat, PlacedModel
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.config_check import check_config
 from trimtab.serve.limits import ServeLimits
@@ -45,10 +45,8 @@ class ChatHandler:
         self._thread = ModelThread(model, limits)
         self._thread.try_batch(chat.examples())
         self._thread.start()
-        self._handler = Chat(
-            model_manager=PlacedModel(context.model_name, model, chat),
-            generation_state=PlacedGeneration(self._thread, limits),
-        )
+        placed = PlacedModel(context.model_name, model, chat)
+        self._handler = Chat(model_manager=placed, generation_state=self._thread)
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[str]:
         """A JSON text for each request of the batch."""

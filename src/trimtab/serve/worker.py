@@ -17,7 +17,7 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cli.serving.utils import BaseGenerateManager, DirectStreamer, _GenerationCancelled, _StreamError
+from transformers.cli.serving.utils import DirectStreamer, GenerationState, _GenerationCancelled, _StreamError
 from transformers.generation import BaseStreamer
 
 from trimtab.runtime.placing.load import move_inputs
@@ -107,16 +107,17 @@ class Rows(BaseStreamer, StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(self._over, device=input_ids.device)
 
 
-class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is not read by the type checker
+class ModelThread(GenerationState):  # type: ignore[misc] # Transformers is not read by the type checker
     """Where Transformers' handlers send their prompts. First come, first served; those alike go with the first."""
 
     def __init__(self, model: Any, limits: ServeLimits) -> None:
+        super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None  # the server's, which reads the streams
         self.wanted: set[str] = set()  # requests from acceptance to their last token
         self.together = False  # whether requests are answered together
         self.last_batch_s = 0.0
         self._last_size = 1
-        self._model, self._limits = model, limits
+        self._model, self.limits = model, limits
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._jobs: list[Job] = []
         self._changed = threading.Condition()  # holds the jobs and whether to stop
@@ -126,24 +127,33 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
 
     def try_batch(self, rows: Sequence[Inputs]) -> None:
         """Finds out whether this model answers `rows` together as alone. Before `start`."""
-        self.together = self._limits.max_batch > 1 and rows_agree(self._model, [self._cast(row) for row in rows])
+        self.together = self.limits.max_batch > 1 and rows_agree(self._model, [self._cast(row) for row in rows])
 
     def start(self) -> None:
+        # Handlers decode, template and tokenise where they run: on a loop of their own, one after the other, so that
+        # the server's loop is free for those that wait.
+        self.intake = asyncio.new_event_loop()
+        threading.Thread(target=self.intake.run_forever, name="trimtab-intake", daemon=True).start()
         self._thread.start()
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """Returns when the thread has ended. Nobody waits any more: what is left ends at its next token."""
+        self.intake.call_soon_threadsafe(self.intake.stop)
         self.wanted.clear()
         with self._changed:
             self._stopping = True
             self._changed.notify()
         self._thread.join()
 
-    @property
-    def healthy(self) -> bool:
+    def is_cb_alive(self) -> bool:
+        """What /health asks."""
         return self._thread.is_alive() and self._failures < _FAILURES_TO_BE_SICK
 
     # -- from the handlers ------------------------------------------------------------------------------------------
+
+    def get_manager(self, *_: Any, **__: Any) -> ModelThread:
+        """The same for whatever model the handlers name."""
+        return self
 
     def generate_streaming(
         self,
@@ -169,7 +179,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
         return job.decode(tokens), prompt_length(inputs), torch.tensor(tokens)
 
     def _submit(self, processor: Any, inputs: Inputs, settings: Any, request_id: str, streamer: Any) -> Job:
-        length, limits = prompt_length(inputs), self._limits
+        length, limits = prompt_length(inputs), self.limits
         room = limits.max_prompt_tokens
         if self._positions is not None:
             left = self._positions - settings.max_new_tokens
@@ -216,13 +226,13 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
             waiting = [job for job in self._jobs if not job.gone]
             batch: list[Job] = []
             for job in waiting:
-                if len(batch) < self._limits.max_batch and self._fits(batch, job):
+                if len(batch) < self.limits.max_batch and self._fits(batch, job):
                     batch.append(job)
             self._jobs = [job for job in waiting if job not in batch]
             return batch
 
     def _is_whole(self) -> bool:
-        whole = min(self._limits.max_batch, max(self._last_size, len(self.wanted)))
+        whole = min(self.limits.max_batch, max(self._last_size, len(self.wanted)))
         return self._stopping or len(self._jobs) >= whole
 
     def _fits(self, batch: Sequence[Job], job: Job) -> bool:
@@ -234,7 +244,7 @@ class ModelThread(BaseGenerateManager):  # type: ignore[misc] # Transformers is 
         return (
             self.together
             and batch[0].alike(job)
-            and len(rows) * longest <= self._limits.max_batch_tokens
+            and len(rows) * longest <= self.limits.max_batch_tokens
             and (self._positions is None or longest + answer <= self._positions)
             and fit_together(rows)
         )

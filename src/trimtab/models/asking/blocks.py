@@ -69,7 +69,7 @@ def read_block(module: Any, *, causal: bool, window: int | None) -> BlockShape:
     num_matmul = sum(x.weight.numel() for x in linears)
     first = found[0] if found else None
     attention = None if first is None else first.spec
-    hidden = _entering(module) if first is None else first.hidden_size
+    hidden = entering_width(module) if first is None else first.hidden_size
     explained = 0 if attention is None else attention_weights(attention, hidden)
     rest = [x for x in linears if first is None or id(x) not in first.parts]
     mlp = _read_mlp(module, rest, hidden)
@@ -105,6 +105,12 @@ def is_matmul(module: Any) -> bool:
     if not isinstance(weight, nn.Parameter) or weight.dim() < 2 or isinstance(module, nn.Embedding):
         return False
     return "Norm" not in type(module).__name__ and "Embedding" not in type(module).__name__
+
+
+def entering_width(module: Any) -> int:
+    """Of the rows that its first matrix multiplies; 1 without one."""
+    first = next((x for x in module.modules() if is_matmul(x)), None)
+    return 1 if first is None else int(first.weight[0].numel())
 
 
 def find_norm(module: Any) -> NormKind | None:
@@ -271,13 +277,6 @@ def _experts_per_token(module: Any) -> int | None:
 
 
 # -- norms ----------------------------------------------------------------------------------------------------------
-
-
-def _entering(module: Any) -> int:
-    for part in module.modules():
-        if is_matmul(part):
-            return int(part.weight[0].numel())
-    return 1
 
 
 def _read_norms(module: Any, hidden: int) -> tuple[NormKind | None, int]:

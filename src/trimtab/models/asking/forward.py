@@ -20,16 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trimtab.models.asking.units import Unit
 from trimtab.models.asking.weightless import run_operation
-
-
-@dataclass(frozen=True, slots=True)
-class SeenAttention:
-    """Heads of fused attention as it was called; keys that were copied to every query head count as so many."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
+from trimtab.specs import AttentionSpec
 
 
 @dataclass(slots=True)
@@ -45,7 +36,8 @@ class Ran:
     other_flops: float = 0.0  # of products of rows with rows outside of it
     kept_bytes: float = 0.0  # between forward and backward, parameters aside
     num_together: int = 1  # images that one call of attention holds beside each other
-    attention: SeenAttention | None = None
+    # fused attention as it was called; keys that were copied to every query head count as so many
+    attention: AttentionSpec | None = None
     cache_bytes: float = 0.0  # that the cache grew by
 
 
@@ -168,7 +160,13 @@ class _AttentionMeter(TorchFunctionMode):
         heads, rows, width = query.shape[-3:]
         ran.pair_flops += 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
         ran.num_together = max(ran.num_together, batch)
-        ran.attention = SeenAttention(heads, key.shape[-3], width, value.shape[-1])
+        ran.attention = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=key.shape[-3],
+            head_dim=width,
+            value_head_dim=value.shape[-1],
+            causal=False,
+        )
         self.watch.in_attention = True
         try:
             return func(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ from trimtab.models.asking.blank import blank
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.forward import Watch
 from trimtab.models.asking.inputs import find_encoder, first_int, vision_config
-from trimtab.models.asking.layers import main_lists
+from trimtab.models.asking.layers import first_block
 from trimtab.models.asking.processors import NUM_BYTES, load_processor
 from trimtab.models.asking.units import split_units
 from trimtab.models.asking.weightless import make_weightless
@@ -328,7 +328,9 @@ def _extra_rows(config: Any, looker: Looker) -> int:
         segments = looker.segments(output)
         names = set(inspect.signature(encode).parameters)
         given = {k: _pixels_of(v) for k, v in output.items() if k in names}
-        block = next(x for x in units if x.list_path is not None and x.list_path == main_lists(units)["vision"])
+        block = first_block(units, "vision")
+        if block is None:
+            return 0
         seen = Watch(units).run(partial(encode, **given)).ran[block.path]
         extra, rest = divmod(seen.rows_in - sum(segments), len(segments))
         return extra if rest == 0 and 0 < extra < 64 else 0

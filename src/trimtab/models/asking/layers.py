@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from trimtab.models.asking.blocks import BlockShape, find_norm, is_matmul, read_block
+from trimtab.models.asking.blocks import BlockShape, entering_width, find_norm, is_matmul, read_block
 from trimtab.models.asking.forward import Pass, Ran
 from trimtab.models.asking.units import Unit, find_head
 from trimtab.specs import (
@@ -42,31 +42,33 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """One unit in the passes."""
+    """One unit in the passes; nothing ran where none reached it."""
 
-    ran: Ran
-    base: int  # rows of its tower in that pass
-    shorter: Ran | None  # in the shorter text
+    ran: Ran = field(default_factory=Ran)
+    base: int = 1  # rows of its tower in that pass
+    shorter: Ran | None = None  # in the shorter text
 
 
 def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerSpec]:
     """A layer for every unit."""
-    head, main = find_head(model), main_lists(units)
-    windows = _windows(model, units, main)
-    widths = {tower: _tower_width(units, main[tower], passes) for tower in main}
-    first_block = {tower: next((i for i, x in enumerate(units) if x.list_path == main[tower]), 0) for tower in main}
+    head, windows = find_head(model), _windows(model, units)
+    firsts = {tower: first_block(units, tower) for tower in main_lists(units)}
+    starts = {tower: units.index(block) for tower, block in firsts.items() if block is not None}
+    widths = {tower: _width_of(block, passes) for tower, block in firsts.items()}
     layers = []
     for i, unit in enumerate(units):
         seen = _seen(unit, passes)
-        before = i < first_block.get(unit.tower, 0)
-        kind = _kind(unit, head, before=before)
-        width = widths.get(unit.tower, widths.get("language", 1))
+        kind = _kind(unit, head, before=i < starts.get(unit.tower, 0))
+        width = widths.get(unit.tower, widths["language"])
         if kind == "block":
-            layers.append(_block(unit, seen, width, windows.get(unit.path)))
+            layer = _block(unit, seen, width, windows.get(unit.path))
         else:
-            layers.append(_other(unit, kind, seen, width))
+            layer = _other(unit, kind, seen, width)
+        if unit.tower == "audio":  # samples hold none
+            layer = replace(layer, rows_per_input=0.0, rows_out_per_input=0.0)
         if unit.tower in ("vision", "projector") and passes.image is not None and unit.path in passes.image.unread:
-            layers[-1] = replace(layers[-1], unread=True)
+            layer = replace(layer, unread=True)
+        layers.append(layer)
     return layers
 
 
@@ -77,6 +79,12 @@ def main_lists(units: list[Unit]) -> dict[Tower, str | None]:
         counts = Counter(x.list_path for x in units if x.tower == tower and x.list_path is not None)
         found[tower] = counts.most_common(1)[0][0] if counts else None
     return found
+
+
+def first_block(units: list[Unit], tower: Tower) -> Unit | None:
+    """The first element of the tower's main list; None without one."""
+    path = main_lists(units)[tower]
+    return None if path is None else next(x for x in units if x.list_path == path)
 
 
 # -- kinds ----------------------------------------------------------------------------------------------------------
@@ -119,37 +127,28 @@ def _bare_matrices(module: Any) -> int:
 # -- layers ---------------------------------------------------------------------------------------------------------
 
 
-def _block(unit: Unit, seen: _Seen | None, width: int, window: int | None) -> LayerSpec:
+def _block(unit: Unit, seen: _Seen, width: int, window: int | None) -> LayerSpec:
     causal = unit.tower == "language" and bool(_is_causal(unit.module))
-    shape = read_block(unit.module, causal=causal, window=window)
-    plain = _is_plain(shape, seen)
-    measured = None if plain else _measure(unit, shape, seen)
-    ran = seen.ran if seen is not None else None
-    hidden = (ran and ran.width_in) or width
-    rows = ran.rows_in / seen.base if ran and seen and ran.rows_in else 1.0
+    shape, ran = read_block(unit.module, causal=causal, window=window), seen.ran
+    measured = None if _is_plain(shape, seen) else _measure(unit, shape, seen)
+    hidden = ran.width_in or width
+    rows = ran.rows_in / seen.base if ran.rows_in else 1.0
     attention = shape.attention
-    if attention is None and measured is not None and ran is not None and ran.attention is not None:
-        seen_heads = ran.attention  # latent attention: keys and values of every head are cached
-        attention = AttentionSpec(
-            num_heads=seen_heads.num_heads,
-            num_kv_heads=seen_heads.num_kv_heads,
-            head_dim=seen_heads.head_dim,
-            value_head_dim=seen_heads.value_head_dim,
-            causal=causal,
-            window=window,
-        )
-    if attention is not None and unit.tower != "language" and ran is not None and ran.pair_flops:
+    if attention is None and measured is not None and ran.attention is not None:
+        # latent attention: keys and values of every head are cached
+        attention = replace(ran.attention, causal=causal, window=window)
+    if attention is not None and unit.tower != "language" and ran.pair_flops:
         attention = replace(attention, window=_seen_window(attention, ran))
     return LayerSpec(
         name=unit.path,
         tower=unit.tower,
         kind="block",
         hidden_size=hidden,
-        output_size=(ran and ran.width_out) or hidden,
+        output_size=ran.width_out or hidden,
         num_params=unit.num_params,
         num_matmul_params=shape.num_matmul_params,
-        rows_per_input=0.0 if unit.tower == "audio" else rows,
-        rows_out_per_input=0.0 if unit.tower == "audio" else (ran.rows_out / seen.base if ran and seen else rows),
+        rows_per_input=rows,
+        rows_out_per_input=ran.rows_out / seen.base if ran.rows_in else rows,
         attention=attention,
         mlp=shape.mlp,
         norm=shape.norm,
@@ -159,14 +158,18 @@ def _block(unit: Unit, seen: _Seen | None, width: int, window: int | None) -> La
     )
 
 
+def _flops_per_pair(a: AttentionSpec) -> float:
+    return 2.0 * a.num_heads * (a.head_dim + a.value_head_dim)
+
+
 def _seen_window(a: AttentionSpec, ran: Ran) -> int | None:
     """Rows that a query met on average, where they are fewer than the image's."""
-    met = ran.pair_flops / (2.0 * a.num_heads * (a.head_dim + a.value_head_dim)) / ran.rows_in
+    met = ran.pair_flops / _flops_per_pair(a) / ran.rows_in
     return None if met * ran.num_together >= 0.999 * ran.rows_in else round(met)
 
 
-def _other(unit: Unit, kind: LayerKind, seen: _Seen | None, width: int) -> LayerSpec:
-    module, ran = unit.module, seen.ran if seen is not None else None
+def _other(unit: Unit, kind: LayerKind, seen: _Seen, width: int) -> LayerSpec:
+    module, ran = unit.module, seen.ran
     matmuls = [] if module is None else [x for x in module.modules() if is_matmul(x)]
     num_matmul = sum(x.weight.numel() for x in matmuls) + (0 if module is None else _bare_matrices(module))
     entering = int(matmuls[0].weight[0].numel()) if matmuls else width
@@ -175,25 +178,19 @@ def _other(unit: Unit, kind: LayerKind, seen: _Seen | None, width: int) -> Layer
         leaving = entering = _last_width(unit, width)
     elif kind == "norm":
         leaving = entering = next(iter(unit.parameters.values())).numel()
-    elif ran is not None and kind == "embed":
+    elif kind == "embed":
         leaving = ran.width_out or leaving
-    elif ran is not None and not matmuls:  # a bare matrix
+    elif not matmuls:  # a bare matrix
         entering, leaving = ran.width_in or entering, ran.width_out or leaving
     if kind == "embed" and unit.tower != "language":
         entering = leaving
     if kind == "head":
         entering, leaving = int(module.weight.shape[1]), int(module.weight.shape[0])
-    base = seen.base if seen is not None else 1
-    rows, rows_out = 1.0, 1.0
-    if ran is not None:
-        rows_out = ran.rows_out / base if ran.rows_out else 1.0
-        rows = ran.weight_flops / 2 / num_matmul / base if num_matmul and ran.weight_flops else rows_out
-    if kind == "embed" and not num_matmul:
-        rows = rows_out = 1.0
-    if kind in ("head", "embed") and unit.tower == "language":
+    rows_out = ran.rows_out / seen.base if ran.rows_out else 1.0
+    rows = ran.weight_flops / 2 / num_matmul / seen.base if num_matmul and ran.weight_flops else rows_out
+    if (kind == "embed" and not num_matmul) or (kind in ("head", "embed") and unit.tower == "language"):
         rows = rows_out = 1.0
     norm = next((x for x in map(find_norm, module.modules()) if x), None) if module is not None else None
-    idle = unit.tower == "audio"
     return LayerSpec(
         name=unit.path,
         tower="projector" if kind == "projector" and unit.tower == "vision" else unit.tower,
@@ -202,8 +199,8 @@ def _other(unit: Unit, kind: LayerKind, seen: _Seen | None, width: int) -> Layer
         output_size=leaving,
         num_params=unit.num_params,
         num_matmul_params=num_matmul,
-        rows_per_input=0.0 if idle else rows,
-        rows_out_per_input=0.0 if idle else rows_out,
+        rows_per_input=rows,
+        rows_out_per_input=rows_out,
         norm=norm if kind in ("norm", "projector") else None,
         bare=module is None,
     )
@@ -222,30 +219,30 @@ def _is_causal(module: Any) -> bool:
 # -- work -----------------------------------------------------------------------------------------------------------
 
 
-def _seen(unit: Unit, passes: Passes) -> _Seen | None:
+def _seen(unit: Unit, passes: Passes) -> _Seen:
     if unit.tower == "language":
         if passes.long is not None and unit.path in passes.long.ran:
             shorter = passes.short.ran.get(unit.path) if passes.short is not None else None
             return _Seen(ran=passes.long.ran[unit.path], base=passes.num_long, shorter=shorter)
-        return None
-    if passes.image is not None and unit.path in passes.image.ran and passes.num_patches:
-        return _Seen(ran=passes.image.ran[unit.path], base=passes.num_patches, shorter=None)
-    return None
+    elif passes.image is not None and unit.path in passes.image.ran and passes.num_patches:
+        return _Seen(ran=passes.image.ran[unit.path], base=passes.num_patches)
+    return _Seen()
 
 
-def _is_plain(shape: BlockShape, seen: _Seen | None) -> bool:
+def _is_plain(shape: BlockShape, seen: _Seen) -> bool:
     """Whether the formulas' products and pairs are those that ran; without a pass, whether every weight is explained.
 
     What attention and MLP leave unexplained is one matrix more that each row meets: gates, routers, side inputs.
     """
-    a, rest = shape.attention, shape.num_matmul_params - shape.explained
-    if shape.num_attentions > 1 or (a is not None and a.cross and seen is None):
-        return a is not None and a.cross and shape.num_attentions == 1
-    if (shape.attention is None and shape.mlp is None) or rest < 0:
+    a, ran, rest = shape.attention, seen.ran, shape.num_matmul_params - shape.explained
+    if shape.num_attentions > 1:
         return False
-    if seen is None or not seen.ran.rows_in:
+    if a is not None and a.cross and not ran.rows_in:
+        return True
+    if (a is None and shape.mlp is None) or rest < 0:
+        return False
+    if not ran.rows_in:
         return rest == 0
-    ran = seen.ran
     if a is not None and a.cross:
         return True
     # some code multiplies zeros by the experts that no token chose; trainers do not
@@ -256,24 +253,21 @@ def _is_plain(shape: BlockShape, seen: _Seen | None) -> bool:
         return False
     if a is None:
         return ran.pair_flops == ran.other_flops == 0
-    per_pair = 2.0 * a.num_heads * (a.head_dim + a.value_head_dim)
-    pairs = (ran.pair_flops + ran.other_flops) / per_pair
+    pairs = (ran.pair_flops + ran.other_flops) / _flops_per_pair(a)
     most = float(ran.rows_in) ** 2
     return 0 < pairs <= most * (1 + SLACK) and (ran.pair_flops == 0 or ran.other_flops == 0)
 
 
-def _measure(unit: Unit, shape: BlockShape, seen: _Seen | None) -> MeasuredWork:
+def _measure(unit: Unit, shape: BlockShape, seen: _Seen) -> MeasuredWork:
     """Lines and parabolas through what ran: rows in their own term, pairs of fused attention in that of squares."""
     if unit.tower == "audio":
         return MeasuredWork(forward_flops=(0.0,) * NUM_WORK_TERMS, kept_bytes=(0.0,) * NUM_WORK_TERMS)
-    a = shape.attention
-    if seen is None or not seen.ran.rows_in or (a is not None and a.cross) or shape.num_attentions > 1:
+    a, ran, T = shape.attention, seen.ran, float(seen.base)
+    if not ran.rows_in or (a is not None and a.cross) or shape.num_attentions > 1:
         return MeasuredWork()
-    ran, T = seen.ran, float(seen.base)
     squares = f"{_term(unit)}_{'windowed' if a is not None and a.window is not None else 'sq'}"
     if seen.shorter is None:
-        heads = ran.attention
-        per_pair = 0.0 if heads is None else 2.0 * heads.num_heads * (heads.head_dim + heads.value_head_dim)
+        per_pair = 0.0 if ran.attention is None else _flops_per_pair(ran.attention)
         row_flops, pair_flops = ran.weight_flops / T, per_pair + ran.other_flops / T**2
         row_bytes, pair_bytes = ran.kept_bytes / T, 0.0
     else:
@@ -307,7 +301,7 @@ def _terms(values: dict[str, float]) -> tuple[float, ...]:
 # -- what the configuration knows -----------------------------------------------------------------------------------
 
 
-def _windows(model: Any, units: list[Unit], main: dict[Tower, str | None]) -> dict[str, int]:
+def _windows(model: Any, units: list[Unit]) -> dict[str, int]:
     """Rows that a query of a windowed block sees: sliding ones of the decoder, by its `layer_types`."""
     text = model.config.get_text_config(decoder=True)
     kinds, found = getattr(text, "layer_types", None) or [], {}
@@ -315,7 +309,8 @@ def _windows(model: Any, units: list[Unit], main: dict[Tower, str | None]) -> di
         "sliding_attention": getattr(text, "sliding_window", None),
         "chunked_attention": getattr(text, "attention_chunk_size", None),
     }
-    blocks = [x for x in units if x.list_path is not None and x.list_path == main["language"]]
+    path = main_lists(units)["language"]
+    blocks = [x for x in units if x.list_path is not None and x.list_path == path]
     everywhere = None if getattr(text, "use_sliding_window", True) is False else sizes["sliding_attention"]
     for i, unit in enumerate(blocks):
         own = [x.sliding_window for x in unit.module.modules() if isinstance(getattr(x, "sliding_window", None), int)]
@@ -325,12 +320,9 @@ def _windows(model: Any, units: list[Unit], main: dict[Tower, str | None]) -> di
     return found
 
 
-def _tower_width(units: list[Unit], list_path: str | None, passes: Passes) -> int:
-    block = next((x for x in units if x.list_path == list_path and list_path is not None), None)
+def _width_of(block: Unit | None, passes: Passes) -> int:
+    """Of the rows that enter a tower's blocks."""
     if block is None:
         return 1
-    seen = _seen(block, passes)
-    if seen is not None and seen.ran.width_in:
-        return seen.ran.width_in
-    matmul = next((x for x in block.module.modules() if is_matmul(x)), None)
-    return int(matmul.weight[0].numel()) if matmul is not None else 1
+    ran = _seen(block, passes).ran
+    return ran.width_in or entering_width(block.module)

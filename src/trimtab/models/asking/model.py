@@ -19,7 +19,7 @@ from trimtab.models.asking.cuts import find_cuts
 from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
 from trimtab.models.asking.forward import Pass, Watch
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
-from trimtab.models.asking.layers import Passes, describe_units, main_lists
+from trimtab.models.asking.layers import Passes, describe_units, first_block
 from trimtab.models.asking.units import Unit, find_head, forward_order, split_units
 from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
@@ -122,7 +122,7 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
         image = _first(watch, encode, image_calls(model, units, encode))
         if "features" not in getattr(encode, "__name__", ""):  # the tower alone: what lies behind it runs with text
             image = _first(watch, model, _with_text(model, units)) or image
-    block = next((x for x in units if x.list_path is not None and x.list_path == main_lists(units)["vision"]), None)
+    block = first_block(units, "vision")
     seen = None if image is None or block is None else image.ran.get(block.path)
     num_patches = 0 if seen is None else seen.rows_in
     if not num_patches and any(x.tower in ("vision", "projector") for x in units):

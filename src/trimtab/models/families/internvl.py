@@ -21,7 +21,7 @@ from trimtab.models.families.architecture import (
     whole_tower,
 )
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.families.text import read_text, text_layers, text_type, tied_pair
+from trimtab.models.families.text import read_text, text_layers, tied_pair
 from trimtab.models.families.vit import read_channels, read_vit_block
 from trimtab.models.fields import Fields
 from trimtab.models.images.settings import read_tile, require_resize
@@ -42,7 +42,7 @@ def describe_internvl_chat(config: Fields) -> Architecture:
     if config.given("force_image_size", "preprocess.force_image_size"):  # the tower interpolates its positions to it
         side = config.size("force_image_size", "preprocess.force_image_size")
         grid = _read_grid(vision, (side, side))
-    text = read_text(language, text_type(language, TEXT))
+    text = read_text(language, language.word("model_type", choices=TEXT))
     num_unread = _unread_blocks(config, len(tower) - 1)
     layers = [replace(x, unread=True) if i >= len(tower) - num_unread else x for i, x in enumerate(tower)]
     layers.append(_projector(config, tower[0].hidden_size, grid, text.hidden_size))

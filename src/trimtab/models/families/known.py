@@ -5,27 +5,13 @@ Your own: `FAMILIES["my_model"] = Family(pack=PackFormat(...))`, before the firs
 
 from __future__ import annotations
 
-from trimtab.models.families import (
-    gemma3,
-    glm4v,
-    hunyuan_vl,
-    internvl,
-    llava,
-    mllama,
-    paligemma,
-    qwen_vl,
-)
+from trimtab.models.families import gemma3, glm4v, hunyuan_vl, internvl, llava, mllama, paligemma, qwen_vl
 from trimtab.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
-    **internvl.FAMILIES,
-    **qwen_vl.FAMILIES,
-    **llava.FAMILIES,
-    **gemma3.FAMILIES,
-    **glm4v.FAMILIES,
-    **mllama.FAMILIES,
-    **hunyuan_vl.FAMILIES,
-    **paligemma.FAMILIES,
+    model_type: family
+    for module in (internvl, qwen_vl, llava, gemma3, glm4v, mllama, hunyuan_vl, paligemma)
+    for model_type, family in module.FAMILIES.items()
 }
 
 MARKUPS = {name: family.markup for name, family in FAMILIES.items() if family.markup is not None}

@@ -14,8 +14,6 @@ from trimtab.models.families.architecture import Weights, linear, named_layer, n
 from trimtab.models.fields import Fields
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextType:
@@ -30,36 +28,23 @@ class TextType:
     head_dim: Literal["derived", "given", "either"] = "either"
     mlp_bias: bool = False  # the type reads `mlp_bias`
     kv_heads_absent_means_all: bool = False  # for every type null means num_attention_heads, for these silence too
-    # how the type's code decides which layers slide
-    windows: Literal["none", "every_layer", "if_used", "from_max_window_layers"] = "none"
+    slides: bool = False  # every layer, within `sliding_window`, whose silence is null
     has_experts: bool = False
 
 
-_QWEN2_VL = TextType(qkv_bias=True, output_bias=False, head_dim="derived", windows="from_max_window_layers")
+_QWEN2_VL = TextType(qkv_bias=True, output_bias=False, head_dim="derived")
 
 TEXT_TYPES: dict[str, TextType] = {
     "llama": TextType(mlp_bias=True, kv_heads_absent_means_all=True),
-    "phi3": TextType(
-        qkv_bias=False, output_bias=False, fused_qkv=True, kv_heads_absent_means_all=True, windows="every_layer"
-    ),
+    "phi3": TextType(qkv_bias=False, output_bias=False, fused_qkv=True, kv_heads_absent_means_all=True, slides=True),
     "internlm2": TextType(fused_qkv=True, head_dim="derived", kv_heads_absent_means_all=True),
-    "qwen2": TextType(qkv_bias=True, output_bias=False, windows="from_max_window_layers"),
+    "qwen2": TextType(qkv_bias=True, output_bias=False),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen3": TextType(qk_norm=True, head_dim="given", windows="from_max_window_layers"),
-    "qwen3_moe": TextType(qk_norm=True, windows="if_used", has_experts=True),
+    "qwen3": TextType(qk_norm=True, head_dim="given"),
+    "qwen3_moe": TextType(qk_norm=True, has_experts=True),
     "qwen3_vl_text": TextType(qk_norm=True, head_dim="given"),
     "qwen3_vl_moe_text": TextType(qk_norm=True, has_experts=True),
-}
-
-# InternVL's remote code picks the language model by the class named in `architectures`
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "InternLM2ForCausalLM": "internlm2",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -72,21 +57,6 @@ class TextTower:
     vocab_size: int
     blocks: tuple[LayerSpec, ...]
     rotary_bytes: int  # of the rotary table
-
-
-def text_type(fields: Fields, allowed: Sequence[str]) -> str:
-    """The section's `model_type`; where it is absent, the one that `architectures` names."""
-    architectures = fields.raw("architectures")
-    first = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else None
-    named = ARCHITECTURES.get(first) if isinstance(first, str) else None
-    if named is not None and not fields.given("model_type"):
-        return named
-    kind = fields.word("model_type", choices=allowed)
-    fields.check(
-        named is None or named == kind,
-        f"{fields.name('architectures')} names {first}, but {fields.name('model_type')} is {kind}: correct one of them",
-    )
-    return kind
 
 
 def read_text(fields: Fields, model_type: str) -> TextTower:
@@ -102,7 +72,7 @@ def read_text(fields: Fields, model_type: str) -> TextTower:
         dense_at, dense = frozenset(range(num_layers)), _dense_mlp(fields, H, bias=bias)
         sparse = dense
     blocks = []
-    for i, window in enumerate(_windows(fields, kind, num_layers)):
+    for i in range(num_layers):
         mlp, weights = dense if i in dense_at else sparse
         blocks.append(
             named_layer(
@@ -111,7 +81,7 @@ def read_text(fields: Fields, model_type: str) -> TextTower:
                 "block",
                 attention_weights + weights + norm(H, "rms_norm") * 2,
                 hidden_size=H,
-                attention=attention if window is None else replace(attention, window=window),
+                attention=attention,
                 mlp=mlp,
                 norm="rms_norm",
             )
@@ -152,12 +122,16 @@ def _grouped_attention(fields: Fields, hidden_size: int, model_type: str) -> tup
     weights += linear(heads * head_dim, H, bias=qkv_bias if kind.output_bias is None else kind.output_bias)
     if kind.qk_norm:
         weights += vector(2 * head_dim)  # one RMSNorm over a head's queries, one over its keys, shared by all heads
+    if fields.flag("use_sliding_window", absent=False):  # silence is older than the switch, when no such model slid
+        name = fields.name("use_sliding_window")
+        fields.problems.foreign.append(f"{name} is true: decoders whose layers see all of their text are described")
     spec = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         value_head_dim=head_dim,
         causal=True,
+        window=fields.optional_size("sliding_window") if kind.slides else None,
         qk_norm=kind.qk_norm,
         fused_qkv=kind.fused_qkv,
     )
@@ -226,35 +200,6 @@ def _dense_mlp(fields: Fields, hidden_size: int, *, bias: bool) -> tuple[MlpSpec
     H, F = hidden_size, fields.size("intermediate_size")
     weights = linear(H, 2 * F, bias=bias) + linear(F, H, bias=bias)
     return MlpSpec(intermediate_size=F, gated=True), weights
-
-
-def _windows(fields: Fields, kind: TextType, num_layers: int) -> tuple[int | None, ...]:
-    """Tokens that a query of each layer sees at most."""
-    full: tuple[int | None, ...] = (None,) * num_layers
-    if kind.windows == "every_layer":  # Phi-3, whose silence is its null
-        return (fields.optional_size("sliding_window"),) * num_layers
-    # silence is older than the switch, when no such model slid
-    if kind.windows == "none" or not fields.flag("use_sliding_window", absent=False):
-        return full
-    if kind.windows == "if_used":
-        return (_sliding_window(fields),) * num_layers
-    if not fields.given("layer_types"):
-        first, window = fields.size("max_window_layers", minimum=0), _sliding_window(fields)
-        return tuple(window if i >= first else None for i in range(num_layers))
-    types = fields.words("layer_types", choices=(FULL, SLIDING))
-    fields.check(
-        len(types) == num_layers,
-        f"{fields.name('layer_types')} names {len(types)} layers, but {fields.name('num_hidden_layers')} is "
-        f"{num_layers}: correct one of them",
-    )
-    window = _sliding_window(fields) if SLIDING in types else None
-    # a list of another length was noted above; `full` keeps the count right until the error is raised
-    return tuple(window if x == SLIDING else None for x in types) if len(types) == num_layers else full
-
-
-def _sliding_window(fields: Fields) -> int | None:
-    """null means no window; silence is not an answer."""
-    return fields.optional_size("sliding_window") if fields.has_key("sliding_window") else fields.size("sliding_window")
 
 
 # -- naming ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
@@ -34,6 +35,7 @@ from trimtab.plan.plan import (
     Plan,
     RecomputeDecision,
     ScheduleDecision,
+    SearchedSplit,
     StageDecision,
     StageEstimate,
     TableFile,
@@ -67,13 +69,14 @@ def assemble_plan(
     origin: PlanOrigin,
     assumptions: Sequence[str],
     mixture: tuple[MixedSource, ...] = (),
+    searched: tuple[SearchedSplit, ...] = (),
 ) -> PlanDetails:
     """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
     files = {name: name_table(name, content) for name, content in tables.items()}
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
     decisions = describe_decisions(case, split.stages, files=files)
-    estimates = describe_estimates(case, split, variants)
+    estimates = replace(describe_estimates(case, split, variants), searched=searched)
     plan = Plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",

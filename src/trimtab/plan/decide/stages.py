@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
+from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts, simulated_seconds
 from trimtab.partition.search import SearchResult, search_makespan, top_candidates
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.times import stage_link, steps_of, times_of
+from trimtab.plan.plan import SearchedSplit
 from trimtab.specs import IntArray, Stage
-from trimtab.units import format_seconds
+from trimtab.units import format_seconds, round_digits
 
 ABOUT_SPLIT = ("Splits were ", "Split again, ")
 """How sentences begin that say where a plan's split comes from: they go when it gets another one."""
@@ -39,9 +41,13 @@ class SplitChoice:
     split: SplitResult
     one_switch: tuple[PricedSplit, ...]  # the exact splits while recompute is one switch for all layers
     search: SearchResult | None  # None: there was nothing to search
+    searched: tuple[SearchedSplit, ...] = ()  # by OmniBal's search
+    note: str = ""  # how that went
 
     def sentences(self) -> tuple[str, ...]:
         """What the search says of its result, for the plan's reader."""
+        if self.note:
+            return (self.note,)
         if self.search is None or self.search.lower_bound_s <= 0:
             return ()
         found = self.search
@@ -67,6 +73,8 @@ def choose_split(case: Case) -> SplitChoice:
     may end earlier. Raises `PartitionError` if nothing fits.
     """
     problem = case.problem
+    if case.options.search == "omnibal":
+        return _omnibal_split(case)
     splits = [split_stages(problem)]
     found: SearchResult | None = None
     packs = _full_rows(case.schedule.table)
@@ -84,6 +92,62 @@ def choose_split(case: Case) -> SplitChoice:
     priced = [known.get(x.stages) or price_splits(case, [x])[0] for x in splits]
     best = min([*priced, *one_switch], key=lambda x: x.epoch_s)
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
+
+
+def timed_near_anchor(case: Case, num_timed: int) -> BmpResult:
+    """OmniBal's search on this case, with the simulated step on sampled rows of packs as its clock."""
+    packs = _full_rows(case.schedule.table)
+    if case.problem.num_stages < 2 or not len(packs):
+        raise PlanError(
+            f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
+            f"{len(packs)} full rows of packs: plan with pp 2 or more and enough samples, or with --search exact"
+        )
+    clock = simulated_seconds(
+        case.problem,
+        case.work[packs],
+        link_bytes_per_s=stage_link(case.cluster),
+        latency_s=case.cluster.latency_s,
+    )
+    return bmp_split(case.problem, clock, radius=case.options.radius, num_timed=num_timed)
+
+
+def _omnibal_split(case: Case) -> SplitChoice:
+    """The fastest of OmniBal's candidates; beside them, for the reader, what the exact search finds."""
+    problem, options = case.problem, case.options
+    found = timed_near_anchor(case, options.top)
+    exact = choose_split(replace(case, options=replace(options, search="exact")))
+    num_layers = len(problem.profile.layers)
+    rows = [
+        SearchedSplit(
+            stages=tuple(np.diff([0, *candidate.cuts, num_layers]).tolist()),
+            spread_ms=round_digits(candidate.spread_ms),
+            sent_mib=round_digits(candidate.sent_mib),
+            step_ms=round_digits(seconds * 1e3) if np.isfinite(seconds) else None,
+        )
+        for candidate, seconds in found.timed
+    ]
+    clock = exact.search.makespan_s if exact.search is not None else exact.one_switch[0].epoch_s
+    best = rank_cuts(problem, [stage.start for stage in exact.split.stages[1:]])
+    rows.append(
+        SearchedSplit(
+            stages=tuple(stage.stop - stage.start for stage in exact.split.stages),
+            spread_ms=round_digits(best.spread_ms),
+            sent_mib=round_digits(best.sent_mib),
+            step_ms=round_digits(clock * 1e3),
+        )
+    )
+    return SplitChoice(
+        split=found.split,
+        one_switch=exact.one_switch,
+        search=None,
+        searched=tuple(rows),
+        note=(
+            f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
+            f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
+            f"{len(found.timed)} best simulated (not run: --refine runs them). The fastest runs its micro-batches in "
+            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(clock)}."
+        ),
+    )
 
 
 def price_splits(case: Case, splits: Sequence[SplitResult]) -> tuple[PricedSplit, ...]:
@@ -121,7 +185,9 @@ def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candi
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
     found = [tuple(stages)]
     packs = _full_rows(case.schedule.table)
-    if k > 1 and case.problem.num_stages > 1 and len(packs):
+    if case.options.search == "omnibal":
+        found += [x.stages for x in timed_near_anchor(case, k).splits if cuts_of(x.stages) != cuts_of(stages)]
+    elif k > 1 and case.problem.num_stages > 1 and len(packs):
         best = top_candidates(
             case.problem,
             case.work[packs],

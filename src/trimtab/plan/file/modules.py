@@ -18,10 +18,10 @@ def fold_modules(names: Iterable[str]) -> tuple[str, ...]:
     >>> fold_modules(["visual.blocks.0", "visual.blocks.1", "visual.blocks.2", "lm_head"])
     ('visual.blocks[0..2]', 'lm_head')
     """
-    runs: list[tuple[str, int, int]] = []  # stem, first, last number; of a name without one the name, -1, -1
+    runs: list[tuple[str, int, int]] = []  # stem, first, last number; of a name without one the name, -2, -2
     for name in names:
         match = _NUMBERED.match(name)
-        stem, number = (match["stem"], int(match["number"])) if match else (name, -1)
+        stem, number = (match["stem"], int(match["number"])) if match else (name, -2)
         if match and runs and runs[-1][0] == stem and runs[-1][2] + 1 == number:
             runs[-1] = (stem, runs[-1][1], number)
         else:

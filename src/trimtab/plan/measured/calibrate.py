@@ -13,7 +13,7 @@ from trimtab.costs.fit import Calibration, fit_runs
 from trimtab.costs.logs import LoggedRun, LoggedSchedule, read_runs
 from trimtab.costs.observed import Term
 from trimtab.costs.profile import profile_model
-from trimtab.partition.assess import assess_stages
+from trimtab.partition.assess import SplitProblem
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile
 
@@ -87,12 +87,14 @@ def peak_errors(run: LoggedRun) -> tuple[float, ...]:
     """Predicted over logged peak bytes - 1 of each stage; empty where none were logged."""
     if run.peak_bytes is None:
         return ()
-    split = assess_stages(
-        run.profile,
-        run.stages,
+    problem = SplitProblem(
+        profile=run.profile,
+        num_stages=len(run.stages),
         work_mean=run.work.mean(axis=0),
         work_max=run.work.max(axis=0),
         num_microbatches=len(run.work),
         schedule=run.schedule,
     )
-    return tuple(x.total_bytes / peak - 1.0 for x, peak in zip(split.memory, run.peak_bytes, strict=True))
+    return tuple(
+        x.total_bytes / peak - 1.0 for x, peak in zip(problem.assess(run.stages).memory, run.peak_bytes, strict=True)
+    )

@@ -39,8 +39,13 @@ class PackedCollator:
     samples alone, unless the model looks at a whole micro-batch (an experts' balancing loss) or draws (dropout).
 
     `vision_in_every_pack` gives an image-free pack a filler image: FSDP hangs and DDP fails where a tower idles.
-    `explicit_masks` gives 4-D masks where Transformers would make its own from the positions: tokens^2 bytes and more.
     `verify_packing` says whether the model at hand computes such a pack exactly.
+
+    >>> import transformers
+    >>> collate = PackedCollator(transformers.LlamaConfig(), vision_in_every_pack=False)
+    >>> pack = collate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    >>> pack["position_ids"].tolist(), pack["labels"].tolist()
+    ([[0, 1, 2, 0, 1]], [[-100, 6, 7, -100, 9]])
     """
 
     config: Any  # of the model, as Transformers loads it
@@ -48,7 +53,6 @@ class PackedCollator:
     attention: Attention = "sdpa"  # as the model was loaded
     loss_weighting: LossWeighting = "token"
     vision_in_every_pack: bool = True
-    explicit_masks: bool = False
     family: PackFormat | None = None  # None: declared in `models.families`, or asked of Transformers
 
     def __post_init__(self) -> None:
@@ -62,8 +66,8 @@ class PackedCollator:
         """`model(**batch)` of one pack: input_ids, position_ids, labels, images, and what keeps samples apart.
 
         The first label of each sample is taken out: the token before it is another sample's. `loss_weights` (for
-        `packed_loss`, not for the model) is there only if weights are not all 1. Where masks are not explicit,
-        Transformers makes them from the restarting positions, and only if it keeps no cache: hence `use_cache`.
+        `packed_loss`, not for the model) is there only if weights are not all 1. Transformers makes the masks from the
+        restarting positions (where it cannot, they are here), and only if it keeps no cache: hence `use_cache`.
         """
         family = self.family
         assert family is not None, "filled in when made"
@@ -102,7 +106,7 @@ class PackedCollator:
         types = [sample.token_types for sample in pack]
         if family.types_key is not None:
             apart[family.types_key] = torch.cat(types)[None]
-        if self.attention != "flash_attention_2" and (self.explicit_masks or _needs_masks(family)):
+        if self.attention != "flash_attention_2" and _needs_masks(family):
             blocks = None
             if family.sees is not None:
                 blocks = image_numbers(types) if family.sees == "images" else prefix_numbers(types)
@@ -180,8 +184,6 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             f"packs for flash attention were asked for, but {collator.config.model_type} lets image tokens see their "
             "whole image, which a causal flash kernel cannot: load it with attn_implementation='sdpa'"
         )
-    if collator.attention == "flash_attention_2" and collator.explicit_masks:
-        problems.append("explicit masks were asked for, but flash attention takes none: leave explicit_masks off")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") and family.sees is None:
         problems.append(
             "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
@@ -193,23 +195,15 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             f"packs without images were to get a filler image, but the smallest one of {kind!r} is not known: give "
             "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
         )
-    if collator.explicit_masks or _needs_masks(family):
-        problems += _mask_problems(text)
+    unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if _needs_masks(family) and unlike:
+        problems.append(
+            f"packs of {kind!r} need masks of their own, but there are none for {', '.join(sorted(unlike))} layers: "
+            "train it without packing"
+        )
     return problems
 
 
 def _needs_masks(family: PackFormat) -> bool:
     """Whether Transformers cannot make the masks of a pack from its positions."""
     return family.sees is not None or not family.text_row
-
-
-def _mask_problems(text: Any) -> list[str]:
-    """The masks made here are causal, whole or with a window; those of Transformers know more kinds of layers."""
-    problems = []
-    unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unlike:
-        problems.append(
-            f"explicit masks were asked for, but there are none for {', '.join(sorted(unlike))} layers: leave "
-            "explicit_masks off, and Transformers makes its own from the positions"
-        )
-    return problems

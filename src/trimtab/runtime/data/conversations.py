@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.models.asking.build import complete
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import family_of
-from trimtab.models.images import UnsettledRule, rule_in_sample
+from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
@@ -26,9 +27,8 @@ from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
-from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.media import MediaFolder
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
@@ -80,7 +80,7 @@ class _Opened:
     encoder: ConversationEncoder
     count_image: CountImage
     processor: Any
-    folders: dict[Path, MediaFolder] = field(default_factory=dict)
+    media: MediaFolders
 
 
 class PlannedConversations:
@@ -119,15 +119,17 @@ class PlannedConversations:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         if self._opened is None:
+            options = self._options
             self._opened = _Opened(
                 ConversationEncoder(self._tokenizer),
                 image_counter(self.model.image_rule),
                 _image_processor(self._preprocessor, self._limits),
+                MediaFolders(options.media_root, allow_outside=options.allow_outside, exif=options.exif),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
         try:
             conversation = read_conversation(self.records[row])
-            media = self._media(self.records.place(row).file)
+            media = opened.media.of(self.records.place(row).file)
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             encoded = opened.encoder.encode(conversation, counts)
@@ -143,16 +145,6 @@ class PlannedConversations:
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
         sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
         return sample | self._pixels(opened, pictures) if pictures else sample
-
-    def _media(self, file: Path) -> MediaFolder:
-        assert self._opened is not None, "opened by the caller"
-        options, folders = self._options, self._opened.folders
-        root = options.media_root if options.media_root is not None else file.parent
-        if root not in folders:
-            folders[root] = MediaFolder(
-                root, allow_outside=options.allow_outside, exif=options.exif, max_pixels=MAX_PIXELS
-            )
-        return folders[root]
 
     def _decode(self, content: bytes) -> Image.Image:
         try:

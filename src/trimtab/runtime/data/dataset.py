@@ -27,6 +27,14 @@ class PlanBatchSampler(Sampler[list[int]]):
     Used as `DataLoader(data, batch_sampler=...)`. Already per rank: nothing may deal its batches out again. In an
     Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration begins where
     `set_epoch` or `load_state_dict` put it, and ends with that epoch.
+
+    >>> import numpy as np
+    >>> from trimtab.runtime.data.tables import hold_tables
+    >>> from trimtab.specs import Packing, Schedule
+    >>> packing = Packing(offsets=np.array([0, 2, 3]), indices=np.array([0, 2, 1]), limits=(9, 9))
+    >>> tables = hold_tables(packing, Schedule(table=np.array([[[0], [1]]])))  # one step of two ranks, a pack each
+    >>> list(PlanBatchSampler(tables, dp=2, rank=0)), list(PlanBatchSampler(tables, dp=1, rank=0))
+    ([[0, 2]], [[0, 2], [1]])
     """
 
     def __init__(
@@ -163,7 +171,7 @@ class PlanDataset(Dataset[Any]):
 
     `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
     counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
-    errors of this class are filled, any other is raised.
+    errors of this class are filled, any other is raised. Use it between your own data set and `PlanDataLoader`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from trimtab.runtime.data.smallest_images import has_blocks
 TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
 
-_GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _NO_IMAGE_KEYS = {
     "self",
     "kwargs",
@@ -51,7 +51,7 @@ def ask_format(config: Any) -> PackFormat:
     own_side = any(key.endswith("merge_sizes") for key in keys)  # of the blocks of each image
     in_blocks = "image_grid_thw" in keys and not own_side and has_blocks(config) and _names_tokens(core, config)
     return PackFormat(
-        joined=tuple(keys) + tuple(key for key in _GRIDS if mrope and key not in keys and key in taken),
+        joined=tuple(keys) + tuple(key for key in GRIDS if mrope and key not in keys and key in taken),
         mrope=mrope,
         stateful=has_state(config),
         types_key=types_key,

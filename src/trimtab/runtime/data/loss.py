@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100
-"""The label that Transformers and `torch.nn.functional.cross_entropy` leave out."""
+from trimtab.runtime.data.missing import IGNORED as IGNORED
 
 
 def label_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -38,6 +37,9 @@ def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.Proces
 
     A collective call where torch.distributed is initialised: every rank of the group must make it once a step, with at
     least one micro-batch, filler or not. float32: counts are exact to 2^24 labels, off by 6e-8 of themselves beyond.
+
+    >>> step_denominator([{"labels": torch.tensor([[IGNORED, 5, 7]])}, {"labels": torch.tensor([[IGNORED, 3]])}])
+    tensor(3.)
     """
     total = torch.stack([label_weights(batch).sum() for batch in batches]).sum()
     if dist.is_available() and dist.is_initialized():
@@ -52,6 +54,10 @@ def packed_loss(logits: Tensor, batch: Mapping[str, Any], *, denominator: Tensor
 
     `num_ranks`: ranks whose gradients are averaged afterwards, 1 where they are summed. Only rows with a label are cast
     to float32, so prompts and image tokens cost no vocabulary-wide copy.
+
+    >>> batch = {"labels": torch.tensor([[IGNORED, 1, 2]])}
+    >>> packed_loss(torch.zeros(1, 3, 4), batch, denominator=step_denominator([batch]))  # log(4): nothing is learnt yet
+    tensor(1.3863)
     """
     targets = batch["labels"][:, 1:].to(logits.device)
     weights = label_weights(batch)[:, 1:].to(logits.device)

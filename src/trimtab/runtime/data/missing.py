@@ -11,7 +11,8 @@ from trimtab.specs import SampleTable
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100  # label that the losses of torch and Transformers leave out
+IGNORED = -100
+"""The label that Transformers and `torch.nn.functional.cross_entropy` leave out."""
 
 
 class UnreadableSampleError(SampleError):

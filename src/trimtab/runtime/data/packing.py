@@ -182,9 +182,6 @@ class _Check:
             )
         return pack
 
-    def batch(self, given: Sequence[Mapping[str, Any]]) -> Batch:
-        return self.collator(given)
-
     def unreached(self, pack: Sequence[ProcessedSample]) -> int | None:
         """Tokens among which layers with an indexer choose, where the pack holds fewer: then they chose all."""
         text = self.model.config.get_text_config()
@@ -199,12 +196,14 @@ class _Check:
 
     @torch.no_grad()
     def leak(self, pack: Sequence[ProcessedSample]) -> float:
-        base_batch = self.batch([as_given(sample) for sample in pack])
+        base_batch = self.collator([as_given(sample) for sample in pack])
         base = run(self.model, base_batch, what="a pack")
         vocabulary, worst = text_ids(self.model), 0.0
         for which in (0, 1):
-            changed_batch = self.batch(perturb(pack, which, vocabulary))
-            victims = _rows_of(pack, keep=lambda number, which=which: number % 2 != which)
+            changed_batch = self.collator(perturb(pack, which, vocabulary))
+            victims = torch.cat(
+                [torch.full((len(sample.input_ids),), number % 2 != which) for number, sample in enumerate(pack)]
+            )
             changed = run(self.model, changed_batch, what="a pack")
             found = row_change(changed[victims.to(base.device)], base[victims.to(base.device)])
             if not found <= self.bound:
@@ -227,7 +226,7 @@ class _Check:
                 "family=PackFormat(...) that fits, or train it without packing"
             )
         module = self.model.get_submodule(path)
-        advice = "load it with attn_implementation='sdpa', try explicit_masks=True, or train it without packing"
+        advice = "load it with attn_implementation='sdpa', or train it without packing"
         if carries_state(module):
             advice = "call hold_samples_apart(model) before it is wrapped, or install the kernels that take whole packs"
         elif runs_apart(module):
@@ -242,7 +241,7 @@ class _Check:
     def errors(self, pack: Sequence[ProcessedSample]) -> tuple[float, float]:
         """Of logits, and of gradients."""
         types_key = types_key_of(inspect.signature(self.model.forward).parameters)
-        batch, generator = self.batch([as_given(sample) for sample in pack]), torch.Generator().manual_seed(2)
+        batch, generator = self.collator([as_given(sample) for sample in pack]), torch.Generator().manual_seed(2)
         lengths = [len(sample.input_ids) for sample in pack]
         weights = torch.randn(sum(lengths), 4096, generator=generator)
         packed, gradients = run_backward(self.model, batch, weights, what="a pack")
@@ -288,11 +287,6 @@ class _Check:
             "another: its positions may not restart, or tokens may have to see their whole image; give "
             "family=PackFormat(...) that fits, or train it without packing"
         )
-
-
-def _rows_of(pack: Sequence[ProcessedSample], *, keep: Any) -> Tensor:
-    """(tokens,) True where the sample's number is kept."""
-    return torch.cat([torch.full((len(s.input_ids),), bool(keep(number))) for number, s in enumerate(pack)])
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -12,14 +12,13 @@ from torch import Tensor
 from trimtab.errors import SampleError, join_problems
 from trimtab.models.asking.inputs import image_token
 from trimtab.models.families.family import PackFormat
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, pack_format
+from trimtab.runtime.data.formats import GRIDS, TOKEN_TYPE_KEYS, pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.smallest_images import tile_tokens
 
 _OWN_KEYS = frozenset(
     {"input_ids", "labels", "assistant_masks", "attention_mask", "loss_weight", "id", *TOKEN_TYPE_KEYS}
 )
-_GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class ProcessedSample:
     @property
     def grids(self) -> dict[str, Tensor]:
         """What M-RoPE positions depend on beside the token types."""
-        return {key: self.images[key] for key in _GRIDS if key in self.images}
+        return {key: self.images[key] for key in GRIDS if key in self.images}
 
 
 def read_processed(

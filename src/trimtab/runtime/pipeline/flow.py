@@ -11,8 +11,6 @@ from torch import Tensor
 
 ENCODED = "encoded_images"
 """Key of a batch whose images were encoded already: an `Encoded`."""
-PIXELS = ("pixel_values", "pixel_values_videos")
-"""Keys of a batch that the vision tower alone reads; they stay where they are until it does."""
 NOT_GIVEN = ("labels", "loss_weights", "denominator", ENCODED)
 """Keys of a batch that are no arguments of a model here."""
 Batch = Mapping[str, Any]

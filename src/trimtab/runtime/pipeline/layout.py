@@ -28,7 +28,12 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayout:
-    """Module paths of each stage, in forward order, and how the stages are run; checks itself."""
+    """Make one by hand to run stages of your own: module paths in forward order, and the schedule; checks itself.
+
+    >>> layout = PipelineLayout(stages=(("embed", "block"), ("head",)), schedule="1F1B", num_microbatches=4)
+    >>> layout.num_devices, layout.modules
+    (2, ('embed', 'block', 'head'))
+    """
 
     stages: tuple[tuple[str, ...], ...]
     schedule: TorchSchedule

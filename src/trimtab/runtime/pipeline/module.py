@@ -16,7 +16,7 @@ from trimtab.errors import UnsupportedPlanError
 from trimtab.runtime.pipeline.cuts import Cuts, Way
 from trimtab.runtime.pipeline.flow import ENCODED, Batch, Encoded, Sealed, Wire, arguments_of, feature_name, has_images
 from trimtab.runtime.pipeline.hollow import find_layer, hollow_copy
-from trimtab.runtime.pipeline.trace import Output, as_features, feature_rows, seams_of
+from trimtab.runtime.pipeline.trace import Output, as_features, feature_rows, watch_encoders
 from trimtab.runtime.vision.seams import Seam
 
 
@@ -60,9 +60,7 @@ class StageModule(nn.Module):
             for name, layer in layers.items()
             if isinstance(layer, nn.Module)
         ]
-        for seam in seams_of(self.model):
-            seam.put(functools.partial(self._encode, seam))
-        self._encoding = False
+        watch_encoders(self.model, self._encode)
         self._run: _Run | None = None
 
     def release(self) -> None:
@@ -158,7 +156,7 @@ class StageModule(nn.Module):
         """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
         run, name = self._run, feature_name(seam.kind, 0)
         calls = [] if run is None else run.way.calls.get(name, [])
-        if run is None or not calls or self._encoding:  # that of videos may call that of images
+        if run is None or not calls:
             return seam.original(*args, **kwargs)
         names = [x.name for x in calls[0].outputs]
         if run.encoded is not None and seam.kind in run.encoded.outputs:
@@ -168,11 +166,7 @@ class StageModule(nn.Module):
             shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
             rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
             return as_features(run.way.trace.samples[name], rows)
-        self._encoding = True
-        try:
-            result = seam.original(*args, **kwargs)
-        finally:
-            self._encoding = False
+        result = seam.original(*args, **kwargs)
         if not run.kept.isdisjoint(names):
             run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
         return result

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from trimtab.errors import PlanError
 from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
-from trimtab.runtime.pipeline.flow import PIXELS, Batch, Sealed, moved
+from trimtab.runtime.pipeline.flow import Batch, Sealed, moved
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
 from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.stage import PackedStage
+from trimtab.runtime.vision.families import PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,5 +190,6 @@ def pack_loss(logits: Tensor, target: Sealed) -> Tensor:
 
 
 def _to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    kept = {key: value for key, value in batch.items() if key in PIXELS}
-    return {**moved({key: value for key, value in batch.items() if key not in kept}, device), **kept}
+    """All but pixels, which stay where they are until the vision tower reads them."""
+    pixels = {key: value for key, value in batch.items() if key in PIXELS.values()}
+    return {**moved({key: value for key, value in batch.items() if key not in pixels}, device), **pixels}

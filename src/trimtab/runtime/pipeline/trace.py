@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,7 @@ class Tracer:
         for config in configs.values():
             choose_kernels(config, experts="batched_mm")
         self._model = hollow_copy(model, forwards, own={**between, **leaves, **configs}, device=HOST)
-        for seam in seams_of(self._model):
-            seam.put(functools.partial(self._encode, seam))
-        self._encoding = False
+        watch_encoders(self._model, self._encode)
         self._trace = Trace()
         self._leaves: dict[int, tuple[Tensor, str]] = {}
         self._made: dict[Any, Any] = {}
@@ -143,14 +141,8 @@ class Tracer:
         return torch.utils._pytree.tree_unflatten(handed, spec)
 
     def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returned, as leaves; that of videos may call it."""
-        if self._encoding:
-            return seam.original(*args, **kwargs)
-        self._encoding = True
-        try:
-            result = seam.original(*args, **kwargs)
-        finally:
-            self._encoding = False
+        """What a function that encodes images returned, as leaves."""
+        result = seam.original(*args, **kwargs)
         columns = feature_rows(result)
         if columns is None:
             return result
@@ -229,12 +221,28 @@ class Tracer:
         return made
 
 
-def seams_of(model: nn.Module) -> tuple[Seam, ...]:
-    """The functions that encode images; none where the model has no such function, or several."""
+def watch_encoders(model: nn.Module, encode: Callable[..., Any]) -> None:
+    """Calls of functions that encode images become `encode(seam, ...)`; those from inside of one are its own business.
+
+    Nothing where the model has no such function, or several.
+    """
     try:
-        return find_seams(model, "features")
+        seams = find_seams(model, "features")
     except TrimtabError:
-        return ()
+        return
+    inside: list[Seam] = []
+
+    def call(seam: Seam, *args: Any, **kwargs: Any) -> Any:
+        if inside:  # that of videos may call that of images
+            return seam.original(*args, **kwargs)
+        inside.append(seam)
+        try:
+            return encode(seam, *args, **kwargs)
+        finally:
+            inside.clear()
+
+    for seam in seams:
+        seam.put(functools.partial(call, seam))
 
 
 def feature_rows(output: Any) -> list[Tensor] | None:

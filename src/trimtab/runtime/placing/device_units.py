@@ -10,7 +10,7 @@ part of `layers.1`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems
 from trimtab.models.quote import quote
-from trimtab.placement.placed import DeviceKey
+from trimtab.placement.device_bytes import DeviceKey
 
 CPU = torch.device("cpu")
 
@@ -140,9 +140,7 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, 
 
 def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[str, DeviceKey | None, bool]]:
     """Units, then what no unit holds: (name, device or None, whether it is a tensor), in module order."""
-    above = {key[: at + 1].rstrip(".") for key in keys for at, letter in enumerate(key) if letter == "."}
-    above |= {""} if any(keys) else set()  # some key that is not the root
-    above |= _called_past(model)
+    above = _around(keys) | _called_past(model)
 
     def visit(
         name: str, module: nn.Module, inherited: DeviceKey | None
@@ -165,34 +163,36 @@ def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[st
 def _called_past(model: nn.Module) -> set[str]:
     """Models around other models or around the embedding: `self.model.visual(...)`, `get_input_embeddings()(...)`."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    inner = [
+    return _around(
         name for name, module in model.named_modules() if isinstance(module, PreTrainedModel) or module is embedding
-    ]
-    return {name[:at] for name in inner if name for at in (0, *(i for i, x in enumerate(name) if x == "."))}
+    )
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """A path and those of the modules around it: "a.b", "a", ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _around(names: Iterable[str]) -> set[str]:
+    """The modules around any of `names`."""
+    return {above for name in names for above in _upwards(name) if above != name}
 
 
 def _topmost(missing: Sequence[str], held: Sequence[str]) -> list[str]:
     """Names without a device, the largest module in which nothing has one standing for all that it holds."""
-    covered = {""} | {name[:at] for name in held for at in (*(i for i, x in enumerate(name) if x == "."), len(name))}
-    found: dict[str, None] = {}
-    for name in missing:
-        top = name
-        while (above := top.rpartition(".")[0]) not in covered:
-            top = above
-        found[top] = None
-    return list(found)
+    covered = {"", *held, *_around(held)}
+    tops = ([x for x in _upwards(name) if x == name or x not in covered][-1] for name in missing)
+    return list(dict.fromkeys(tops))
 
 
 def _in_order(keys: Mapping[str, DeviceKey], homes: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
     """Units in the order of the keys that hold them: a map lists modules in forward order."""
     position = {key: i for i, key in enumerate(keys)}
-
-    def of(name: str) -> int:
-        while name not in position:
-            name = name.rpartition(".")[0]
-        return position[name]
-
-    return {name: homes[name] for name in sorted(homes, key=of)}
+    of = {name: next(position[x] for x in _upwards(name) if x in position) for name in homes}
+    return {name: homes[name] for name in sorted(homes, key=of.__getitem__)}
 
 
 def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
@@ -209,10 +209,7 @@ def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
 
 
 def _home_of(homes: Mapping[str, DeviceKey], tensor: str) -> DeviceKey | None:
-    name = tensor
-    while name not in homes and name:
-        name = name.rpartition(".")[0]
-    return homes.get(name)
+    return next((homes[x] for x in _upwards(tensor) if x in homes), None)
 
 
 # -- where units run ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
-from trimtab.placement.placed import DeviceKey, Placement
+from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
 from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
@@ -194,7 +195,6 @@ def _settle(
 ) -> dict[str, StoredTensor]:
     """Copies into host memory what belongs there; where what belongs on disk lies, by its name in the model."""
     on_disk: dict[str, StoredTensor] = {}
-    lost: list[str] = []
     for unit in placed.units:
         if not isinstance(unit.home, str):
             continue
@@ -208,10 +208,6 @@ def _settle(
                 parameter.data = parameter.data.clone()
             elif unit.home == "disk" and origin is not None:
                 on_disk[name] = origin
-            elif unit.home == "disk":
-                lost.append(name)
-    if lost:
-        raise PartitionError(join_problems([_converted(name) for name in lost]))
     return on_disk
 
 
@@ -229,15 +225,16 @@ def _check_on_disk(
         and tails.get(_tail(name)) != (dtype if parameter.is_floating_point() else parameter.dtype)
     ]
     if lost:
-        raise PartitionError(join_problems([_converted(name) for name in lost]))
+        raise PartitionError(
+            join_problems(
+                [
+                    f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or "
+                    "in parts: name an offload folder, or place it on a GPU or the CPU"
+                    for name in lost
+                ]
+            )
+        )
 
 
 def _tail(name: str) -> str:
     return ".".join(name.split(".")[-2:])
-
-
-def _converted(name: str) -> str:
-    return (
-        f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or in parts: "
-        "name an offload folder, or place it on a GPU or the CPU"
-    )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode  # no public way to see the mode on top
+from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch has no public way to walk them
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trimtab.runtime.placing.stored_weights import StoredTensor
@@ -54,16 +55,14 @@ class Copies:
 
     def move(self, tree: Any, device: torch.device) -> Any:
         """Every tensor in nested lists, tuples and dicts on `device`; states that layers share move themselves."""
-        if isinstance(tree, torch.Tensor):
-            return self._one(tree, device)
-        if isinstance(tree, (list, tuple)):
-            moved = [self.move(x, device) for x in tree]
-            return type(tree)(*moved) if hasattr(tree, "_fields") else type(tree)(moved)
-        if isinstance(tree, dict):
-            return type(tree)({key: self.move(x, device) for key, x in tree.items()})
-        if hasattr(tree, "to") and hasattr(tree, "keys"):  # `KVSharingDict` of Transformers
-            return tree.to(device)
-        return tree
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return self._one(leaf, device)
+            # `KVSharingDict` of Transformers
+            return leaf.to(device) if hasattr(leaf, "to") and hasattr(leaf, "keys") else leaf
+
+        return tree_map(one, tree)
 
     def _one(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if tensor.device == device:
@@ -124,10 +123,8 @@ class Meeting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        operands: list[torch.Tensor] = []
-        if name not in _MIXED:
-            _collect(args, operands)
-            _collect(kwargs, operands)
+        leaves = [] if name in _MIXED else tree_leaves((args, kwargs))
+        operands = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(operands) < 2 and not any(isinstance(x, Absent) for x in operands):
             return func(*args, **kwargs)
         away = {x.device for x in operands if x.dim() or x.device.type != "cpu"}  # scalars of the host go with any
@@ -137,26 +134,13 @@ class Meeting(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _gather(self, tree: Any, where: torch.device) -> Any:
-        if isinstance(tree, Absent):
-            return tree.bring().to(where)
-        if isinstance(tree, torch.Tensor):
-            return self._copies.move(tree, where) if tree.dim() or tree.device.type != "cpu" else tree
-        if isinstance(tree, (list, tuple)):
-            return type(tree)([self._gather(x, where) for x in tree])
-        if isinstance(tree, dict):
-            return {key: self._gather(x, where) for key, x in tree.items()}
-        return tree
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Absent):
+                return leaf.bring().to(where)
+            is_operand = isinstance(leaf, torch.Tensor) and (leaf.dim() or leaf.device.type != "cpu")
+            return self._copies.move(leaf, where) if is_operand else leaf
 
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            _collect(x, found)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            _collect(x, found)
+        return tree_map(one, tree)
 
 
 def _place_of(name: str, operands: list[torch.Tensor]) -> torch.device:

@@ -7,41 +7,20 @@ that stays mapped costs no memory before it is read, and none that the system co
 from __future__ import annotations
 
 import json
-import math
-import mmap
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import EllipsisType, MappingProxyType
+from types import EllipsisType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES  # its names of types; there is no public table (0.8)
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.errors import ConfigError, join_problems
 from trimtab.models.quote import quote
 
-DTYPES = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "F8_E8M0": torch.float8_e8m0fnu,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U64": torch.uint64,
-        "U32": torch.uint32,
-        "U16": torch.uint16,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -51,27 +30,18 @@ class StoredTensor:
 
     file: Path
     name: str
-    dtype: torch.dtype
+    dtype_name: str  # as safetensors has it: "BF16"
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
-    num_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TYPES.get(self.dtype_name) or torch.uint8  # bytes, where torch has no such type
 
     def map(self) -> torch.Tensor:
         """The tensor, in a private mapping of its pages that lasts as long as the tensor."""
-        return self._map()[0]
-
-    def _map(self) -> tuple[torch.Tensor, mmap.mmap | None]:
-        if not self.num_bytes:
-            return torch.empty(self.shape, dtype=self.dtype), None
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
-        with self.file.open("rb") as file:
-            pages = mmap.mmap(
-                file.fileno(), self.offset + self.num_bytes - start, access=mmap.ACCESS_COPY, offset=start
-            )
-        flat = torch.frombuffer(pages, dtype=torch.uint8, count=self.num_bytes, offset=self.offset - start)
-        if self.offset % self.dtype.itemsize:  # files of old writers may not be aligned
-            return flat.clone().view(self.dtype).view(self.shape), None
-        return flat.view(self.dtype).view(self.shape), pages
+        with safe_open(self.file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(self.name)
+            return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,16 +49,16 @@ class LazyTensors:
     """A state dict that reads a tensor when it is asked for, and knows later which tensors are still mapped."""
 
     stored: Mapping[str, StoredTensor]
-    _mapped: dict[int, tuple[weakref.ref[mmap.mmap], StoredTensor]] = field(default_factory=dict)
+    mapped: dict[int, tuple[StorageWeakRef, StoredTensor]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, _LazyTensor]:
-        return {name: _LazyTensor(stored, self._mapped) for name, stored in self.stored.items()}
+        return {name: _LazyTensor(stored, self.mapped) for name, stored in self.stored.items()}
 
     def origin(self, tensor: torch.Tensor) -> StoredTensor | None:
         """What of the files `tensor` is a mapping of; None if it was copied, cast or converted."""
-        pages, stored = self._mapped.get(tensor.data_ptr(), (None, None))
-        alive = pages is not None and pages() is not None  # else the address may be another tensor's by now
-        return stored if alive else None
+        storage, stored = self.mapped.get(tensor.data_ptr(), (None, None))
+        # else the address may be another tensor's by now
+        return stored if storage is not None and not storage.expired() else None  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,16 +66,16 @@ class _LazyTensor:
     """What Transformers 5 uses of a safetensors slice: `lazy[...]` reads it, and before that its dtype and shape."""
 
     stored: StoredTensor
-    mapped: dict[int, tuple[weakref.ref[mmap.mmap], StoredTensor]]
+    mapped: dict[int, tuple[StorageWeakRef, StoredTensor]]
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        tensor, pages = self.stored._map()
-        if pages is not None:
-            self.mapped[tensor.data_ptr()] = (weakref.ref(pages), self.stored)
+        tensor = self.stored.map()
+        if tensor.numel():
+            self.mapped[tensor.data_ptr()] = (StorageWeakRef(tensor.untyped_storage()), self.stored)  # type: ignore[no-untyped-call]
         return tensor
 
     def get_dtype(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.stored.dtype)
+        return self.stored.dtype_name
 
     def get_shape(self) -> list[int]:
         return list(self.stored.shape)
@@ -160,35 +130,12 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one safetensors file by its name: 8 bytes of length, a JSON header, then the values."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{path} is no safetensors file or was cut short: download it again")
-        try:
-            header: Any = json.loads(file.read(length))
-        except ValueError:
-            raise ConfigError(f"{path} has a header that is not JSON: download it again") from None
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path} has a header that is no mapping: download it again")
-    header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, start=8 + length, size=size) for name, entry in header.items()}
-
-
-def _stored(path: Path, name: str, entry: Any, *, start: int, size: int) -> StoredTensor:
-    dtype_name = entry.get("dtype") if isinstance(entry, Mapping) else None
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-    if dtype is None:
-        raise ConfigError(f"{path} holds {quote(name)} as {quote(dtype_name)}: save it as one of {', '.join(DTYPES)}")
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
-        raise ConfigError(f"{path} does not say where {quote(name)} lies: download it again")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * dtype.itemsize or start + end > size:
-        raise ConfigError(f"{path} was cut short or is damaged at {quote(name)}: download it again")
-    return StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
-
-
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value)
+    """Every tensor of one safetensors file by its name."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: StoredTensor(path, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{path} is no safetensors file, was cut short or is damaged ({error}): download it again"
+        ) from None

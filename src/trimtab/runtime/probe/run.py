@@ -53,6 +53,16 @@ class ProbedKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStep:
+    """One of the paper's four steps on one device: its peak before and after, and what that bought."""
+
+    what: str
+    before_bytes: int
+    after_bytes: int
+    bought: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedDevice:
     """One device of the pipeline, as it was measured."""
 
@@ -63,6 +73,40 @@ class ProbedDevice:
     recompute: Mapping[str, int]  # chosen layers of each tier
     peak_bytes: int  # with the choice
     predicted_bytes: int  # the same, by the probed profile on the same pack
+
+    def steps(self, limit_bytes: int) -> tuple[MemoryStep, ...]:
+        """Recompute everything; switch it off for one layer of each kind; for as many as fit; run that."""
+        full, kept = self.full_peak_bytes, max((x.measured_bytes for x in self.kinds), default=0.0)
+        per_kind = [f"{x.tower} {x.tier} {format_bytes(x.measured_bytes)}" for x in self.kinds]
+        chosen = ", ".join(f"{tier} {count}" for tier, count in self.recompute.items()) or "no layer"
+        left = limit_bytes - full
+        return (
+            MemoryStep(
+                what="1. recompute every layer",
+                before_bytes=limit_bytes,
+                after_bytes=full,
+                bought=f"{format_bytes(left)} left to keep activations in",
+            ),
+            MemoryStep(
+                what="2. one layer of each kind keeps more",
+                before_bytes=full,
+                after_bytes=full + int(kept),
+                bought="a layer's bytes: " + (", ".join(per_kind) or "no kind here recomputes"),
+            ),
+            MemoryStep(
+                what="3. as many layers as fit keep more",
+                before_bytes=full,
+                after_bytes=self.predicted_bytes,
+                bought=f"recompute of {chosen}, by the bytes of step 2",
+            ),
+            MemoryStep(
+                what="4. run with that choice",
+                before_bytes=self.predicted_bytes,
+                after_bytes=self.peak_bytes,
+                bought=f"it fits: {format_bytes(limit_bytes - self.peak_bytes)} left, prediction "
+                f"{self.predicted_bytes / self.peak_bytes - 1:+.1%}",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,6 +249,7 @@ def _result(
         assumptions=(
             *(said for said in found.plan.assumptions if not said.startswith((_ABOUT, ABOUT_BYTES))),
             *(said for said in measured.profile.assumptions if said.startswith(ABOUT_BYTES)),
+            *(_tell_steps(device, bench.limit_bytes) for device in devices),
         ),
     )
     backs = sum(run.what == CHOICE and bool(run.failed_devices) for run in bench.runs)
@@ -222,6 +267,15 @@ def _result(
     return ProbeResult(
         details=details, limit_bytes=bench.limit_bytes, devices=tuple(devices), runs=tuple(bench.runs), wall_s=0.0
     )
+
+
+def _tell_steps(device: ProbedDevice, limit_bytes: int) -> str:
+    """For the plan's reader."""
+    told = (
+        f"{x.what}: {format_bytes(x.before_bytes)} to {format_bytes(x.after_bytes)}, {x.bought}"
+        for x in device.steps(limit_bytes)
+    )
+    return f"{_ABOUT}device {device.device} in four steps. {'; '.join(told)}."
 
 
 _ABOUT = "Recompute was probed on "

@@ -79,7 +79,12 @@ class AppliedRecompute:
 def apply(
     model: nn.Module, decision: Plan | Iterable[RecomputeDecision | str], *, granularity: Granularity = "full"
 ) -> AppliedRecompute:
-    """From now on exactly the decided layers of `model` recompute, each by its granularity.
+    """Call this in your own loop to save memory as a plan says: exactly the decided layers recompute from now on.
+
+    >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> with apply(layers, ["1"]) as recompute:
+    ...     recompute.granularity
+    {'1': 'full'}
 
     `decision` is a plan, its `decisions.recompute`, or names of layers ("model.visual.blocks[0..7]" is a range), which
     then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
-_TYPES = {"step": int, "loader": dict, "num_tokens": int, "optimizer": str, "world_size": int, "num_tensors": int}
+_TYPES = {"step": int, "loader": dict, "optimizer": str, "num_tensors": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,7 @@ class Progress:
 
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
-    num_tokens: int  # LLM tokens seen, of all ranks
     optimizer: str
-    world_size: int
     num_tensors: int = 0  # of the whole checkpoint; `save_checkpoint` counts them
 
 
@@ -58,28 +57,37 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-N; collective. `keep`: so many checkpoints stay, the oldest go (None: all stay)."""
     path = folder / f"step-{progress.step:08d}"
-    writing = folder / f".{path.name}.writing"
-    leader = dist.get_rank() == 0
-    if leader:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(writing, ignore_errors=True)
-    dist.barrier()
     content = {f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())}
     content |= _optimizer_tensors(parameters, optimizer)
     content[f"random/{dist.get_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_available():
         content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
-    save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
-    dist.barrier()
-    if leader:
-        progress = replace(progress, num_tensors=len(_sizes(writing)))
-        write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(writing, path)  # noqa: PTH105 (a folder over nothing: atomic)
-        for old in list_checkpoints(folder)[: -keep if keep else None] if keep is not None else ():
+    with _written_aside(path) as writing:
+        save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            progress = replace(progress, num_tensors=len(_sizes(writing)))
+            write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
+            shutil.rmtree(path, ignore_errors=True)
+    if dist.get_rank() == 0 and keep is not None:
+        for old in list_checkpoints(folder)[: -keep if keep else None]:
             shutil.rmtree(old)
     dist.barrier()
     return path
+
+
+@contextmanager
+def _written_aside(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to write into, which becomes it when all ranks are through; collective."""
+    writing = path.with_name(f".{path.name}.writing")
+    if dist.get_rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    dist.barrier()
+    yield writing
+    if dist.get_rank() == 0:
+        os.replace(writing, path)  # noqa: PTH105 (a folder over nothing or an empty one: atomic)
+    dist.barrier()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -158,19 +166,13 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
 
     Written beside its name and renamed when it is whole; `folder` is new or empty.
     """
-    writing = folder.with_name(f".{folder.name}.writing")
-    writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
-    if dist.get_rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    dist.barrier()
-    save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(writing / "sharded", ignore_errors=True)
-        config.save_pretrained(writing)
-        os.replace(writing, folder)  # noqa: PTH105 (a folder over nothing or an empty one: atomic)
-    dist.barrier()
+    with _written_aside(folder) as writing:
+        writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
+        save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(writing / "sharded", ignore_errors=True)
+            config.save_pretrained(writing)
 
 
 def _sizes(path: Path) -> dict[str, Any]:

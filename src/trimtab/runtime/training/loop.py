@@ -61,11 +61,10 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         refuse_unshared(checkpoint, device)
         run = open_run(settings, plan, device)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
-        start = num_tokens = 0
+        start = 0
         if checkpoint is not None:
             run.loader.load_state_dict(read_progress(checkpoint).loader)
-            progress = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer)
-            start, num_tokens = progress.step, progress.num_tokens
+            start = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer).step
         num_steps = settings.steps or settings.epochs * len(run.sampler) // run.layout.num_microbatches
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
@@ -90,15 +89,8 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 images=run.pipeline.image_load,
             )
             records.append(record)
-            num_tokens += record.num_tokens
             if settings.saves_at(step, num_steps):
-                progress = Progress(
-                    step=step,
-                    loader=run.loader.state_dict(),
-                    num_tokens=num_tokens,
-                    optimizer=settings.optimizer,
-                    world_size=dist.get_world_size(),
-                )
+                progress = Progress(step=step, loader=run.loader.state_dict(), optimizer=settings.optimizer)
                 save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
         num_fillers = sum(record.num_fillers for record in records)
         if num_fillers:

@@ -36,7 +36,9 @@ def vision_dp(
     check: bool = True,
     timeout_s: float = 600.0,
 ) -> VisionDataParallel:
-    """Let each rank of `group` encode its share of the images; every rank of the group must call this.
+    """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
+
+    Every rank of the group must call it.
 
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
     the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get
@@ -156,6 +158,9 @@ def rows_of_shards(is_image_token: Tensor, shards: Sequence[Tensor | slice]) -> 
     """For `VisionDataParallel.wanting`: the rows of image features that each rank's part of the sequence reads.
 
     `is_image_token` is the mask of the whole batch, flattened; `shards[r]` are the positions rank r holds, in order.
+
+    >>> [rows.tolist() for rows in rows_of_shards(torch.tensor([1, 0, 1, 1]) == 1, [slice(0, 2), slice(2, 4)])]
+    [[0], [1, 2]]
     """
     mask = is_image_token.reshape(-1).cpu()
     number = torch.cumsum(mask, 0) - 1

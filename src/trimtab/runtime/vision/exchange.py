@@ -85,7 +85,8 @@ def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
 def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any) -> Tensor:
     """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
 
-    One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients.
+    One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
+    order of ranks.
     """
     rank = dist.get_rank(group)
     send = [layout.position[ids[layout.owner[ids] == rank]] for ids in wanted]

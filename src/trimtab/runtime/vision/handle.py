@@ -49,7 +49,6 @@ class Load:
     calls: int = 0
     patches: int = 0  # here
     group_patches: int = 0  # by all ranks of the group
-    last: ImageShares | None = None
 
     @property
     def share(self) -> float:
@@ -60,7 +59,6 @@ class Load:
         self.calls += 1
         self.patches += int(patches[shares.atoms_of(rank)].sum())
         self.group_patches += int(patches.sum())
-        self.last = shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -215,10 +213,8 @@ class VisionDataParallel:
         as_tuple = kwargs.get("return_dict") is False
         inputs, problem = self._read(seam, args, kwargs)
         if self.settings.check:
-            if self.settings.exchange == "dispatch":
-                agree_on_inputs(self.control, seam.name, self._words(seam, inputs), None, problem)
-            else:
-                agree_on_inputs(self.control, seam.name, self._words(seam), inputs, problem)
+            own, shared = (inputs, None) if self.settings.exchange == "dispatch" else (None, inputs)
+            agree_on_inputs(self.control, seam.name, self._words(seam, own), shared, problem)
         elif problem is not None:
             raise problem
         assert inputs is not None
@@ -275,11 +271,13 @@ class VisionDataParallel:
         features, num_rows = self._encode_own(seam, inputs.take(shares.atoms_of(control.rank)), inputs, shares, control)
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         self.load.add(inputs.patches, shares, control.rank)
-        if self.settings.exchange == "routed":
+        is_routed = self.settings.exchange == "routed"
+        if is_routed:
             rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
-            return write_features(features, rows, num_rows, whole=False)
-        rows = gather_rows(features.rows, layout, self.group)
-        return write_features(features, rows, _sum_entries(num_rows, inputs.entries))
+        else:
+            rows = gather_rows(features.rows, layout, self.group)
+        entries = num_rows if is_routed else _sum_entries(num_rows, inputs.entries)
+        return write_features(features, rows, entries, whole=not is_routed)
 
     def _encode_dispatched(self, seam: Seam, inputs: VisionInputs | None) -> Any:
         """Every rank holds images of its own; one without (None) takes part and gets a zero that depends on it."""

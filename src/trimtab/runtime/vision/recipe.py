@@ -24,12 +24,12 @@ from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows
 from trimtab.runtime.vision.seams import holder_of
 
 TOWERS = (
-    ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
-    ("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
-    ("qwen3_vl", "Qwen3VLVisionModel"),
-    ("qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
+    "modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+    "modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+    "modeling_qwen3_vl.Qwen3VLVisionModel",
+    "modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel",
 )
-"""The classes that the recipe patches, in Transformers' models of these names."""
+"""The classes that the recipe patches, by the modules of Transformers that hold them."""
 
 _originals: dict[type, Callable[..., Any]] = {}
 
@@ -132,12 +132,12 @@ def gather_vision_embeddings(local_embeddings: Tensor, dp_group: Any, all_counts
 def _tower_classes() -> list[type]:
     """Those of `TOWERS` that the installed Transformers has."""
     found = []
-    for family, name in TOWERS:
+    for module, _, name in (tower.partition(".") for tower in TOWERS):
+        family = module.removeprefix("modeling_")
         try:
-            module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            found.append(getattr(importlib.import_module(f"transformers.models.{family}.{module}"), name))
         except ModuleNotFoundError:
             continue
-        found.append(getattr(module, name))
     return found
 
 

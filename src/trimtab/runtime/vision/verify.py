@@ -55,7 +55,7 @@ def verify_vision_dp(
     over: Any = None,
     raise_problems: bool = True,
 ) -> VisionCheck:
-    """Compare loss and vision gradients with and without the handle, and their scale with the truth.
+    """Call this once before a run in a host of your own: are loss and vision gradients those without the handle?
 
     `loss` runs the host's forward on one fixed batch, without dropout, and returns this rank's loss as it is
     back-propagated. `reduce_gradients` is what the host calls behind a backward; None where a wrapper (DDP, FSDP2)
