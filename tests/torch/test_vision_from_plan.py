@@ -50,8 +50,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ({}, True, "replicated", "mean"),
         ({}, False, "replicated", "none"),
-        ({"group": "sp"}, True, "sharded x N", "mean"),
-        ({"group": "cp", "reduction": "sum"}, True, "sharded", "sum"),
         (DISPATCH, True, None, None),
     ],
 )
@@ -79,7 +77,7 @@ def test_memory_is_balanced_by_patches_unless_a_cost_is_given(given):
     ("change", "host_reduces", "message"),
     [
         ({"degree": 3}, True, "shares images among 3 ranks of tp, and the group that was given has 2"),
-        ({"group": "sp"}, False, "said to reduce no gradients over sp"),
+        (DISPATCH, False, "said to reduce no gradients over dp"),
         ({**DISPATCH, "pooling": 2}, True, "plan with --vision-pooling 1 for this host"),
     ],
 )
