@@ -290,7 +290,8 @@ class Setting:
 
     @property
     def num_gpus(self) -> int:
-        return self.profile.dims.num_devices
+        dims = self.profile.dims
+        return dims.dp * dims.pp * dims.tp
 
     def stages(self, counts: Sequence[int], recompute: Sequence[int] | None = None) -> tuple[Stage, ...]:
         """Stages of so many blocks, of which the first `recompute` of each recompute everything; None: all."""

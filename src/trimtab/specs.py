@@ -100,9 +100,8 @@ class LayerSpec:
     rows_out_per_input: float = 1.0  # rows that leave, per patch (vision, projector) or per token (language)
     attention: AttentionSpec | None = None
     mlp: MlpSpec | None = None
-    norm: Literal["layer_norm", "rms_norm", "rms_norm_fp32"] | None = (
-        None  # fp32: the weight multiplies before the cast
-    )
+    # rms_norm_fp32: the weight multiplies before the cast
+    norm: Literal["layer_norm", "rms_norm", "rms_norm_fp32"] | None = None
     num_norms: int = 2  # over the rows of a block, q and k norms aside; 4 with post-norms (Gemma 3)
     layer_scale: bool = False  # a learned vector scales what each half of a block adds (InternViT)
     unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
@@ -238,10 +237,8 @@ class ModelSpec:
     @property
     def token_window(self) -> int | None:
         """Sliding window of the language model's windowed layers, in tokens."""
-        for layer in self.layers:
-            if layer.tower == "language" and layer.attention is not None and layer.attention.window is not None:
-                return layer.attention.window
-        return None
+        found = (layer.attention for layer in self.layers if layer.tower == "language")
+        return next((x.window for x in found if x is not None and x.window is not None), None)
 
 
 # -- hardware -------------------------------------------------------------------------------------------------------
@@ -302,10 +299,6 @@ class ParallelDims:
             if getattr(self, axis) < 1:
                 raise TrimtabError(f"{axis} {getattr(self, axis)} is not a degree of parallelism: give 1 or more")
 
-    @property
-    def num_devices(self) -> int:
-        return self.dp * self.pp * self.tp * self.cp
-
 
 # -- data -----------------------------------------------------------------------------------------------------------
 
@@ -334,12 +327,9 @@ class SampleTable:
     num_files: int = 1
 
     def __post_init__(self) -> None:
-        n = len(self.num_tokens)
-        for name in ("num_images", "num_patches", "patches_sq", "patches_windowed", "source"):
-            assert len(getattr(self, name)) == n, f"column {name} has another length"
-        for name in ("file_index", "line"):
-            assert getattr(self, name) is None or len(getattr(self, name)) == n, f"column {name} has another length"
-        assert self.ids is None or len(self.ids) == n
+        columns = ("num_images", "num_patches", "patches_sq", "patches_windowed", "source", "ids", "file_index", "line")
+        lengths = {name: len(getattr(self, name)) for name in columns if getattr(self, name) is not None}
+        assert set(lengths.values()) == {len(self)}, f"columns of unequal lengths: {lengths}, {len(self)} tokens"
         assert self.image_patches is None or len(self.image_patches) == self.num_images.sum(), "images without a size"
 
     def __len__(self) -> int:
@@ -431,9 +421,8 @@ class LayerCost:
     state_bytes: float  # parameters, gradients and optimizer state on this device
     num_params: float  # on this device
     tiers: tuple[RecomputeTier, ...]  # the first is "none"; a layer that cannot recompute has no other
-    transient_bytes: tuple[
-        float, ...
-    ]  # live at once inside the layer's backward beside what it keeps: gradients of rows and of a weight, fp32 logits
+    # live at once inside the layer's backward beside what it keeps: gradients of rows and of a weight, fp32 logits
+    transient_bytes: tuple[float, ...]
     group: int  # layers of one group cost the same
     step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
     weight_s: tuple[float, ...] = ()  # the part of backward_s that only weight gradients need; empty: not known
@@ -472,9 +461,9 @@ class Profile:
     def transients(self, work: FloatArray) -> FloatArray:
         """(num_layers,) bytes that each layer's backward needs at `work` beside what the layer keeps; not below 0."""
         moments = [(x.transient_bytes, x.other_transient_bytes or x.transient_bytes) for x in self.layers]
-        most = (np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work).max(axis=1)
-        result: FloatArray = np.maximum(most, 0.0)
-        return result
+        both = np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work
+        most: FloatArray = both.max(axis=1, initial=0.0)
+        return most
 
 
 # -- pipeline -------------------------------------------------------------------------------------------------------
@@ -548,22 +537,19 @@ class Timeline:
     @property
     def device(self) -> IntArray:
         """Device of every block."""
-        if self.stage_devices is None:
-            return self.stage.astype(np.int64) % self.num_devices
-        return np.array(self.stage_devices, np.int64)[self.stage]
+        num_stages = int(self.stage.max(initial=-1)) + 1
+        return np.array([self.device_of(stage) for stage in range(num_stages)], np.int64)[self.stage]
 
     def busy_s(self) -> FloatArray:
         """Seconds each device computes."""
-        busy = np.zeros(self.num_devices)
-        np.add.at(busy, self.device, self.end_s - self.start_s)
+        busy: FloatArray = np.bincount(self.device, self.end_s - self.start_s, self.num_devices).astype(np.float64)
         return busy
 
     @property
     def bubble_ratio(self) -> float:
         """Idle share of the devices: 1 - busy / (devices x makespan)."""
-        if self.makespan_s == 0:
-            return 0.0
-        return float(1.0 - self.busy_s().sum() / (self.num_devices * self.makespan_s))
+        available_s = self.num_devices * self.makespan_s
+        return float(1.0 - self.busy_s().sum() / available_s) if available_s > 0 else 0.0
 
 
 def evaluate(coefficients: FloatArray | Sequence[float], work: FloatArray) -> FloatArray:

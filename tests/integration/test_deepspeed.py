@@ -20,8 +20,7 @@ import pytest
 from trimtab.adapters.deepspeed import export
 from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
-from trimtab.plan.decide.expressible import as_stages
-from trimtab.specs import ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import ParallelDims, RecomputeChoice, Stage, stages_between
 
 pytestmark = pytest.mark.integration
 
@@ -142,7 +141,7 @@ def run(folder: Path, stages: tuple[Stage, ...]) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("recompute", [(), (0, 2, 25, BLOCK + 3)], ids=["none", "four layers"])
 def test_deepspeed_holds_trains_and_recomputes_what_the_plan_says(tmp_path: Path, recompute: tuple[int, ...]) -> None:
-    stages = as_stages((INSIDE_THE_TOWER,), len(MODEL.layers))
+    stages = stages_between((0, INSIDE_THE_TOWER, len(MODEL.layers)))
     chosen = [tuple(i for i in recompute if stage.start <= i < stage.stop) for stage in stages]
     stages = tuple(
         Stage(
@@ -165,7 +164,7 @@ def test_deepspeed_holds_trains_and_recomputes_what_the_plan_says(tmp_path: Path
 def test_the_module_refuses_other_layers_and_other_stages(tmp_path: Path) -> None:
     plan = Decided(
         model=MODEL,
-        stages=as_stages((INSIDE_THE_TOWER,), len(MODEL.layers)),
+        stages=stages_between((0, INSIDE_THE_TOWER, len(MODEL.layers))),
         dims=ParallelDims(pp=2),
         schedule="1F1B",
         num_microbatches=4,

@@ -23,8 +23,7 @@ from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python
 from trimtab.adapters.ms_swift import swift_arguments, swift_shell
 from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
-from trimtab.plan.decide.expressible import as_stages
-from trimtab.specs import ParallelDims, RecomputeChoice
+from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +38,7 @@ def exported(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> M
         if num_chunks == 1
         else [BLOCK + 3 * s for s in range(1, 8)]
     )
-    stages = as_stages(cuts, len(MODEL.layers))
+    stages = stages_between((0, *cuts, len(MODEL.layers)))
     if tier is not None:
         first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(*VISION, BLOCK)),))
         stages = (first, *stages[1:])

@@ -17,8 +17,7 @@ import pytest
 from trimtab.adapters.running import Decided
 from trimtab.adapters.torchtitan import _ATTENTION_POLICY, export, titan_names, titan_unsupported_cuts
 from trimtab.models.describe import describe
-from trimtab.plan.decide.expressible import as_stages
-from trimtab.specs import ParallelDims, RecomputeChoice
+from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +59,7 @@ def test_torchtitan_splits_a_model_as_the_plan_does(seed):
     pp = rng.choice((2, 3, 4))
     allowed = [c for c in range(1, len(MODEL.layers)) if c not in titan_unsupported_cuts(MODEL)]
     schedule, chunks = rng.choice((("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)))
-    stages = as_stages(sorted(rng.sample(allowed, pp * chunks - 1)), len(MODEL.layers))
+    stages = stages_between((0, *sorted(rng.sample(allowed, pp * chunks - 1)), len(MODEL.layers)))
     dims = ParallelDims(dp=2, pp=pp)
     plan = Decided(model=MODEL, stages=stages, dims=dims, schedule=schedule, num_microbatches=4 * pp)
     config = ParallelismConfig(**export(plan, None).fields["parallelism"])
@@ -112,7 +111,7 @@ def run_again(policy: str | None) -> tuple[int, int, torch.Tensor]:
     torch.manual_seed(0)
     model = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
     block = MODEL.indices("language", "block")[0]
-    (whole,) = as_stages((), len(MODEL.layers))
+    (whole,) = stages_between((0, len(MODEL.layers)))
     if policy is not None:
         whole = dataclasses.replace(whole, recompute=(RecomputeChoice(tier=policy, layers=(block,)),))
     plan = Decided(model=MODEL, stages=(whole,), dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
@@ -155,7 +154,7 @@ def test_our_attention_policy_keeps_the_attentions_of_gpus_and_no_product():
 @pytest.mark.parametrize("tier", ["full", "attention", "selective", None])
 def test_torchtitan_has_the_recompute_policies_that_we_name(tier):
     block = MODEL.indices("language", "block")[0]
-    stages = as_stages((block + 3,), len(MODEL.layers))
+    stages = stages_between((0, block + 3, len(MODEL.layers)))
     if tier is not None:
         first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(block,)),))
         stages = (first, stages[1])

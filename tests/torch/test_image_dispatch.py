@@ -72,7 +72,7 @@ def test_the_log_and_the_report_say_what_each_rank_encoded(runs):
     details = load_details(shared.plan)
     words = " ".join(run_sentences(details, read_run_of(details.plan, shared.out / "run.jsonl")))
     totals = ", ".join(f"{sum(step[rank] for step in encoded):,}" for rank in range(2))
-    assert "Data-parallel ranks shared their images: the fullest of a step encoded 1." in words
+    assert "Data-parallel ranks shared their images: the most loaded of a step encoded 1." in words
     assert f"alone; by rank {totals}." in words
     off = read_run_of(details.plan, runs["off"].out / "run.jsonl")
     assert "shared their images" not in " ".join(run_sentences(details, off))

@@ -7,8 +7,7 @@ import pytest
 from trimtab.adapters.running import Decided
 from trimtab.adapters.torch_pipelining import SCHEDULE_CLASSES, export
 from trimtab.models.describe import describe
-from trimtab.plan.decide.expressible import as_stages
-from trimtab.specs import ParallelDims
+from trimtab.specs import ParallelDims, stages_between
 
 pytestmark = pytest.mark.torch
 
@@ -24,7 +23,7 @@ def test_torch_has_the_class_and_lays_the_stages_out_alike(schedule):
     pp, chunks = 2, 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
     plan = Decided(
         model=MODEL,
-        stages=as_stages([10 * s for s in range(1, pp * chunks)], len(MODEL.layers)),
+        stages=stages_between((*range(0, 10 * pp * chunks, 10), len(MODEL.layers))),
         dims=ParallelDims(pp=pp),
         schedule=schedule,
         num_microbatches=4,

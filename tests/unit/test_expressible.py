@@ -20,7 +20,6 @@ from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import (
     Expressible,
-    as_stages,
     best_expressible,
     fastest_fitting,
     overfull_ranks,
@@ -30,7 +29,7 @@ from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import RecomputeChoice
+from trimtab.specs import RecomputeChoice, stages_between
 
 MODEL = describe("Qwen2.5-VL-7B")
 KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron", "torchtitan")
@@ -204,7 +203,7 @@ def test_of_given_splits_the_fastest_is_taken(found: ReloadedPlan) -> None:
     splits = tuple((block + a, block + a + 7, block + a + 14) for a in range(1, 13))
     best = best_expressible(case, Expressible(splits=splits))
     assert best is not None
-    times = [epoch_s(case, as_stages(cuts, len(MODEL.layers))) for cuts in splits]
+    times = [epoch_s(case, stages_between((0, *cuts, len(MODEL.layers)))) for cuts in splits]
     assert epoch_s(case, best) == min(times)
     assert best_expressible(found.case, Expressible(splits=())) is None
 

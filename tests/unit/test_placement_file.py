@@ -106,7 +106,7 @@ def test_a_missing_binary_or_huge_file_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="is not text"):
         load_placement(path)
-    path.write_bytes(b"x" * (4 * 2**20 + 1))
+    path.write_bytes(b"x" * (16 * 2**20 + 1))
     with pytest.raises(PlanError, match="more than any placement"):
         load_placement(path)
 

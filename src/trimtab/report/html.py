@@ -1,4 +1,4 @@
-"""The plan as one HTML page: no network, no library, every foreign string escaped.
+"""The plan as one HTML page: no network, no library, every text from outside escaped.
 
 The page carries its own style and script and a Content-Security-Policy that forbids everything else, so even a name
 that slipped through unescaped could load and run nothing.

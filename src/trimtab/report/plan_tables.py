@@ -141,7 +141,7 @@ def packing_table(details: PlanDetails) -> Table:
         rows += [
             (f"Largest pack, {of}", *(f"{float(x.max()):,.0f}" for x in sizes), f"limit {limit:,}"),
             (f"Mean pack, {of}", *(percent(float(x.mean()) / limit) for x in sizes), "of the limit"),
-            (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all alike"),
+            (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all equal"),
         ]
     blank = [""] * (len(shown) - 1)
     rows += [

@@ -78,8 +78,8 @@ def _image_load(steps: Sequence[StepRecord]) -> str:
         over_mean.append(float(table.max(1).sum() / max(table.mean(1).sum(), 1.0)))
     by_rank = np.array([r.patches_encoded for r in steps]).sum(0).tolist()
     return (
-        f"Data-parallel ranks shared their images: the fullest of a step encoded {over_mean[0]:.2f} of the mean's ViT "
-        f"patches, and would have encoded {over_mean[1]:.2f} alone; by rank {', '.join(f'{n:,}' for n in by_rank)}."
+        f"Data-parallel ranks shared their images: the most loaded of a step encoded {over_mean[0]:.2f} of the mean's "
+        f"ViT patches, and would have encoded {over_mean[1]:.2f} alone; by rank {', '.join(f'{n:,}' for n in by_rank)}."
     )
 
 

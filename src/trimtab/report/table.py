@@ -41,7 +41,7 @@ Cells = Sequence[str | Cell]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Foreign text is cleaned and escaped where it is written, so cells hold it as it came."""
+    """Text from outside is cleaned and escaped where it is written, so cells hold it as it came."""
 
     title: str
     columns: Sequence[Column]

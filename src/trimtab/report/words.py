@@ -11,7 +11,7 @@ from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage
 from trimtab.units import GIB, KIB, MIB
 
-MAX_TEXT = 400  # characters of one foreign string that are shown
+MAX_TEXT = 400  # characters of a text from outside that are shown
 _BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 GAIN_NOISE = 0.005  # ratios nearer to 1 than this read as "the same"
 
@@ -19,7 +19,7 @@ GAIN_NOISE = 0.005  # ratios nearer to 1 than this read as "the same"
 def clean(text: str, *, limit: int = MAX_TEXT) -> str:
     """One printable line of at most `limit` characters.
 
-    Names come from data sets and configurations of strangers: control characters (terminal escapes), lone surrogates
+    Names come from data sets and configurations of others: control characters (terminal escapes), lone surrogates
     and marks that reverse the reading direction become U+FFFD; runs of white space become one blank.
     """
     line = " ".join(text[: 4 * limit].split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitResult
@@ -16,7 +15,7 @@ from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOrigin
-from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage
+from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage, stages_between
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -64,7 +63,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
         while True:
             for cuts in _neighbours(at, len(model.layers), problem.forbidden_cuts):
                 if cuts not in found:
-                    price(cuts, as_stages(cuts, len(model.layers)))
+                    price(cuts, stages_between((0, *cuts, len(model.layers))))
             best = min(found, key=lambda cuts: found[cuts].bottleneck_s)
             if found[best].bottleneck_s >= found[at].bottleneck_s:
                 break
@@ -115,7 +114,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         num_layers = len(case.model.layers)
         for cuts in can.splits:
             if case.problem.forbidden_cuts.isdisjoint(cuts):
-                yield as_stages(cuts, num_layers)
+                yield stages_between((0, *cuts, num_layers))
         return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
         lambda: [split_case(case)],
@@ -180,11 +179,6 @@ def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
     return tuple(result)
 
 
-def as_stages(cuts: Sequence[int], num_layers: int) -> Stages:
-    """Stages between these cuts, without recompute."""
-    return tuple(Stage(index=s, start=a, stop=b) for s, (a, b) in enumerate(pairwise((0, *cuts, num_layers))))
-
-
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:
     """Predicted time of `stages` for the whole data set, over that of `other`."""
     return mean_step_s(case, stages) / mean_step_s(case, other)
@@ -219,7 +213,7 @@ def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
-    """The plan with other stages: packs, degrees and inputs unchanged, estimates made anew; `write_plan` saves it.
+    """The plan with other stages: packs, degrees and inputs unchanged, new estimates; `write_plan` saves it.
 
     What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
     """

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab import __version__
-from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.options import same_fields
 from trimtab.placement.device_bytes import ALLOCATOR_DIVISOR, DeviceKey
@@ -17,12 +16,11 @@ from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
 from trimtab.placement.workload import Workload
 from trimtab.plan.file.modules import fold_modules, unfold_modules
-from trimtab.plan.file.yaml import record_from_yaml, record_to_yaml
+from trimtab.plan.file.yaml import read_file, record_from_yaml, record_to_yaml
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB, format_bytes
 
 PLACEMENT_VERSION = "1.0"
-_MAX_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,20 +145,9 @@ def map_json(placement: Placement) -> dict[str, object]:
 
 def load_placement(path: Path | str) -> PlacementFile:
     """The placement in a file, or in the `placement.yaml` of a folder; all problems of the file at once."""
-    path = Path(path)
-    path = path / "placement.yaml" if path.is_dir() else path
-    if not path.is_file():
-        raise PlanError(
-            f"there is no placement at {path}: give a placement.yaml, or the folder that `trimtab map --out` wrote"
-        )
-    if path.stat().st_size > _MAX_BYTES:
-        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any placement: give a placement.yaml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not text: give a placement.yaml") from error
+    origin, text = read_file(path, "placement", wrote="trimtab map --out")
     return record_from_yaml(
-        text, PlacementFile, origin=str(path), version=("placement_version", PLACEMENT_VERSION), verb="map"
+        text, PlacementFile, origin=origin, version=("placement_version", PLACEMENT_VERSION), verb="map"
     )
 
 

@@ -178,7 +178,7 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
         choice = RecomputeChoice(tier=entry.granularity, layers=layers)
         chosen.setdefault(entry.stage, []).append(choice)
     if problems:
-        raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or mend the modules by hand")
+        raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or correct the modules by hand")
     return tuple(
         Stage(index=s.index, start=s.start, stop=s.stop, recompute=tuple(chosen.get(s.index, ()))) for s in stages
     )

@@ -21,7 +21,7 @@ from trimtab.typed_json import ReadNumber, read_typed
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_MAX_PLAN_BYTES = 16 * 2**20
+_MAX_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
 _REMOVED_KEYS = {"every": "recompute in a share of the micro-batches"}
 """Keys of earlier plans without which a plan means something else, and what they stood for."""
@@ -156,19 +156,24 @@ def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
+def read_file(path: Path | str, what: str, *, wrote: str) -> tuple[str, str]:
+    """Path and text of a file of this kind ("plan"), or of `plan.yaml` in a folder; `wrote` is the command for it."""
+    path = Path(path)
+    path = path / f"{what}.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise PlanError(f"there is no {what} at {path}: give a {what}.yaml, or the folder that `{wrote}` wrote")
+    if path.stat().st_size > _MAX_BYTES:
+        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any {what}: give a {what}.yaml")
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not text: give a {what}.yaml") from error
+
+
 def load_plan(path: Path | str) -> Plan:
     """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
-    path = Path(path)
-    path = path / "plan.yaml" if path.is_dir() else path
-    if not path.is_file():
-        raise PlanError(f"there is no plan at {path}: give a plan.yaml, or the folder that `trimtab plan` wrote")
-    if path.stat().st_size > _MAX_PLAN_BYTES:
-        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any plan: give a plan.yaml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not text: give a plan.yaml") from error
-    return plan_from_yaml(text, origin=str(path))
+    origin, text = read_file(path, "plan", wrote="trimtab plan")
+    return plan_from_yaml(text, origin=origin)
 
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:

@@ -54,7 +54,7 @@ class MemoryCheck:
 def check_memory(
     path: Path | str, *, config: Path | str | None = None, cluster: ClusterSpec | None = None
 ) -> MemoryCheck:
-    """Peak bytes of every pipeline rank of the plan at `path`, counted anew.
+    """Peak bytes of every pipeline rank of the plan at `path`, counted again.
 
     `config` is the model's config.json (or its folder) where the plan does not say, or no longer finds, what its model
     is; `cluster` as in `check_plan`. Nothing of the plan's estimates is used, and what was changed by hand counts.

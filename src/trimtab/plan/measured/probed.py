@@ -161,7 +161,7 @@ def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) 
 
 
 def with_profile(case: Case, profile: Profile) -> Case:
-    """The case priced by this profile, which the plan then keeps; offload anew, as whoever reads the plan back does."""
+    """The case priced by this profile, which the plan then keeps; offload is priced again, as on reading it back."""
     options, priced = replace(case.options, profile=profile), profile
     if options.offload:
         rate = host_bytes_per_s(case.cluster.device, options)
@@ -251,7 +251,7 @@ def _more(layer: LayerCost, num_bytes: float) -> LayerCost:
 
 
 def _regroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """Groups anew: layers of one kind that lie on different stages may have been changed unlike."""
+    """New groups: layers of one kind may have been changed differently on different stages."""
     groups: dict[tuple[object, ...], int] = {}
     return tuple(
         replace(x, group=groups.setdefault((x.group, x.tiers, x.transient_bytes), len(groups))) for x in layers

@@ -62,7 +62,7 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
     """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
 
     Where the group is left open, sharing must shorten the epoch by 0.5 %, over dp by 2 %. Of pools of 1, 2, ... 8
-    micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided anew for
+    micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided again for
     each, so that a pool whose activations cost more recompute than it saves is not taken. Raises `PlanError` where the
     plan has no such group, `PartitionError` where nothing fits.
     """
