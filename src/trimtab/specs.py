@@ -261,7 +261,12 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Nodes of equal devices."""
+    """Nodes of equal devices; `parse_cluster` makes one from a few characters.
+
+    >>> from trimtab import find_device
+    >>> ClusterSpec(device=find_device("H20"), num_nodes=2, devices_per_node=8).latency_s
+    1e-05
+    """
 
     device: DeviceSpec
     num_nodes: int
@@ -287,7 +292,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """How the devices are divided: data, pipeline, tensor and context parallel degrees."""
+    """How the devices are divided: data, pipeline, tensor and context parallel degrees.
+
+    >>> ParallelDims(dp=4, pp=8)
+    ParallelDims(dp=4, pp=8, tp=1, cp=1)
+    """
 
     dp: int = 1
     pp: int = 1
@@ -308,6 +317,14 @@ class SampleTable:
     """Sizes of every sample of a data set, one column each; row i is sample i of the data set's own order.
 
     `num_patches` counts ViT patches, or tiles where a file of ready-made lengths knows only tiles (`patch_unit`).
+
+    >>> import numpy as np
+    >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
+    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
+    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> len(samples), samples.sample_id(2)
+    (8, '2')
     """
 
     num_images: IntArray
@@ -361,7 +378,13 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Samples grouped into packs (micro-batches): pack p holds `indices[offsets[p]:offsets[p + 1]]`."""
+    """Samples grouped into packs (micro-batches): pack p holds `indices[offsets[p]:offsets[p + 1]]`.
+
+    >>> import numpy as np
+    >>> packing = Packing(offsets=np.array([0, 2, 3]), indices=np.array([4, 0, 2]), limits=(9, 4096))
+    >>> packing.num_packs, packing.sums(np.array([5, 1, 7, 1, 2])).tolist()
+    (2, [7, 7])
+    """
 
     offsets: IntArray  # (num_packs + 1,)
     indices: IntArray  # rows of the SampleTable, each at most once; in a mixture as often as it is drawn
@@ -386,7 +409,12 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
-    """Which pack each rank runs when: `table[step, rank, microbatch]` is a pack, -1 an empty slot of the last step."""
+    """Which pack each rank runs when: `table[step, rank, microbatch]` is a pack, -1 an empty slot of the last step.
+
+    >>> import numpy as np
+    >>> Schedule(table=np.arange(8).reshape(2, 4, 1)).num_steps
+    2
+    """
 
     table: IntArray  # (num_steps, dp, num_microbatches)
     order: str = "random"
@@ -471,7 +499,11 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
-    """Layers of the model, by number, that hold their activations by `tier`."""
+    """Layers of the model, by number, that hold their activations by `tier`.
+
+    >>> RecomputeChoice(tier="full", layers=(3, 4)).layers
+    (3, 4)
+    """
 
     tier: RecomputedTier
     layers: tuple[int, ...]
@@ -479,7 +511,11 @@ class RecomputeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Layers `start <= i < stop`, on one pipeline rank (or one virtual stage of it)."""
+    """Layers `start <= i < stop`, on one pipeline rank (or one virtual stage of it).
+
+    >>> Stage(index=0, start=0, stop=12).num_recomputed()
+    0
+    """
 
     index: int
     start: int

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 from functools import partial
 from typing import Any
 
@@ -313,17 +311,3 @@ def test_bad_samples_and_settings_are_refused():
         PackedCollator(shrink("idefics3", {}))
     with pytest.raises(UnknownModelError, match="Transformers maps its configuration to no model: register"):
         ask_format(transformers.SiglipVisionConfig())
-
-
-WITH_EXAMPLES = (
-    *("runtime.data.packing", "runtime.data.state_layers", "runtime.data.collate", "runtime.data.dataset"),
-    *("runtime.data.loss", "models.families.family", "adapters.frameworks", "samples.headers"),
-    *("runtime.recompute.apply", "runtime.pipeline.layout", "runtime.vision.apply"),
-)
-
-
-@pytest.mark.parametrize("module", WITH_EXAMPLES)
-def test_examples_in_docstrings_run(module):
-    found = doctest.testmod(importlib.import_module(f"trimtab.{module}"), optionflags=doctest.ELLIPSIS)
-    assert found.attempted >= 1
-    assert found.failed == 0

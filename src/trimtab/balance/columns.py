@@ -33,7 +33,11 @@ CHUNK = 1 << 20  # rows looked at in one go
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnCost:
-    """cost of a sample = sum over columns d of linear[d] * s_d + squared[d] * s_d^2, in any unit."""
+    """cost of a sample = sum over columns d of linear[d] * s_d + squared[d] * s_d^2, in any unit.
+
+    >>> ColumnCost(linear=(2.0, 1.0), squared=(0.0, 0.5)).of([np.array([3]), np.array([4])])
+    array([18.])
+    """
 
     linear: tuple[float, ...]
     squared: tuple[float, ...] = ()
@@ -114,6 +118,12 @@ def pack_columns(
 
     `cost` is a `ColumnCost` or one number per sample; without it each column counts as a share of its limit.
     Raises `PackingError` as `pack_samples` does.
+
+    >>> import numpy as np
+    >>> frames, tokens = np.array([30, 10, 20, 40]), np.array([500, 900, 300, 700])
+    >>> packed = pack_columns([frames, tokens], limits=(50, 1400))
+    >>> sorted(sorted(packed.pack(p).tolist()) for p in range(packed.num_packs))
+    [[0, 2], [1], [3]]
     """
     from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
 

@@ -82,6 +82,11 @@ def redispatch(
     them packs only close up: enough when dp shrinks to a divisor.
 
     Exact cover; full rows but for the last, so at most dp - 1 empty slots more than there were.
+
+    >>> import numpy as np
+    >>> from trimtab import Schedule
+    >>> redispatch(Schedule(table=np.arange(8).reshape(2, 4, 1)), 2).table.shape
+    (2, 2, 2)
     """
     old_dp, old_microbatches = schedule.table.shape[1:]
     if dp < 1 or (num_microbatches is not None and num_microbatches < 1):

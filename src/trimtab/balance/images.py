@@ -28,6 +28,9 @@ class TowerCost:
     """cost = image + patch * P + patch_sq * sum P_s^2 + patch_windowed * sum P_w^2, in any unit (seconds, bytes, flop).
 
     P_s are the segments of full attention, P_w those of windowed attention: see `ImageCounts`.
+
+    >>> TowerCost(patch=6600, patch_sq=1).of([1024, 4096]).tolist()
+    [7806976.0, 43810816.0]
     """
 
     patch: float
@@ -115,6 +118,10 @@ def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced"
     At most 4/3 - 1/(3N) times the optimum (longest-first's bound, Graham 1969); mostly within 1 % of `lower_bound`.
     `contiguous`: whole runs of atoms in order, cut where the largest load is least (exact): no row changes place.
     Time or memory is the caller's choice of cost: see `tower_seconds`, `tower_bytes`.
+
+    >>> shares = share_images([8100, 1024, 1024, 4096, 576, 2304], 2)
+    >>> [shares.atoms_of(rank).tolist() for rank in range(2)]
+    [[0, 4], [1, 2, 3, 5]]
     """
     weights = np.ascontiguousarray(cost, dtype=np.float64)
     if problem := _find_problem(weights, num_ranks, rule):

@@ -47,6 +47,16 @@ def mix_samples(
     `num_samples` in all, or `epochs` times as many as the tables have together. Exact: counts differ from the shares by
     less than one sample (largest remainders), rows of one data set are drawn equally often or once more, and over
     epochs 0 .. e too: each epoch goes on in the data set's own shuffle where the last one stopped.
+
+    >>> import numpy as np
+    >>> from trimtab import SampleTable
+    >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
+    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
+    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> mixture = mix_samples([samples, samples], weights=[3.0, 1.0], num_samples=16)
+    >>> np.bincount(mixture.part).tolist()
+    [12, 4]
     """
     _check(tables, weights, num_samples, epochs)
     total = sum(len(table) for table in tables)

@@ -60,6 +60,16 @@ def pack_samples(
     `fill` and `num_rounds` belong to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
     `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to
     the order of that name.
+
+    >>> import numpy as np
+    >>> from trimtab import SampleTable
+    >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
+    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
+    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> packed = pack_samples(samples, limits=(9, 4096), dp=2).packing
+    >>> packed.num_packs, int(packed.sums(tiles).max())
+    (4, 6)
     """
     n = len(samples)
     _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)
@@ -109,6 +119,16 @@ def report_packing(
 
     Batches of the padded methods count what padding adds. With a cost of one number per sample that cannot be known
     exactly: it is scaled by padded over own tokens.
+
+    >>> import numpy as np
+    >>> from trimtab import SampleTable
+    >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
+    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
+    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> from trimtab import pack_samples
+    >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
+    3
     """
     packing = result.packing
     per_sample = cost_column(samples, cost)

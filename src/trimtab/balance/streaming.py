@@ -34,6 +34,13 @@ class StreamPacker:
     empty ones only in the last row and only if there are fewer samples than ranks. The order of arrival is shuffled
     within a window and not beyond: the source must be shuffled already. The same samples, in the same order, give the
     same rows; a packer restored by `load_state_dict` goes on as if it had never stopped.
+
+    >>> packer = StreamPacker(limits=(9, 4096), dp=2)
+    >>> for number in range(8):
+    ...     packer.push((1 + number % 5, 300), sample_id=number)
+    >>> packer.flush()
+    >>> len(packer.pop())
+    2
     """
 
     def __init__(

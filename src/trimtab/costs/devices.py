@@ -83,6 +83,9 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
 
     A beginning of exactly one name is enough: "a100", "A100-80", "NVIDIA H100 80GB HBM3". `beside`: one more device,
     known from a measurement.
+
+    >>> find_device("a100").peak_flops / 1e12
+    312.0
     """
     wanted = _squeeze(name)
     for device in (*DEVICES.values(), *([] if beside is None else [beside])):
@@ -101,6 +104,10 @@ def parse_cluster(text: str, *, devices_per_node: int = 8, beside: DeviceSpec | 
     """A cluster from "32xA100-80GB", "4 x H200" or "H100" (one device).
 
     Fewer devices than a node holds make one smaller node; more must fill their nodes. `beside`: see `find_device`.
+
+    >>> cluster = parse_cluster("32xA100-80GB")
+    >>> cluster.num_nodes, cluster.devices_per_node
+    (4, 8)
     """
     match = _CLUSTER.match(text)
     if match is None:

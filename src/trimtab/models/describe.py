@@ -52,6 +52,10 @@ def describe(
     Exact: the parameters of every layer are those of the Transformers model built from the same configuration; for
     families that have only remote code, those that reading it gives. Raises `ConfigError` with every missing and
     ill-typed field at once, and with every contradiction once all can be read.
+
+    >>> model = describe("Qwen2.5-VL-7B")
+    >>> len(model.layers), model.num_params, model.image_rule.count(1280, 720).tokens
+    (65, 8292166656, 1196)
     """
     path, config = _read_source(source)
     settings, files = _read_processor(preprocessor, beside=path)
@@ -149,7 +153,11 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
 
 
 def read_config(source: str | Path | Config) -> Config:
-    """The configuration that `describe` reads from `source`."""
+    """The configuration that `describe` reads from `source`.
+
+    >>> read_config("Qwen2.5-VL-7B")["model_type"]
+    'qwen2_5_vl'
+    """
     config = _read_source(source)[1]
     if "description_version" in config:
         carried = config.get("config")

@@ -27,6 +27,11 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
     A `preprocess` mapping inside `config` stands in for the second file; where both speak, the file wins. Nothing
     is filled from a class default: a setting given nowhere, or two that contradict each other, raise a `ConfigError`
     with all problems at once. Two switches follow the processor instead of the file, those of InternVL and Gemma 3.
+
+    >>> pixels = {"min_pixels": 3136, "max_pixels": 12845056}
+    >>> rule = image_rule({"model_type": "qwen2_vl"}, {"patch_size": 14, "merge_size": 2, **pixels})
+    >>> rule.count(448, 448).tokens
+    256
     """
     build = family_of(config.get("model_type")).image_rule
     if build is None:

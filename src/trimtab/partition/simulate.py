@@ -77,6 +77,12 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     send each other nothing. Where the schedule splits the backward, the stage before waits for its first part only.
     Not modelled: contention between sends and compute, the host, the optimizer. Blocks are listed device by device in
     the order they run.
+
+    >>> import numpy as np
+    >>> from trimtab.partition.simulate import StageTimes
+    >>> ones, none = np.ones((2, 4)), np.zeros((2, 4))
+    >>> simulate(StageTimes(forward_s=ones, backward_s=2 * ones, send_forward_s=none, send_backward_s=none)).makespan_s
+    15.0
     """
     from trimtab.partition.replay import replay
 

@@ -34,6 +34,15 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     and as that split would fill it, and the better outcome taken: safe, but not optimal (`exact` says which).
 
     Raises `PartitionError` with the missing bytes where nothing fits.
+
+    >>> import numpy as np
+    >>> from trimtab import describe, find_device, profile_model, SplitProblem
+    >>> profile = profile_model(describe("Qwen2.5-VL-7B"), find_device("A100-80GB"))
+    >>> work = np.array([1.0, 4096, 4096 * 1024, 4096 * 64, 8192, 8 * 1024**2, 8 * 1024**2])
+    >>> problem = SplitProblem(profile=profile, num_stages=4, work_mean=work, work_max=work, memory_bytes=80e9,
+    ...                        overhead_bytes=4e9, num_microbatches=8)
+    >>> [stage.stop - stage.start for stage in split_stages(problem).stages]
+    [40, 8, 9, 8]
     """
     if problem.num_chunks == 1:
         result = _solve_capped(problem, chunk_room(problem))

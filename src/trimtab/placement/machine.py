@@ -58,6 +58,9 @@ def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept
 
     A size is what is free on the GPU; a name is a row of the device table, all of its memory free unless a size
     follows behind a colon. GPUs are numbered in the order given.
+
+    >>> [gpu.free_bytes >> 30 for gpu in parse_machine("2x24GiB,80GiB").gpus]
+    [24, 24, 80]
     """
     gpus: list[Gpu] = []
     problems: list[str] = []

@@ -48,6 +48,11 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     in host memory row by row; the ViT, copied once; decoder blocks and at last the head, copied for every token.
     Then layers come back, dearest first, as long as all still fits. Host memory is filled first, disk takes the rest.
     `PartitionError` says how much is missing and what would do where even that does not fit.
+
+    >>> from trimtab import Workload, describe, parse_machine
+    >>> placement = place(describe("Qwen2.5-VL-7B"), parse_machine("2x24GiB"), Workload(batch=1, seq_len=4096))
+    >>> sorted(set(placement.device_map.values()))
+    [0, 1]
     """
     table = inference_table(model, workload)
     parts = parts_of(model)

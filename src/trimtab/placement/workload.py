@@ -80,7 +80,11 @@ def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The largest batch that is to fit: sequences that run together, all alike."""
+    """The largest batch that is to fit: sequences that run together, all alike.
+
+    >>> Workload(batch=4, seq_len=8192).seq_len
+    8192
+    """
 
     batch: Annotated[int, Option("Sequences that run together.", least=1)] = 1
     seq_len: Annotated[int, Option("Tokens of text in a prompt; image tokens come on top.", least=1)] = 1024

@@ -45,6 +45,16 @@ def make_plan(
 
     The same inputs and options give the same plan, byte for byte. Raises `PackingError` for samples over the limits,
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
+
+    >>> import numpy as np
+    >>> from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster
+    >>> patches, tokens = np.full(64, 1025), np.full(64, 400)
+    >>> samples = SampleTable(num_images=np.ones(64, np.int64), num_patches=patches, num_tokens=tokens,
+    ...                       patches_sq=patches**2, patches_windowed=patches**2, source=np.zeros(64, np.int32))
+    >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("8xA100-80GB")
+    >>> made = make_plan(model, samples, cluster, PlanOptions(pp=4, tp=2))
+    >>> made.plan.decisions.parallel.dp, made.variants[-1].fits
+    (1, True)
     """
     options, origin = options or PlanOptions(), origin or PlanOrigin()
     epoch = open_epoch(model, samples, options)

@@ -77,7 +77,11 @@ WEIGHTS = Option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Choices of one plan."""
+    """Choices of one plan.
+
+    >>> PlanOptions(pp=4, tp=2, recompute="full").recompute
+    'full'
+    """
 
     dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
