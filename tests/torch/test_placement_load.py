@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -405,6 +406,9 @@ def test_a_lazy_tensor_is_read_like_a_slice_of_safetensors(dtype, tmp_path):
             assert torch.equal(read.float(), values[name].float())
             assert lazy.origin(read) == (lazy.stored[name] if read.numel() else None)
             assert lazy.origin(read.clone()) is None
+            address = read.data_ptr()
+            del read  # another tensor may lie there now
+            assert lazy.origin(SimpleNamespace(data_ptr=lambda at=address: at)) is None
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

@@ -68,7 +68,7 @@ def test_the_body_that_began_first_gives_way_where_all_fill_the_memory() -> None
                 await task
         return over
 
-    assert asyncio.run(readings(b"x" * 90, b"x" * 90, b"x" * 30)) == [True, False, False]
+    assert asyncio.run(readings(b"x" * 90, b"x" * 90, b"x" * 30, b"x" * 90)) == [True, True, False, False]
 
 
 def test_a_body_past_the_limit_is_read_on_so_that_the_refusal_can_be_read() -> None:

@@ -44,7 +44,7 @@ _RANGES = {
 }
 _LENGTHS = {"max_completion_tokens", "max_tokens", "max_output_tokens"}
 _MAX_STOPS, _MAX_STOP_LENGTH = 4, 256
-_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 
 class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not read by the type checker

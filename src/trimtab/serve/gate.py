@@ -116,8 +116,11 @@ class Gate:
                         self._bodies[clock] = size
                     elif size > _SWALLOW * most:
                         break
-                    if sum(self._bodies.values()) > self._limits.num_places * most:
-                        next(iter(self._bodies)).reschedule(0)
+                    while sum(self._bodies.values()) > self._limits.num_places * most:
+                        oldest = next(iter(self._bodies))
+                        del self._bodies[oldest]
+                        if not oldest.expired():
+                            oldest.reschedule(0)
         except TimeoutError:
             raise HTTPException(
                 408,
