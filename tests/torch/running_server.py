@@ -42,8 +42,9 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """Server-sent events; the last must say why the answer ends."""
-        lines = [line for line in self.content.decode().split("\n\n") if line]
+        """Server-sent events; the last but "[DONE]" must say why the answer ends."""
+        *lines, done = [line for line in self.content.decode().split("\n\n") if line]
+        assert done == "data: [DONE]"
         assert all(line.startswith("data: ") for line in lines)
         events = [json.loads(line[6:]) for line in lines]
         assert events[-1]["choices"][0]["finish_reason"]

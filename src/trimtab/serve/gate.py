@@ -18,6 +18,7 @@ from trimtab.serve.worker import ModelThread
 
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _SWALLOW = 4  # times max_body_bytes that are read and dropped, so that a refused client gets to read the refusal
+_LAST_EVENT = b"data: [DONE]\n\n"  # of OpenAI's streams, which Transformers leaves out
 _MAX_VALUES = 100_000  # of a body beside its texts: an empty list takes 2 bytes there, 60 in memory
 
 
@@ -34,11 +35,16 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn runs without lifespan and websockets"
-        started = False
+        started = ends = False
 
         async def send_on(message: Message) -> None:
-            nonlocal started
+            nonlocal started, ends
             started = True
+            if message["type"] == "http.response.start":
+                kind = dict(message.get("headers", ())).get(b"content-type", b"")
+                ends = kind.startswith(b"text/event-stream") and scope["path"].endswith("/completions")
+            elif ends and not message.get("more_body"):
+                message = {**message, "body": message.get("body", b"") + _LAST_EVENT}
             await send(message)
 
         try:
