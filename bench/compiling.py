@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from lengths import draw_lengths
-from trimtab.samples.table import save_table
+from trimtab.samples.table import SizingResult, save_sizing
 
 HERE = Path(__file__).parent
 COMMANDS = {
@@ -63,7 +63,7 @@ def main() -> None:
     """Each verb cold."""
     for verb in sys.argv[1:] or list(COMMANDS):
         with tempfile.TemporaryDirectory() as folder:
-            save_table(draw_lengths("real"), Path(folder) / "lengths.npz")
+            save_sizing(SizingResult(table=draw_lengths("real")), Path(folder) / "lengths.npz")
             environment = {**os.environ, "NUMBA_CACHE_DIR": folder, "TRIMTAB_CACHE": folder}
             code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import compiling; compiling.run_cold({verb!r})"
             subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True)

@@ -55,8 +55,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "test_a_model_has_the_layers_of_the_description_and_reads_those_it_says_are_read": 3,  # 6
     "torch/test_pipeline_build.py::"
     "test_something_crosses_every_cut_with_images_and_text_alone_behind_the_embedding": 3,  # 6
-    "torch/test_pipeline_runs.py::test_one_replica_loses_bit_by_bit_what_one_process_loses": 0,
-    "torch/test_pipeline_runs.py::test_twenty_optimizer_steps_lose_what_one_process_loses": 0,  # 10
     "torch/test_placement_families.py::test_every_map_gives_the_whole_models_answer": 2,  # 95
     "torch/test_placement_load.py::test_a_written_map_runs_what_is_copied_where_the_plan_says": 0,  # 3
     "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
@@ -82,9 +80,8 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_serve_batch.py::test_a_batch_of_a_placed_model_is_that_of_the_whole_one": 1,
     "torch/test_serve_batch.py::test_tokens_of_a_batch_are_those_given_alone": 1,
     "torch/test_serve_batch.py::test_torchserves_handler_answers_as_the_model": 0,
-    "torch/test_serve_command.py::test_a_placed_model_answers_as_the_whole_one": 0,
+    "torch/test_serve_command.py::test_a_placed_model_answers_and_a_signal_finishes_what_was_accepted": 0,  # 8
     "torch/test_serve_command.py::test_a_second_interrupt_ends_what_is_left": 0,  # 6
-    "torch/test_serve_command.py::test_a_signal_finishes_what_was_accepted_and_leaves_nothing": 0,  # 12
     "torch/test_simulator_against_torch.py::test_torch_runs_our_blocks_in_our_order": 1,  # 7
     "torch/test_timed.py::test_a_family_that_is_named_nowhere_is_timed": ("smolvlm",),  # 9
     "torch/test_timed.py::test_one_layer_of_each_kind_is_timed": 4,

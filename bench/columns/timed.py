@@ -17,10 +17,8 @@ from tiny_models import as_saved
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
 from trimtab.costs.timed import TimingOptions, time_layers
 from trimtab.models.asking.model import describe_model
-from trimtab.specs import ParallelDims
 
 
 def check(family: str) -> Cell:
@@ -29,9 +27,8 @@ def check(family: str) -> Cell:
     fields = as_saved(model.config)
     spec = describe_model(model.to("meta"))
     formulas = profile_model(spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
-    settings = CostSettings(dims=ParallelDims(), attention="sdpa", dtype="fp32")
-    options = TimingOptions(sizes=(32, 96), repeats=1)
-    measured = time_layers(fields, spec, formulas, settings, torch.device("cpu"), options)
+    options = TimingOptions(dtype="fp32", attention="sdpa", sizes=(32, 96), repeats=1)
+    measured = time_layers(fields, spec, torch.device("cpu"), options)
     ran = {formulas.layers[x.layer].group for x in measured}
     blocks = [i for i, x in enumerate(spec.layers) if x.kind == "block" and x.tower != "audio"]  # samples hold no sound
     left = {spec.layers[i].tower for i in blocks if formulas.layers[i].group not in ran}

@@ -135,4 +135,4 @@ def test_bad_input_is_one_sentence_and_code_2(run: Run, words: list[str], reason
 def test_export_needs_something_that_was_placed(run: Run, tmp_path: Path):
     found = run("export", "vllm", tmp_path)
     assert found.code == 2
-    assert "there is no plan at" in found.err
+    assert "there is no placement at" in found.err

@@ -95,9 +95,7 @@ CASES = [
     Case(family="qwen2_5_vl", schedule="1F1B", cuts=(EMBED,), dp=2, packs=(MICROBATCHES, TEXT_ALONE), shared=1),
     Case(family="internvl tied", schedule="1F1B", cuts=(layer(1),), dp=2, packs=(TEXT_ALONE, MICROBATCHES), shared=3),
     Case(family="llava taps", schedule="GPipe", cuts=(layer(2),), dp=2, packs=(MICROBATCHES, MIRRORED), shared=2),
-    Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), dp=2, packs=(WITH_VIDEO, MICROBATCHES), shared=1),
     Case(family="qwen3_vl_moe", schedule="GPipe", cuts=(EMBED,), dp=2, packs=(TEXT_ALONE, TEXT_ALONE), shared=1),
-    *both("qwen2_vl tied", EMBED, layer(0), layer(1), dp=2, packs=(MICROBATCHES, MIRRORED), shared=1),
     *both("qwen2_5_vl", layer(0), layer(1), layer(2), dp=2, packs=(WITH_VIDEO, TEXT_ALONE), shared=2),
     Case(
         family="qwen2_5_vl",
@@ -116,14 +114,5 @@ CASES = [
         packs=(MICROBATCHES, TEXT_ALONE),
         shared=1,
         frozen=("model.vision_tower",),
-    ),
-    Case(
-        family="qwen3_vl",
-        schedule="GPipe",
-        cuts=(layer(1),),
-        dp=2,
-        packs=(MICROBATCHES, MIRRORED),
-        shared=4,
-        frozen=("model.visual",),
     ),
 ]

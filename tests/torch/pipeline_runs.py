@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,43 +210,6 @@ def run_case(case: Case, rank: int, groups: Groups, reference: dict[Any, Any]) -
     return errors
 
 
-TRAINED = {
-    family: Case(family=family, schedule="1F1B", cuts=(cut, "model.language_model.layers.1"), ranks=3)
-    for family, cut in (("internvl", "model.vision_tower.encoder.layer.2"), ("qwen2_5_vl", "model.visual.blocks.2"))
-}
-STEPS = 20
-
-
-def step_contents(step: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Packs of the two data-parallel ranks; in every third step one of them sees text alone."""
-    if step % 3 == 0:
-        return TEXT_ALONE, MICROBATCHES
-    return (MICROBATCHES, MICROBATCHES[::-1]) if step % 3 == 1 else (((2,), (1,), (4,), (5, 3)), MICROBATCHES)
-
-
-def train_alone(family: str, dp: int) -> list[float]:
-    packs = make_packs(family)
-    optimizer = torch.optim.AdamW(packs.model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(step_alone(packs.model, [x for own in step_contents(step)[:dp] for x in collate(packs, own)]))
-        optimizer.step()
-    return losses
-
-
-def train(case: Case, rank: int, groups: Groups) -> list[float]:
-    packs = make_packs(case.family)
-    pipeline = build(packs, case, len(MICROBATCHES), rank, groups)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
-    losses = []
-    for step in range(STEPS):
-        contents = step_contents(step)[rank // 2 if case.dp == 2 else 0]
-        losses.append(float(pipeline.step(collate(packs, contents)).loss))
-        optimizer.step()
-    return losses
-
-
 def differing_microbatches(rank: int, groups: Groups) -> str:
     """What a rank is told whose neighbour was given other micro-batches."""
     case = Case(family="internvl", schedule="1F1B", cuts=("lm_head",))
@@ -259,7 +222,7 @@ def differing_microbatches(rank: int, groups: Groups) -> str:
     return "nothing"
 
 
-def run_all(rank: int, folder: str, cases: Sequence[Case], trained: Sequence[str]) -> None:
+def run_all(rank: int, folder: str, cases: Sequence[Case]) -> None:
     """Runs the cases in turn and writes the errors of each; two-rank cases run two at a time, one on each pair."""
     groups, reference = Groups.make(), {}
     found: dict[str, Any] = {}
@@ -271,13 +234,5 @@ def run_all(rank: int, folder: str, cases: Sequence[Case], trained: Sequence[str
             found[case.name] = run_case(case, rank, groups, reference)
         except Exception as problem:
             raise RuntimeError(f"in case {case.name}") from problem
-    losses: dict[str, list[float]] = {}
-    for family in trained:
-        three = TRAINED[family]
-        if rank < 2:  # 1: one replica, 2: two
-            losses[f"{family} alone, {rank + 1}"] = train_alone(family, rank + 1)
-        if rank < 3:
-            losses[f"{family} 3x1"] = train(three, rank, groups)
-        losses[f"{family} 2x2"] = train(replace(three, cuts=three.cuts[:1], ranks=2, dp=2), rank, groups)
     told = differing_microbatches(rank, groups)
-    Path(folder, f"found{rank}.json").write_text(json.dumps({"errors": found, "losses": losses, "told": told}))
+    Path(folder, f"found{rank}.json").write_text(json.dumps({"errors": found, "told": told}))

@@ -17,7 +17,7 @@ import torch
 from covering import covering, others_integration
 from gloo_ranks import on_ranks
 from pipeline_cases import CASES
-from pipeline_runs import STEPS, TRAINED, WORLD
+from pipeline_runs import WORLD
 from rounding import BOUNDS
 
 pytestmark = pytest.mark.torch
@@ -28,35 +28,35 @@ CASES_BY_NAME = others_integration(CASES, PLAIN, lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
-def chosen(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    """Parameter -> its values that the tests to be run have."""
-    values: dict[str, list[Any]] = {"case": [], "family": []}
+def chosen(request: pytest.FixtureRequest) -> list[Any]:
+    """Cases that the tests to be run have."""
+    cases: list[Any] = []
     for item in request.session.items:
-        for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
-            if item.path == request.path and value not in values.get(name, [value]):
-                values[name].append(value)
-    return values
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if item.path == request.path and case is not None and case not in cases:
+            cases.append(case)
+    return cases
 
 
 @pytest.fixture(scope="module")
-def found(chosen: dict[str, list[Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(chosen: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found: one launch for everything, since starting the processes takes most of the time."""
     folder = tmp_path_factory.mktemp("ranks")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    on_ranks(pipeline_runs.run_all, str(folder), chosen["case"], chosen["family"], num_ranks=WORLD)
+    on_ranks(pipeline_runs.run_all, str(folder), chosen, num_ranks=WORLD)
     return [json.loads(Path(folder, f"found{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.fixture(scope="module")
-def errors(found: list[dict[str, Any]], chosen: dict[str, list[Any]]) -> dict[str, list[dict[str, Any]]]:
+def errors(found: list[dict[str, Any]], chosen: list[Any]) -> dict[str, list[dict[str, Any]]]:
     """Case name -> errors of each rank that ran it."""
-    names = [case.name for case in chosen["case"]]
+    names = [case.name for case in chosen]
     return {name: [rank["errors"][name] for rank in found if name in rank["errors"]] for name in names}
 
 
 def test_every_case_has_a_name_of_its_own_and_ran_on_its_ranks(errors, chosen):
     assert len({case.name for case in CASES}) == len(CASES)
-    assert {name: len(ranks) for name, ranks in errors.items()} == {x.name: x.ranks * x.dp for x in chosen["case"]}
+    assert {name: len(ranks) for name, ranks in errors.items()} == {x.name: x.ranks * x.dp for x in chosen}
 
 
 @pytest.mark.parametrize("case", CASES_BY_NAME)
@@ -82,22 +82,6 @@ def test_the_ranks_hold_the_whole_model_once(case, errors):
         strange, dropped = rank["held"]
         assert strange == 0
         assert dropped > 0
-
-
-@pytest.mark.parametrize("family", TRAINED)
-@pytest.mark.parametrize(("shape", "replicas"), [("3x1", 1), ("2x2", 2)])
-def test_twenty_optimizer_steps_lose_what_one_process_loses(family, shape, replicas, found):
-    alone = found[replicas - 1]["losses"][f"{family} alone, {replicas}"]
-    assert len(alone) == STEPS
-    assert alone[-1] < 0.5 * alone[0]
-    for rank in found:
-        losses = rank["losses"].get(f"{family} {shape}", alone)
-        assert losses == pytest.approx(alone, rel=RELATIVE)
-
-
-@pytest.mark.parametrize("family", TRAINED)
-def test_one_replica_loses_bit_by_bit_what_one_process_loses(family, found):
-    assert found[0]["losses"][f"{family} 3x1"] == found[0]["losses"][f"{family} alone, 1"]
 
 
 def test_ranks_that_are_given_other_micro_batches_are_told_so(found):

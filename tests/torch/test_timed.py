@@ -16,16 +16,15 @@ import numpy as np  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 from tiny_models import as_saved, make_tiny_model  # noqa: E402
 
-from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.kind_model import refusing  # noqa: E402
-from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
+from trimtab.costs.profile import group_layers, load_profile, save_profile  # noqa: E402
 from trimtab.costs.settings import CostSettings  # noqa: E402
 from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers  # noqa: E402
 from trimtab.costs.timed_model import build_model, runs  # noqa: E402
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
 from trimtab.models.asking.model import describe_model  # noqa: E402
 from trimtab.models.describe import describe, read_config  # noqa: E402
-from trimtab.specs import WORK_TERMS, ParallelDims, SampleTable  # noqa: E402
+from trimtab.specs import WORK_TERMS, SampleTable  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -49,29 +48,34 @@ CASES = (
 
 
 def settings(**more) -> CostSettings:
-    return CostSettings(dims=ParallelDims(), **{"attention": "sdpa", "dtype": "fp32", **more})
+    return CostSettings(**{"attention": "sdpa", "dtype": "fp32", **more})
 
 
-def timings_of(case: str, *, repeats: int = 1, sizes: tuple[int, ...] = (16, 48), **more):
+def time_small(config, model, **more):
+    """By number of the layer."""
+    options = TimingOptions(**{"dtype": "fp32", "attention": "sdpa", "sizes": (16, 48), "repeats": 1, **more})
+    return {m.layer: m for m in time_layers(config, model, CPU, options)}
+
+
+def timings_of(case: str, **more):
     torch.manual_seed(0)
     tiny = make_tiny_model(case)
-    chosen = settings(**more)
-    formulas = profile_model(
-        tiny.spec, DEVICES["H200"], dtype="fp32", attention=chosen.attention, frozen_towers=chosen.frozen_towers
-    )
-    options = TimingOptions(sizes=sizes, repeats=repeats)
-    measured = time_layers(as_saved(tiny.model.config), tiny.spec, formulas, chosen, CPU, options)
-    return tiny, formulas, {m.layer: m for m in measured}
+    return tiny, time_small(as_saved(tiny.model.config), tiny.spec, **more)
+
+
+def untimed(model, measured) -> set[str]:
+    """Layers of which none of their kind was timed."""
+    groups = group_layers(model, frozenset())
+    timed = {groups[i] for i in measured}
+    assert len(timed) == len(measured), "one layer of each kind"
+    return {x.name for x, group in zip(model.layers, groups, strict=True) if group not in timed}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_one_layer_of_each_kind_is_timed(case: str, attention: str) -> None:
-    tiny, formulas, measured = timings_of(case, attention=attention)
-    groups = {formulas.layers[i].group for i in measured}
-    missing = [x for x in formulas.layers if x.group not in groups]
-    assert {x.name for x in missing} <= {"model.image_newline"}, "only a bare parameter has no module"
-    assert len(groups) == len(measured)
+    tiny, measured = timings_of(case, attention=attention)
+    assert untimed(tiny.spec, measured) <= {"model.image_newline"}, "only a bare parameter has no module"
     for number, layer in measured.items():
         for timing in layer.timings:
             assert timing.forward_s > 0
@@ -165,20 +169,15 @@ def test_a_family_that_is_named_nowhere_is_timed(family: str) -> None:
     model = make_shrunk(family)
     config = as_saved(model.config)
     spec = describe_model(model.to("meta"))
-    chosen = settings()
-    formulas = profile_model(spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
-    options = TimingOptions(sizes=(32, 96), repeats=1)
-    measured = {m.layer: m for m in time_layers(config, spec, formulas, chosen, CPU, options)}
+    measured = time_small(config, spec, sizes=(32, 96))
     blocks = [i for i in measured if spec.layers[i].kind == "block"]
     assert {spec.layers[i].tower for i in blocks} >= {"vision", "language"}
     assert all(t.forward_s > 0 and t.backward_s > 0 for i in blocks for t in measured[i].timings)
-    groups = {formulas.layers[i].group for i in measured}
-    bare = {x.name for x in spec.layers if x.bare}
-    assert {x.name for x in formulas.layers if x.group not in groups} <= bare
+    assert untimed(spec, measured) <= {x.name for x in spec.layers if x.bare}
 
 
 def test_a_frozen_tower_has_no_backward_and_the_projector_behind_it_has() -> None:
-    tiny, _, measured = timings_of("internvl qwen2", frozen_towers=frozenset({"vision"}))
+    tiny, measured = timings_of("internvl qwen2", frozen_towers=("vision",))
     for number, layer in measured.items():
         frozen = tiny.spec.layers[number].tower == "vision"
         assert all((t.backward_s == 0) == frozen for t in layer.timings)
@@ -189,8 +188,7 @@ def test_timing_leaves_the_random_state_as_it_was() -> None:
     expected = torch.rand(4)
     tiny = make_tiny_model("internvl qwen2")
     torch.manual_seed(3)
-    profile = profile_model(tiny.spec, DEVICES["H200"], dtype="fp32", attention="sdpa")
-    time_layers(as_saved(tiny.model.config), tiny.spec, profile, settings(), CPU, TimingOptions(sizes=(16,), repeats=1))
+    time_small(as_saved(tiny.model.config), tiny.spec, sizes=(16,))
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -224,14 +222,9 @@ def test_a_device_that_is_measured_has_the_figures_of_its_source() -> None:
 # -- what cannot be timed -------------------------------------------------------------------------------------------
 
 
-def refused(config, model, **more) -> None:
-    profile = profile_model(model, DEVICES["H200"])
-    time_layers(config, model, profile, settings(**more), CPU, TimingOptions(sizes=(16,)))
-
-
 def test_a_family_of_remote_code_is_refused() -> None:
     with pytest.raises(UnknownModelError, match=r"'internvl_chat' cannot be described: Transformers .* has no such"):
-        refused(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
+        time_small(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
 
 
 def test_what_a_models_own_code_raises_is_one_sentence() -> None:
@@ -249,13 +242,13 @@ def test_what_a_models_own_code_raises_is_one_sentence() -> None:
 def test_flash_on_the_cpu_is_refused() -> None:
     tiny = make_tiny_model("internvl qwen2")
     with pytest.raises(TrimtabError, match="flash attention was to be timed on cpu, and it needs a CUDA device"):
-        refused(as_saved(tiny.model.config), tiny.spec, attention="flash")
+        time_small(as_saved(tiny.model.config), tiny.spec, attention="flash")
 
 
 def test_a_description_of_another_model_is_refused() -> None:
     tiny, other = make_tiny_model("internvl qwen2"), make_tiny_model("internvl llama")
     with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
-        refused(as_saved(other.model.config), tiny.spec)
+        time_small(as_saved(other.model.config), tiny.spec)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", "H200"])
@@ -298,5 +291,5 @@ def test_too_little_memory_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("trimtab.costs.timed.build_model", full)
     tiny = make_tiny_model("internvl qwen2")
-    with pytest.raises(TrimtabError, match="16 rows were to be timed on cpu, whose memory is too small: give smaller"):
-        refused(as_saved(tiny.model.config), tiny.spec)
+    with pytest.raises(TrimtabError, match="48 rows were to be timed on cpu, whose memory is too small: give smaller"):
+        time_small(as_saved(tiny.model.config), tiny.spec)

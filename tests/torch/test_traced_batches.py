@@ -142,7 +142,7 @@ def test_rows_are_seen_where_they_are_written(how, found):
 def counted(layer: int, group: int) -> KindCounts:
     none, work = (0.0,) * NUM_WORK_TERMS, (1e9,) * NUM_WORK_TERMS
     terms = {name: none for name in KindCounts.__annotations__ if name.endswith(("_bytes", "_flops"))}
-    return KindCounts(layer=layer, group=group, num_params=1, **{**terms, "forward_flops": work, "kept_bytes": work})
+    return KindCounts(layer=layer, group=group, **{**terms, "forward_flops": work, "kept_bytes": work})
 
 
 def test_counted_work_prices_what_no_formula_knows_and_idle_layers_have_none():

@@ -168,7 +168,7 @@ def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path, capsys):
     train(whole)
     image = sorted((tmp_path / "data").rglob("*.png"))[0]
     image.write_bytes(image.read_bytes()[:60])
-    with pytest.raises(SampleError, match=r"sample s\d+ .*cannot be read .*: mend it and resume, or have fillers"):
+    with pytest.raises(SampleError, match=r"sample s\d+ .*cannot be read .*: fix it and resume, or have fillers"):
         train(settings_of(tmp_path, plan, "run-stopped", steps=None))
     filled = settings_of(tmp_path, plan, "run-filled", steps=None, on_bad_sample="filler")
     train(filled)

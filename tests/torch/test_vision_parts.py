@@ -43,6 +43,7 @@ def test_a_layout_finds_every_row():
         made = [
             np.concatenate([of_atom[i] for i in shares.atoms_of(r)] or [ids[:0]]).astype(int) for r in range(num_ranks)
         ]
+        assert layout.counts.tolist() == [len(rows) for rows in made]
         assert [made[r][p] for r, p in zip(layout.owner, layout.position, strict=True)] == ids.tolist()
 
 

@@ -26,7 +26,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_three_ranks(tmp_path: Path) -> None:
-    """Every batch gathered, routed rows, dispatch between ranks with other images or none, conventions of gradients."""
+    """Both gathers, routed rows, dispatch between ranks with other images or none, conventions of gradients."""
     on_ranks(vision_hosts.run_on_three, tmp_path, num_ranks=3)
 
 

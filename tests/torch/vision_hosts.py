@@ -15,12 +15,12 @@ from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import run_odd_uses
 from vision_runs import (
-    BATCHES,
     MODES,
     VIDEO_TOKEN,
     fully_shard_model,
     make_case,
     make_rank_case,
+    run_both_gathers,
     run_dispatched,
     run_groups,
     run_matrix,
@@ -202,35 +202,6 @@ def run_conventions(rank: int, _folder: str) -> None:
         )  # kappa is declared: a loss is what it is said to be
 
 
-def run_slice_only(rank: int, _folder: str) -> None:
-    """A backward that keeps the own slice, as public versions of this feature had it, does not pass verification."""
-    from trimtab.runtime.vision import exchange
-
-    def slice_only(ctx: Any, grad: Tensor) -> Any:
-        routes, own = ctx.routes, grad.new_zeros(ctx.num_rows, grad.shape[1])
-        start = sum(routes.received[:rank])  # rows come rank after rank
-        mine = routes.places[start : start + routes.received[rank]]
-        return own.index_add_(0, routes.send[rank], grad.index_select(0, mine)), None
-
-    right = exchange._RouteRows.backward
-    exchange._RouteRows.backward = staticmethod(slice_only)
-    case = make_case("qwen2_5_vl", "images")
-    mine = shard(rank, dist.get_world_size(), case.num_tokens)
-
-    def reduce() -> None:
-        for p in case.model.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-
-    with vision_dp(case.model, loss="sharded", reduction="sum", timeout_s=60) as handle:
-        check = verify_vision_dp(
-            handle, lambda: case.loss(case.forward(), mine), reduce_gradients=reduce, raise_problems=False
-        )
-    exchange._RouteRows.backward = right
-    assert check.gradient_error > 0.1
-    assert "the vision gradients by 0." in check.problems[0]
-
-
 def run_pooled(rank: int, _folder: str) -> None:
     """Four micro-batches through one call of the tower: the gradient of four calls."""
     num_ranks = dist.get_world_size()
@@ -328,12 +299,11 @@ def run_on_two(rank: int, folder: str) -> None:
 
 
 def run_on_three(rank: int, folder: str) -> None:
-    run_matrix(rank, folder, ["qwen3_vl"], list(BATCHES), ["plain"])
+    run_both_gathers(rank, folder)
     run_routed(rank, folder)
     for wrapped in ("plain", "fsdp2", "ddp"):
         run_dispatched(rank, folder, wrapped)
     run_conventions(rank, folder)
-    run_slice_only(rank, folder)
 
 
 def run_on_four(rank: int, folder: str) -> None:

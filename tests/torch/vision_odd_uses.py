@@ -149,7 +149,7 @@ def run_handles_over_handles(rank: int) -> None:
     with vision_dp(case.model) as handle:
         assert vision_dp(case.model) is handle
         assert vision_dp(case.model.model) is handle
-        for other in ({"at": "tower"}, {"heartbeat": dist.group.WORLD}, {"exchange": "dispatch"}, {"check": False}):
+        for other in ({"at": "tower"}, {"heartbeat": dist.group.WORLD}, {"exchange": "dispatch"}):
             with pytest.raises(TrimtabError, match=taken):
                 vision_dp(case.model, **other)
         with pytest.raises(TrimtabError, match=taken):

@@ -236,6 +236,15 @@ def fully_shard_model(model: nn.Module) -> None:
         fully_shard(model)
 
 
+def run_both_gathers(rank: int, _folder: str) -> None:
+    """Padded all-gather and unpadded all-to-all give the same."""
+    from trimtab.runtime.vision import exchange
+
+    for exchange.MAX_PADDING in (0.0, 100.0):
+        for batch in BATCHES:
+            run_mode("qwen3_vl", batch, "plain")
+
+
 # -- exchanges ------------------------------------------------------------------------------------------------------
 
 

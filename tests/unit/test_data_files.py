@@ -31,7 +31,7 @@ from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.samples.size import size_samples
-from trimtab.specs import SampleTable, Schedule
+from trimtab.specs import Schedule
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
@@ -242,14 +242,6 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), numbers)
 
 
-def test_samples_without_ids_are_found_by_place(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "data.jsonl", records_of(30, ids=False))
-    plan = size_and_plan([data], tmp_path / "plan")
-    assert read_planned(plan).samples.ids is None
-    write_jsonl(plan, tmp_path / "out.jsonl")
-    assert len({r["conversations"][0]["value"] for r in read(tmp_path / "out.jsonl")}) == 30
-
-
 def test_repeated_ids_are_told_apart_by_their_line(tmp_path: Path) -> None:
     rows = records_of(12)
     for i in (3, 7, 9):
@@ -326,6 +318,7 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
 def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", records_of(12, ids=False))
     plan = size_and_plan([data], tmp_path / "plan")
+    assert write_jsonl(plan, tmp_path / "out.jsonl").num_records == 12
     other = write_lines(tmp_path / "other.jsonl", [*records_of(12, ids=False), ["no object"]])
     with pytest.raises(
         SampleError, match=r"holds 12 samples without ids, .* holds 13 records, 1 of them broken: name the files"
@@ -429,7 +422,3 @@ def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Pa
     (copy / "plan.yaml").write_text(plan_to_yaml(changed), encoding="utf-8")
     with pytest.raises(PlanError, match=r"hold a sample twice, and data files say each once: plan again"):
         read_planned(copy)
-
-
-def test_the_table_type_is_what_sizing_returns(planned: Path) -> None:
-    assert isinstance(read_planned(planned).samples, SampleTable)

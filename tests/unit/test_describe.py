@@ -444,7 +444,6 @@ def test_all_missing_fields_are_named_at_once_with_what_to_do():
         (QWEN3, "vision_config.num_heads", 5, ["vision_config.hidden_size 32", "vision_config.num_heads 5"]),
         (QWEN3, "text_config.num_key_value_heads", 3, ["num_attention_heads 4", "num_key_value_heads 3"]),
         (QWEN3, "text_config.head_dim", ..., ["text_config.head_dim"]),
-        (QWEN3, "text_config.qk_norm", False, ["text_config.qk_norm is False", "qwen3_vl_text"]),
         (QWEN3, "tie_word_embeddings", ..., ["tie_word_embeddings"]),
         (QWEN3, "preprocess.max_pixels", -1, ["max_pixels"]),
         (QWEN3, "preprocess.max_pixels", 10**12, ["max_pixels"]),

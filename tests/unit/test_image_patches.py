@@ -21,7 +21,7 @@ from trimtab.errors import SampleError
 from trimtab.plan.decide.work import select_rows
 from trimtab.samples.read import read_lengths
 from trimtab.samples.size import size_samples
-from trimtab.samples.table import load_table, save_table, table_bytes, table_from_bytes
+from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes, table_from_bytes
 from trimtab.specs import SampleTable
 
 
@@ -55,9 +55,9 @@ def test_rows_take_their_images_along_in_any_order_and_number(images, data):
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
 def test_saved_tables_give_the_images_back(tmp_path, name):
     images = [[4, 8], [], [16, 4, 4], [0]]
-    save_table(table_of(images), tmp_path / name)
+    save_sizing(SizingResult(table=table_of(images)), tmp_path / name)
     assert images_of(load_table(tmp_path / name)) == images
-    save_table(replace(table_of(images), image_patches=None), tmp_path / name)
+    save_sizing(SizingResult(table=replace(table_of(images), image_patches=None)), tmp_path / name)
     assert load_table(tmp_path / name).image_patches is None
 
 
@@ -65,7 +65,7 @@ def test_images_that_do_not_add_up_are_refused(tmp_path):
     table = table_of([[4, 8], [16]])
     for wrong in ([8, 8, 12], [12, 0, 16, 0], [-4, 16, 16]):
         object.__setattr__(table, "image_patches", np.array(wrong, np.int64))
-        save_table(table, tmp_path / "t.npz")
+        save_sizing(SizingResult(table=table), tmp_path / "t.npz")
         with pytest.raises(SampleError, match="the patches of its images are not those of its samples"):
             load_table(tmp_path / "t.npz")
 
@@ -74,7 +74,7 @@ def test_patches_of_a_sample_without_images_are_refused(tmp_path):
     table = table_of([[4, 8], [16]])
     object.__setattr__(table, "num_images", np.array([2, 0], np.int32))
     object.__setattr__(table, "image_patches", np.array([4, 8], np.int64))
-    save_table(table, tmp_path / "t.npz")
+    save_sizing(SizingResult(table=table), tmp_path / "t.npz")
     with pytest.raises(SampleError, match="the patches of its images are not those of its samples"):
         load_table(tmp_path / "t.npz")
 
@@ -110,10 +110,10 @@ def test_ready_made_sizes_are_counted_image_by_image_and_tables_join(tmp_path):
     write_jsonl(tmp_path / "tiles.jsonl", [{"token_num": 400, "vit_num": 2}])
     table = read_lengths([tmp_path / "a.jsonl", tmp_path / "b.json"], image_rule=PixelRule())
     assert images_of(table) == [[32, 36], [], [36]]
-    save_table(table, tmp_path / "saved.npz")
+    save_sizing(SizingResult(table=table), tmp_path / "saved.npz")
     again = read_lengths([tmp_path / "saved.npz", tmp_path / "a.jsonl"], image_rule=PixelRule())
     assert images_of(again) == [[32, 36], [], [36], [32, 36], []]
-    save_table(replace(table, image_patches=None), tmp_path / "sums.npz")
+    save_sizing(SizingResult(table=replace(table, image_patches=None)), tmp_path / "sums.npz")
     assert read_lengths([tmp_path / "sums.npz", tmp_path / "a.jsonl"], image_rule=PixelRule()).image_patches is None
     assert read_lengths([tmp_path / "tiles.jsonl"]).image_patches is None
 

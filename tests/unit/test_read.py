@@ -22,7 +22,6 @@ from trimtab.samples.table import (  # noqa: E402
     load_table,
     pack_arrays,
     save_sizing,
-    save_table,
 )
 from trimtab.specs import SampleTable  # noqa: E402
 
@@ -244,7 +243,7 @@ def result_of(num_samples=5, ids=True):
         tokens_exact=False,
     )
     bad = BadSample(file="f", line=3, id=None, kind="image", reason="truncated")
-    return SizingResult(table=table, bad=(bad,), assumptions=("estimated",), num_read=num_samples + 1)
+    return SizingResult(table=table, bad=(bad,), assumptions=("estimated",))
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -264,13 +263,13 @@ def test_a_saved_result_comes_back(tmp_path, suffix, num_samples, ids):
     again = tmp_path / f"again{suffix}"
     save_sizing(back, again)
     assert again.read_bytes() == path.read_bytes()
-    save_table(result.table, again)
+    save_sizing(SizingResult(table=result.table), again)
     assert load_table(again).ids == result.table.ids
 
 
 def test_saved_tables_join_others(tmp_path):
-    save_table(result_of().table, tmp_path / "a.npz")
-    save_table(result_of(3, ids=False).table, tmp_path / "b.parquet")
+    save_sizing(SizingResult(table=result_of().table), tmp_path / "a.npz")
+    save_sizing(SizingResult(table=result_of(3, ids=False).table), tmp_path / "b.parquet")
     table = read_lengths([tmp_path / "a.npz", tmp_path / "b.parquet"])
     assert len(table) == 8
     assert table.ids[5] == "b:1"
@@ -280,7 +279,7 @@ def test_saved_tables_join_others(tmp_path):
 
 def test_a_table_is_saved_under_known_suffixes_only(tmp_path):
     with pytest.raises(SampleError, match=r"end the name in .parquet or .npz"):
-        save_table(result_of().table, tmp_path / "table.csv")
+        save_sizing(SizingResult(table=result_of().table), tmp_path / "table.csv")
 
 
 def test_damaged_tables_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from sample_sets import PixelRule, talk, write_jsonl
 from trimtab.errors import PlanError, SampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.size import size_samples
-from trimtab.samples.table import SizingResult, load_table, save_sizing, save_table, table_bytes
+from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes
 from trimtab.specs import SampleTable
 
 
@@ -88,7 +88,7 @@ def test_places_are_saved_and_outlive_a_second_sizing(tmp_path: Path, suffix: st
     assert (first.num_files, first.file_index.tolist(), first.line.tolist()) == (2, [0, 0, 1, 1], [2, 4, 2, 4])
     joined = size(*saved).table
     assert names(PlannedRecords(joined, files)) == ["a", "aa", "b", "bb", "c", "cc"]
-    save_table(joined, tmp_path / f"joined{suffix}")
+    save_sizing(SizingResult(table=joined), tmp_path / f"joined{suffix}")
     assert names(PlannedRecords(load_table(tmp_path / f"joined{suffix}"), files)) == ["a", "aa", "b", "bb", "c", "cc"]
 
 

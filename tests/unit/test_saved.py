@@ -92,11 +92,11 @@ def test_a_profile_of_shared_layers_holds_its_own_traffic() -> None:
         np.testing.assert_allclose(ours.backward_s, 1.5 * np.array(formula.backward_s), rtol=1e-9)
 
 
-def test_a_calibration_keeps_its_seconds_of_a_step() -> None:
+def test_a_probed_profile_keeps_its_seconds_of_a_step() -> None:
     saved = profile_model(MODEL, A100)
     first = dataclasses.replace(saved.layers[0], step_s=saved.layers[0].step_s + 0.25)
-    logged = dataclasses.replace(saved, layers=(first, *saved.layers[1:]), method="logged")
-    carried, formula = carry(logged, ParallelDims(pp=2)), profile_model(MODEL, A100, dims=ParallelDims(pp=2))
+    probed = dataclasses.replace(saved, layers=(first, *saved.layers[1:]), method="probed")
+    carried, formula = carry(probed, ParallelDims(pp=2)), profile_model(MODEL, A100, dims=ParallelDims(pp=2))
     assert carried.layers[0].step_s == pytest.approx(formula.layers[0].step_s + 0.25)
     assert carried.layers[1].step_s == formula.layers[1].step_s
 

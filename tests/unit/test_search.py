@@ -13,7 +13,7 @@ from trimtab.partition.bound import makespan_bound
 from trimtab.partition.search import search_makespan, top_candidates
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages
-from trimtab.specs import NUM_WORK_TERMS, Stage
+from trimtab.specs import NUM_WORK_TERMS, stages_between
 
 
 def problem_of(profile, P, M, work, *, memory=1e18, **kwargs):
@@ -44,7 +44,7 @@ def enumerate_makespans(problem, work, link=None):
         range(1, len(problem.profile.layers)), problem.num_stages * problem.num_chunks - 1
     ):
         try:
-            solved = recompute_stages(problem, _stages(inner, problem.profile)).stages
+            solved = recompute_stages(problem, stages_between((0, *inner, len(problem.profile.layers)))).stages
         except PartitionError:
             continue
         lines = [
@@ -121,11 +121,6 @@ def test_no_split_undercuts_the_bound(schedule, chunks):
         every = enumerate_makespans(problem, work)
         if every:
             assert makespan_bound(problem, work) <= min(every.values())
-
-
-def _stages(inner, profile):
-    cuts = (0, *inner, len(profile.layers))
-    return [Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
 
 
 def test_equal_layers_meet_the_bound():

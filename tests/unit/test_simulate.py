@@ -254,15 +254,6 @@ def test_empty_slots_cost_nothing():
     assert (full, short) == (8.0, 6.0)
 
 
-def test_a_thousand_steps_on_eight_ranks_are_each_simulated_alike():
-    rng = np.random.default_rng(0)
-    times = times_of(*rng.uniform(0.1, 1, (3, 4, 64_000)))
-    table = np.arange(64_000).reshape(1000, 8, 8)
-    steps = simulate_steps(times, table)
-    assert steps.shape == (1000,)
-    assert [simulate_steps(times, table[[i]])[0] for i in (0, 500, 999)] == steps[[0, 500, 999]].tolist()
-
-
 def test_warmup_is_capped_by_the_number_of_blocks():
     assert num_warmup("1F1B", device=0, num_devices=8, num_chunks=1, num_microbatches=3) == 3
     assert num_warmup("Interleaved1F1B", device=0, num_devices=4, num_chunks=2, num_microbatches=4) == 8

@@ -150,7 +150,7 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U, host_at):
         enough = saved >= need
         fitting = paid[enough & (used <= room)]
         counts = np.zeros((C, U), np.int64)
-        tiers = tier_table(gain, cost, None, host)
+        tiers = tier_table(gain, cost, np.zeros_like(host), host)
         every = allowed(tiers, 0)
         found = least_extra(tiers, num_alike, every, need, 10**12, room, counts)
         if not len(fitting):

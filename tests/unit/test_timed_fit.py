@@ -31,7 +31,6 @@ def test_known_coefficients_are_recovered(once: float, rows: float, pairs: float
     fit = fit_seconds(WORK, WORK @ known, FORMULA)
     np.testing.assert_allclose(fit.coefficients, known, rtol=1e-6)
     assert fit.error < 1e-9
-    assert fit.resolved
 
 
 def test_what_least_squares_would_make_negative_is_none() -> None:
@@ -69,7 +68,6 @@ def test_rows_and_pairs_of_equal_tiles_keep_the_formula_s_proportion() -> None:
     tiles = np.array([1.0, 2.0, 4.0, 8.0])
     work = work_of(list(1025 * tiles), list(1025**2 * tiles))
     fit = fit_seconds(work, 1e-4 + 1e-3 * tiles, FORMULA)
-    assert not fit.resolved
     assert fit.coefficients[1] / fit.coefficients[2] == pytest.approx(FORMULA[1] / FORMULA[2])
     assert fit.coefficients[0] == pytest.approx(1e-4)
     np.testing.assert_allclose(work @ np.array(fit.coefficients), 1e-4 + 1e-3 * tiles)
@@ -79,7 +77,6 @@ def test_one_size_scales_the_formula() -> None:
     work = work_of([1000.0], [1e6])
     fit = fit_seconds(work, 3 * (work @ np.array(FORMULA)), FORMULA)
     np.testing.assert_allclose(fit.coefficients, 3 * np.array(FORMULA))
-    assert not fit.resolved
 
 
 def test_a_layer_without_cost_has_none() -> None:

@@ -1,21 +1,20 @@
-"""Layer counts of pipeline stages for vLLM and SGLang, from a placement or a training plan.
+"""Layer counts of pipeline stages for vLLM and SGLang, from a placement.
 
 Both read one environment variable: decoder layers of each pipeline rank, separated by commas, their number and sum
 checked against `--pipeline-parallel-size` and the model (vllm/distributed/utils.py and
 sglang/srt/distributed/utils.py, `get_pp_indices`). Vision tower and embedding run on the first rank, the head on the
-last. What an engine takes besides (paged cache, graphs) is its own; the counts balance what a placement knows of.
+last. What an engine needs beyond that (paged cache, graphs) is its own; the counts balance what a placement knows of.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.placement.chain import device_changes
-from trimtab.specs import ModelSpec, Stage
 
 Engine = Literal["vllm", "sglang"]
 
@@ -25,15 +24,15 @@ SIZE_FLAGS: Mapping[Engine, str] = {"vllm": "--pipeline-parallel-size", "sglang"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
-    """Decoder layers of every pipeline rank, and the GPU of each where that is known."""
+    """Decoder layers of every pipeline rank, and the GPU of each."""
 
     layers: tuple[int, ...]
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[int, ...]
 
     def environment(self, engine: Engine) -> dict[str, str]:
         """Variables to start the engine with; ranks take visible devices in order."""
         found = {VARIABLES[engine]: ",".join(map(str, self.layers))}
-        if self.gpus is not None and self.gpus != tuple(range(len(self.gpus))):
+        if self.gpus != tuple(range(len(self.gpus))):
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         return found
 
@@ -85,30 +84,6 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
         )
     counts = tuple(stop - first for first, stop in itertools.pairwise(changes))
     return StageCounts(layers=counts, gpus=tuple(gpus))
-
-
-def count_planned_layers(model: ModelSpec, stages: Sequence[Stage], *, num_ranks: int) -> StageCounts:
-    """Stages of a training plan; `UnsupportedPlanError` where its cuts cannot be said in decoder layers."""
-    problem = None
-    if len(stages) != num_ranks:
-        problem = f"the plan has {len(stages)} virtual stages on {num_ranks} ranks"
-    first = stages[0].stop
-    late = [x.name for x in model.layers[first:] if x.tower != "language" or x.kind == "embed"]
-    early = [x.name for x in model.layers[: stages[-1].start] if x.kind == "head"]
-    if late or early:
-        problem = f"the plan puts {late[0] if late else early[0]} on another rank than engines do"
-    counts = [
-        sum(x.tower == "language" and x.kind == "block" for x in model.layers[stage.start : stage.stop])
-        for stage in stages
-    ]
-    if 0 in counts:
-        problem = problem or f"stage {counts.index(0)} of the plan has no decoder layer"
-    if problem is not None:
-        raise UnsupportedPlanError(
-            f"{problem}, and a layer partition counts decoder layers alone, vision tower and embedding on the first "
-            "rank and the head on the last: make a placement by `trimtab map --for pipeline`"
-        )
-    return StageCounts(layers=tuple(counts))
 
 
 def _is_block(module: str) -> bool:

@@ -173,7 +173,7 @@ def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:
 
 
 def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
-    """The best plan found that the target can run: packs and degrees unchanged, stages and recompute anew."""
+    """The best plan found that the target can run: packs and degrees unchanged, stages and recompute solved again."""
     case = found.case
     can = target.can(case.model, case.setting.dims.pp)
     best = best_expressible(case, can)

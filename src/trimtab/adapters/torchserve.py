@@ -1,6 +1,6 @@
 """A placed model as a TorchServe 0.12 archive: handler, model-config.yaml, setup_config.json, config.properties.
 
-TorchServe is archived: no release since 0.12.0 (2024), and its README says that vulnerabilities may stay unmended.
+TorchServe is archived: no release since 0.12.0 (2024), and its README says that vulnerabilities may not be fixed.
 The archive is written here and not by `torch-model-archiver`: same members, and the same bytes for the same input.
 Tested with torchserve 0.12.0 and torch-model-archiver 0.12.0.
 """

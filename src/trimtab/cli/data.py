@@ -122,6 +122,5 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),
         bad=tuple(bad for result in results for bad in result.bad),
         assumptions=tuple(dict.fromkeys(sentence for result in results for sentence in result.assumptions)),
-        num_read=sum(result.num_read for result in results),
         image_rule=results[0].image_rule,
     )

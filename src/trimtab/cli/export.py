@@ -72,9 +72,7 @@ def torchserve(
 
 # -- serving engines -------------------------------------------------------------------------------------------------
 
-PlacedArgument = Annotated[
-    Path, typer.Argument(help="Folder that `trimtab map --out` or `trimtab plan` wrote, or its placement.yaml.")
-]
+PlacedArgument = Annotated[Path, typer.Argument(help="Folder that `trimtab map --out` wrote, or its placement.yaml.")]
 
 
 @app.command("vllm")
@@ -90,17 +88,10 @@ def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
 
 
 def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
-    from trimtab.adapters.engines import count_placed_layers, count_planned_layers
+    from trimtab.adapters.engines import count_placed_layers
+    from trimtab.plan.file.placement import load_placement
 
-    if placed.name == "plan.yaml" or (placed.is_dir() and not (placed / "placement.yaml").is_file()):
-        from trimtab.plan.file.reload import reload_plan
-
-        found = reload_plan(placed)
-        stages = count_planned_layers(found.case.model, found.stages, num_ranks=found.case.setting.dims.pp)
-    else:
-        from trimtab.plan.file.placement import load_placement
-
-        stages = count_placed_layers(load_placement(placed).device_map)
+    stages = count_placed_layers(load_placement(placed).device_map)
     if as_json:
         print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
         return

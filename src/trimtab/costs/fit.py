@@ -99,17 +99,13 @@ def fit_runs(
 
 
 def apply_terms(profile: Profile, terms: Sequence[TermFit]) -> Profile:
-    """The profile's seconds times the factors; what is once a micro-batch or a step is added to the end layers.
-
-    Of a stage's constant a third goes to its forward. Seconds once a step that no formula prices are the first layer's.
-    """
+    """The profile's seconds times the factors; a third of the first stage's constant is forward of its first layer."""
     value = {term.name: term.value for term in terms}
     layers = []
     for i, layer in enumerate(profile.layers):
         name = factor_of(layer, list(value))
         factor = 1.0 if name is None else value[name]
         once = value.get("first stage", 0.0) if i == 0 else 0.0
-        once += value.get("last stage", 0.0) if i == len(profile.layers) - 1 else 0.0
         layers.append(
             replace(
                 layer,
@@ -119,7 +115,6 @@ def apply_terms(profile: Profile, terms: Sequence[TermFit]) -> Profile:
                 tiers=tuple(
                     replace(tier, extra_backward_s=_scaled(tier.extra_backward_s, factor)) for tier in layer.tiers
                 ),
-                step_s=layer.step_s + (value.get("step", 0.0) if i == 0 else 0.0),
             )
         )
     return replace(profile, layers=tuple(layers))
@@ -158,7 +153,7 @@ def _check(seen: Sequence[Observed], terms: Sequence[Term]) -> None:
             f"{'' if num_logged == 1 else 's'}: log more runs, or the seconds of each stage, or fit fewer terms"
         )
     for k, name in enumerate(terms):
-        if not any(x.forward[k].any() or x.backward[k].any() or x.per_step[k] for x in seen):
+        if not any(x.forward[k].any() or x.backward[k].any() for x in seen):
             raise TrimtabError(
                 f"{name!r} was to be fitted, and no logged run holds any of it: add a run that does, or fit the others"
             )
@@ -265,9 +260,7 @@ def _sentences(terms: Sequence[TermFit], runs: Sequence[RunFit]) -> tuple[str, .
         if term.name in ("vision", "language"):
             parts.append(f"{term.name} x {term.value:.3g}{band}")
         else:
-            parts.append(
-                f"{term.value:.3g} s{band} each {'step' if term.name == 'step' else f'micro-batch on the {term.name}'}"
-            )
+            parts.append(f"{term.value:.3g} s{band} each micro-batch on the {term.name}")
     worst = max(abs(run.error) for run in runs)
     several = "" if len(runs) == 1 else "s"
     return (

@@ -113,7 +113,7 @@ def _fit(formula: LayerCost, measured: LayerTimings) -> KindFit:
 
 
 def _nothing(num_terms: int) -> Fit:
-    return Fit(coefficients=(0.0,) * num_terms, error=0.0, resolved=True)
+    return Fit(coefficients=(0.0,) * num_terms, error=0.0)
 
 
 def _tower_ratios(analytic: Profile, fits: dict[int, KindFit], work: FloatArray) -> dict[Tower, float]:

@@ -73,7 +73,7 @@ def _scales(
     """(K,) coefficients to stay near where the runs leave a choice, and (K,) typical sizes.
 
     Factors: the one that fits the formulas' steps to the logged ones. A constant: 0, and a quarter of a micro-batch's
-    (of one once a step: a twentieth of a step's) time.
+    time.
     """
     is_factor = np.array([name in ("vision", "language") for name in terms])
     only = is_factor.astype(float)
@@ -81,9 +81,7 @@ def _scales(
     if is_factor.any():
         factor = float(np.median(np.concatenate([x.logged / x.predict(only, simulate_step) for x in seen])))
     microbatch = np.median([x.logged[0] / (1 if x.run.iteration_s is None else len(x.run.work)) for x in seen])
-    step = np.median([x.logged[0] for x in seen])
-    constants = np.array([0.05 * step if name == "step" else 0.25 * microbatch for name in terms])
-    return factor * only, np.where(is_factor, factor, constants)
+    return factor * only, np.where(is_factor, factor, 0.25 * microbatch)
 
 
 def _derivatives(

@@ -11,9 +11,9 @@ import numpy as np
 from trimtab.costs.logs import LoggedRun, LoggedSchedule
 from trimtab.specs import FloatArray, LayerCost, chosen_tiers
 
-Term = Literal["vision", "language", "first stage", "last stage", "step"]
+Term = Literal["vision", "language", "first stage"]
 """vision (with the projector), language: factors on the formulas, and a tower that is not fitted takes the other's;
-first stage, last stage: seconds a micro-batch, on top; step: seconds a step, on top."""
+first stage: its seconds a micro-batch, on top."""
 
 FORWARD_SHARE = 1 / 3
 """Of a stage's constant: logs do not say, and a step hardly depends on it."""
@@ -32,8 +32,7 @@ class Observed:
     run: LoggedRun
     forward: FloatArray  # (K + 1, S, M), behind the coefficients' rows what none of them scales
     backward: FloatArray  # (K + 1, S, M), recompute included
-    per_step: FloatArray  # (K,)
-    rank_step_s: FloatArray  # (S,) optimizer and gradient exchange by formula
+    step_s: float  # optimizer and gradient exchange by formula, on the slowest rank
     kinds: tuple[str, ...]  # towers of each stage
 
     @classmethod
@@ -51,17 +50,15 @@ class Observed:
                 forward[k, s] += run.work @ np.array(layer.forward_s)
                 backward[k, s] += run.work @ (np.array(layer.backward_s) + np.array(tier.extra_backward_s))
             kinds.append(" + ".join(name for name in ("vision", "language") if name in held))
-        for k, name in enumerate(terms):
-            if name in ("first stage", "last stage"):
-                s = 0 if name == "first stage" else S - 1
-                forward[k, s], backward[k, s] = FORWARD_SHARE, 1.0 - FORWARD_SHARE
+        if "first stage" in terms:
+            k = list(terms).index("first stage")
+            forward[k, 0], backward[k, 0] = FORWARD_SHARE, 1.0 - FORWARD_SHARE
         rest = [layer.step_s for layer in run.profile.layers]
         return cls(
             run=run,
             forward=forward,
             backward=backward,
-            per_step=np.array([float(name == "step") for name in terms]),
-            rank_step_s=np.array([sum(rest[stage.start : stage.stop]) for stage in run.stages]),
+            step_s=max(sum(rest[stage.start : stage.stop]) for stage in run.stages),
             kinds=tuple(kinds),
         )
 
@@ -75,10 +72,7 @@ class Observed:
         """Seconds of the pipeline, then of gradient exchange and optimizer on the slowest rank."""
         weights = np.append(theta, 1.0)
         forward, backward = np.tensordot(weights, self.forward, 1), np.tensordot(weights, self.backward, 1)
-        makespan = simulate_step(forward, backward, schedule=self.run.schedule)
-        once = self.rank_step_s.copy()
-        once[0] += self.per_step @ theta  # as `apply_terms` gives it to the first layer
-        return makespan + float(once.max())
+        return simulate_step(forward, backward, schedule=self.run.schedule) + self.step_s
 
     def stage_seconds(self, theta: FloatArray) -> FloatArray:
         """(S,) forward + backward of the mean micro-batch."""

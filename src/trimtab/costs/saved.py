@@ -68,14 +68,14 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     formula's own traffic, target - linkless, is added: no device alone can measure it. One of a profile that was
     made with tp > 1 holds its traffic, and becomes saved x target / base. At the degrees of `saved` nothing changes.
     Assumption: tp divides measured seconds as it divides the formulas'. Bytes, and what comes once a step, are the
-    formulas'; a calibration's constant of a step is added.
+    formulas'; what probed steps took beyond them once a step is added.
     """
     measured = partial(_carry_seconds, measured_links=base.dims.tp > 1)
     layers = []
     for alike in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
         x, at_base, at_target, _ = alike
         step_s = at_target.step_s
-        if saved.method in ("logged", "probed"):
+        if saved.method == "probed":
             step_s = max(0.0, step_s + x.step_s - at_base.step_s)
         layers.append(
             replace(

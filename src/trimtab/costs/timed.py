@@ -22,11 +22,11 @@ from trimtab.costs.analytic import Gradients, find_gradients
 from trimtab.costs.devices import find_device
 from trimtab.costs.kind_model import DTYPES, refusing
 from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
-from trimtab.costs.profile import price_model
+from trimtab.costs.profile import group_layers, price_model
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.timed_model import Call, RealModel, Run, build_model, has_flash, runs
 from trimtab.errors import TrimtabError
-from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, Profile, Tower
+from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, Tower
 
 Clock = Literal["wall", "process"]
 """Of the CPU: seconds that pass, or that this process's threads compute (for one thread on a machine with others)."""
@@ -63,8 +63,9 @@ class TimingOptions:
         given = (1024, 2048, 4096, 8192) if device.type == "cuda" else (128, 256, 512, 1024)
         return tuple(sorted(set(self.sizes or given)))
 
-    def attention_on(self, device: torch.device) -> Attention:
-        return self.attention or ("flash" if device.type == "cuda" and has_flash() else "sdpa")
+    def settings_on(self, device: torch.device) -> CostSettings:
+        attention = self.attention or ("flash" if device.type == "cuda" and has_flash() else "sdpa")
+        return CostSettings(dtype=self.dtype, attention=attention, frozen_towers=frozenset(self.frozen_towers))
 
 
 def profile_timed(
@@ -80,12 +81,11 @@ def profile_timed(
     At tp 1; see `time_layers` for how, `timed_profile` for what becomes of it.
     """
     options = options or TimingOptions()
-    attention, sizes = options.attention_on(device), options.sizes_on(device)
-    frozen = frozenset(options.frozen_towers)
-    settings = CostSettings(dtype=options.dtype, attention=attention, frozen_towers=frozen)
+    settings = options.settings_on(device)
     analytic = price_model(model, measure_device(device, options.dtype, clock=options.clock), settings)
-    measured = time_layers(config, model, analytic, settings, device, options, progress=progress)
-    how = f"{options.dtype}, {attention} attention, medians of {options.repeats} at {', '.join(map(str, sizes))} rows"
+    measured = time_layers(config, model, device, options, progress=progress)
+    rows = ", ".join(map(str, options.sizes_on(device)))
+    how = f"{options.dtype}, {settings.attention} attention, medians of {options.repeats} at {rows} rows"
     if options.clock == "process" and device.type == "cpu":
         how += ", in CPU seconds of the process"
     return timed_profile(analytic, measured, how=how)
@@ -94,24 +94,21 @@ def profile_timed(
 def time_layers(
     config: Mapping[str, Any],
     model: ModelSpec,
-    analytic: Profile,
-    settings: CostSettings,
     device: torch.device,
     options: TimingOptions,
     *,
     progress: Progress | None = None,
 ) -> tuple[LayerTimings, ...]:
-    """Forward and backward of one layer of each of `analytic`'s groups, at each size.
+    """Forward and backward of one layer of each kind, at each size.
 
     Forward is timed with autograd recording; backward with gradients to inputs and weights, as far as the layer has
     them, the weights' added to those of earlier micro-batches. The head's time contains the cross-entropy in float32
     of every token. Towers of fixed tiles take the number of tiles next to each size. On CUDA nothing waits between
     repeats: kernels queue as in training. Not timed: bare parameters, and modules that training does not run.
     """
-    firsts: dict[int, int] = {}
-    for number, cost in enumerate(analytic.layers):
-        firsts.setdefault(cost.group, number)
-    chosen, sizes = sorted(firsts.values()), options.sizes_on(device)
+    settings, sizes = options.settings_on(device), options.sizes_on(device)
+    groups = group_layers(model, settings.frozen_towers)
+    chosen = sorted({groups.index(group) for group in groups})
     gradients = find_gradients(model.layers, settings.frozen_towers)
     result: list[LayerTimings] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

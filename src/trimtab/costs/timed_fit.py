@@ -19,7 +19,6 @@ class Fit:
 
     coefficients: tuple[float, ...]
     error: float  # largest |fitted - measured| / measured
-    resolved: bool  # every term was told apart; else some share the proportions of the formulas
 
 
 def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float]) -> Fit:
@@ -32,7 +31,7 @@ def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float])
     """
     shape = np.asarray(formula, np.float64)
     if not shape.any():
-        return Fit(coefficients=tuple(shape.tolist()), error=0.0, resolved=True)
+        return Fit(coefficients=tuple(shape.tolist()), error=0.0)
     bases = _bases(shape)
     columns = [(work @ basis.T) / seconds[:, None] for basis in bases]
     number = next((i for i, c in enumerate(columns) if _told_apart(c)), len(bases) - 1)
@@ -40,7 +39,7 @@ def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float])
     zero, size = np.zeros(told.shape[1]), np.linalg.norm(told, axis=0)
     coefficients = least_squares(told, np.ones(len(told)), prior=zero, unit=1.0 / size) @ bases[number]
     misses = np.abs(work @ coefficients / seconds - 1.0)
-    return Fit(coefficients=tuple(coefficients.tolist()), error=float(misses.max()), resolved=number == 0)
+    return Fit(coefficients=tuple(coefficients.tolist()), error=float(misses.max()))
 
 
 def _bases(shape: FloatArray) -> tuple[FloatArray, ...]:

@@ -40,14 +40,12 @@ class KindCounts:
 
     layer: int  # number in the model
     group: int
-    num_params: int
     kept_bytes: Terms  # nothing recomputed; with what the code behind the layer keeps
     recomputed_bytes: Terms  # the layer recomputed
     context_bytes: Terms  # tables and masks it is handed, shared by the layers of its tower; of code between blocks
     output_bytes: Terms
     transient_bytes: Terms  # beside what is kept and, if the layer is recomputed, what is computed again
     forward_flops: Terms
-    backward_flops: Terms
     recompute_flops: Terms
     misfit: float = 0.0  # share of the largest count that these terms leave: products of tokens and patches have none
 
@@ -143,14 +141,12 @@ def fit_counts(
             KindCounts(
                 layer=number,
                 group=groups[number],
-                num_params=traced[0].num_params,
                 kept_bytes=kept_bytes,
                 recomputed_bytes=recomputed_bytes,
                 context_bytes=fit([s[place].context for s in shares], "tables and masks"),
                 output_bytes=fit([x.output_bytes for x in traced], "output bytes"),
                 transient_bytes=_fit_transient(layer, settings, number, recomputed, kept_bytes, again),
                 forward_flops=fit([x.forward_flops for x in traced], "forward FLOPs"),
-                backward_flops=fit([x.backward_flops for x in traced], "backward FLOPs"),
                 recompute_flops=fit([x.recompute_flops for x in traced], "recompute FLOPs"),
                 misfit=max(misfits, default=0.0),
             )

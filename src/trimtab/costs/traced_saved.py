@@ -29,7 +29,6 @@ class TracedLayer:
     """One layer in the traced step; sums over its calls where it ran more than once, except for the transients."""
 
     name: str
-    num_params: int
     num_calls: int = 0
     keeps: bool = False  # autograd kept something for it: recompute has something to free
     output_bytes: int = 0
@@ -47,7 +46,6 @@ class Trace:
     layers: tuple[TracedLayer, ...]
     storages: tuple[SavedStorage, ...]
     recomputed: frozenset[str]  # while it was traced
-    forward_bytes: int  # live when the forward was over, parameters, buffers and the batch left out
     peak_bytes: int  # largest live at any time of the step: gradients of parameters pile up in it
 
     def saved_bytes(self, recomputed: Collection[str] = ()) -> int:
@@ -65,10 +63,6 @@ class Trace:
             )
         chosen = self._find(recomputed)
         return sum(x.num_bytes for x in self.storages if _is_held(x, chosen))
-
-    def freed_bytes(self, name: str) -> int:
-        """What recomputing this layer alone frees."""
-        return self.saved_bytes() - self.saved_bytes([name])
 
     def _find(self, names: Collection[str]) -> frozenset[int]:
         places = {layer.name: place for place, layer in enumerate(self.layers)}

@@ -50,11 +50,11 @@ def trace_step(
                 parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
     mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
-    parts = {name: module.get_submodule(name) for name in layers}
-    recorder = _Recorder(mode, parts, fixed)
+    recorder = _Recorder(mode, layers, fixed)
     state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
     with ExitStack() as stack:
-        for place, (name, part) in enumerate(parts.items()):
+        for place, name in enumerate(layers):
+            part = module.get_submodule(name)
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
@@ -64,7 +64,6 @@ def trace_step(
             loss = module(**inputs).loss
         gc.collect(0)
         recorder.end_forward()
-        forward_bytes = mode.live_bytes
         storages = recorder.list_storages()
         recorder.begin_backward()
         loss.backward()
@@ -75,7 +74,6 @@ def trace_step(
         layers=tuple(recorder.records),
         storages=storages,
         recomputed=frozenset(recomputed),
-        forward_bytes=forward_bytes,
         peak_bytes=mode.step_peak_bytes,
     )
 
@@ -148,12 +146,9 @@ class _Call:
 class _Recorder:
     """Hooks around layers, and what they saw."""
 
-    def __init__(self, mode: StepMode, layers: Mapping[str, nn.Module], fixed: Iterable[Tensor]) -> None:
+    def __init__(self, mode: StepMode, layers: Sequence[str], fixed: Iterable[Tensor]) -> None:
         self.mode = mode
-        self.records = [
-            TracedLayer(name=name, num_params=sum(p.numel() for p in part.parameters()))
-            for name, part in layers.items()
-        ]
+        self.records = [TracedLayer(name=name) for name in layers]
         self.storages: dict[int, SavedStorage] = {}  # by number
         self.open_calls: list[_Call] = []
         self.calls: list[_Call] = []
@@ -296,7 +291,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 @contextmanager
-def checkpointed(module: nn.Module, random_state: Callable[[], Tensor] | None = None) -> Iterator[None]:
+def checkpointed(module: nn.Module, random_state: Callable[[], Tensor]) -> Iterator[None]:
     """`module` under non-reentrant checkpointing while the context lasts; its hooks stay outside.
 
     `random_state` makes a tensor of a random-number state's size: one lives with each call, one more while it is
@@ -305,7 +300,7 @@ def checkpointed(module: nn.Module, random_state: Callable[[], Tensor] | None = 
     forward = module.forward
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _RandomStates(random_state) if random_state is not None else nullcontext()
+        return nullcontext(), _RandomStates(random_state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)

@@ -200,9 +200,6 @@ class Fields:
             names, lambda x: x if isinstance(x, str) and x in choices else None, _one_of(choices), choices[0]
         )
 
-    def words(self, *names: str, choices: Sequence[str]) -> tuple[str, ...]:
-        return self._read(names, lambda x: _all(x, lambda y: y in choices), f"a list of {' and '.join(choices)}", ())
-
     def indices(self, *names: str) -> tuple[int, ...]:
         """A list of different whole numbers of at least 0."""
 

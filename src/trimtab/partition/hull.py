@@ -11,14 +11,11 @@ from trimtab.partition.tiers import STEP, UPGRADE, TierTable
 from trimtab.specs import IntArray
 
 
-def tier_table(
-    gain: IntArray, cost: IntArray, reach: IntArray | None = None, host: IntArray | None = None
-) -> TierTable:
-    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes. None: zeros."""
+def tier_table(gain: IntArray, cost: IntArray, reach: IntArray, host: IntArray) -> TierTable:
+    """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes."""
     upgrades = np.zeros(gain.shape, UPGRADE)
     for name, values in (("gain", gain), ("cost", cost), ("reach", reach), ("host", host)):
-        upgrades[name] = 0 if values is None else values
-    host = upgrades["host"]
+        upgrades[name] = values
     cheapest = [step.slope for step in _hull_steps(gain.tolist(), cost.tolist())]
     prices = _host_prices(gain, cost, host, cheapest)
     steps = [_hull_steps(gain.tolist(), (cost + price * host).tolist()) for price in prices]

@@ -16,6 +16,7 @@ from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.stages import split_stages
 from trimtab.specs import FloatArray
 
+MAX_SIMULATED = 4000  # candidates of a start
 _STEPS = (-1, 1, -2, 2, -3, 3)
 """Runs of layers by which a cut moves; pairs of cuts, each by its own."""
 
@@ -51,7 +52,7 @@ def search_makespan(
     *,
     link_bytes_per_s: float | Sequence[float] | None = None,
     latency_s: float = 0.0,
-    max_simulated: int = 4000,
+    max_simulated: int = MAX_SIMULATED,
 ) -> SearchResult:
     """The split of least mean simulated makespan that was found; never worse than the exact bottleneck split.
 
@@ -89,7 +90,6 @@ def top_candidates(
     *,
     link_bytes_per_s: float | Sequence[float] | None = None,
     latency_s: float = 0.0,
-    max_simulated: int = 4000,
 ) -> tuple[Candidate, ...]:
     """The `k` splits of least simulated makespan, best first, no two with the same cuts; fewer if no more fit.
 
@@ -98,7 +98,7 @@ def top_candidates(
     assert k >= 1
     evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
     start = split_stages(problem)
-    ranked = _rank(evaluator, start, max_simulated=max_simulated, keep=k)
+    ranked = _rank(evaluator, start, max_simulated=MAX_SIMULATED, keep=k)
     found = {
         cuts: Candidate(split=problem.assess(evaluator.stages(cuts)), makespan_s=s) for cuts, s in ranked.cuts.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trimtab.specs import LayerSpec, ModelSpec
@@ -124,6 +124,14 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
     """Keys of a device map for one layer: what holds buffers alone comes with the layer in front of which it runs."""
     return (*model.layers[layer].beside, model.layers[layer].name)
+
+
+def upwards(name: str) -> Iterator[str]:
+    """A module's path and those of the modules around it: "a.b", "a", ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def device_changes(devices: Sequence[int | str]) -> list[int]:

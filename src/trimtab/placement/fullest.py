@@ -8,7 +8,7 @@ not shrink when a run grows at either end, which sums and maxima of what single 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,14 +74,8 @@ def smallest_fullest(fraction: FloatArray, choices: Choices, *, below: float = n
     values = np.unique(fraction[:, upper[0], upper[1]])
     values = values[values < below]
     rows = [[row.tolist() for row in matrix] for matrix in fraction]
-    low, high = 0, len(values)  # values[high] is known to be enough, or there is none
-    while low < high:
-        middle = (low + high) // 2
-        if _reaches_end(rows, choices, float(values[middle]), n):
-            high = middle
-        else:
-            low = middle + 1
-    return float(values[high]) if high < len(values) else below
+    least = bisect_left(values, True, key=lambda bound: _reaches_end(rows, choices, float(bound), n))
+    return float(values[least]) if least < len(values) else below
 
 
 def _reaches_end(rows: list[list[list[float]]], choices: Choices, bound: float, n: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,6 @@ class _Cut:
 
     arrangement: Arrangement
     runs: tuple[Run, ...]
-    fullest: float
 
 
 def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: Objective = "memory") -> Placement:
@@ -144,7 +144,7 @@ class _Search:
             return self._fewest(spilled)
         shares = self.shares(best, spilled)
         _, runs = least_sum(_where_fits(shares, shares * shares, value), self.choices)
-        return _Cut(arrangement=best, runs=runs, fullest=value)
+        return _Cut(arrangement=best, runs=runs)
 
     def _fewest(self, spilled: Sequence[int]) -> _Cut:
         """Fewest devices and so fewest crossings, then time or fullest share."""
@@ -167,7 +167,7 @@ class _Search:
                 runs = _evenest(shares, self.choices, count)
             fullest = max(float(shares[self._class(run), run.start, run.stop]) for run in runs)
             crossings = len(runs) - 1 + (option.name != "forward" and len(runs) > 1)
-            found.append((crossings, seconds, fullest, _Cut(arrangement=option, runs=runs, fullest=fullest)))
+            found.append((crossings, seconds, fullest, _Cut(arrangement=option, runs=runs)))
         return min(found, key=lambda x: x[:3])[3]
 
     def _class(self, run: Run) -> int:
@@ -182,16 +182,13 @@ def _where_fits(shares: FloatArray, cost: FloatArray, bound: float) -> FloatArra
 def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Run, ...]:
     """The least fullest share with exactly `num_devices`, by bisection over the shares themselves."""
     values = np.unique(shares[(shares > 0) & (shares <= 1)])
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        cost = _where_fits(shares, shares * shares, float(values[middle]))
-        if least_sum(cost, choices, num_devices=num_devices)[1]:
-            high = middle
-        else:
-            low = middle + 1
-    cost = _where_fits(shares, shares * shares, float(values[low]))
-    return least_sum(cost, choices, num_devices=num_devices)[1]
+
+    def runs_within(bound: float) -> tuple[Run, ...]:
+        return least_sum(_where_fits(shares, shares * shares, bound), choices, num_devices=num_devices)[1]
+
+    # the largest value is known to be enough
+    least = bisect_left(values[:-1], True, key=lambda bound: bool(runs_within(float(bound))))
+    return runs_within(float(values[least]))
 
 
 # -- spill ----------------------------------------------------------------------------------------------------------
@@ -204,16 +201,10 @@ def _spill(search: _Search, victims: Victims, objective: Objective) -> tuple[_Cu
         return search.fullest(gone)[0] <= 1
 
     order = victims.layers
-    low, high = 1, len(order)
     if not order or not fits(order):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if fits(order[:middle]):
-            high = middle
-        else:
-            low = middle + 1
-    gone, needed = list(order[:low]), set()
+    shortest = 1 + bisect_left(range(1, len(order)), True, key=lambda length: fits(order[:length]))
+    gone, needed = list(order[:shortest]), set()
     for layer in sorted(gone, key=lambda i: (-victims.moved_bytes[i], i)):
         kind = (int(victims.moved_bytes[layer]), int(search.table.weights[layer]))
         without = [i for i in gone if i != layer]
@@ -258,7 +249,7 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
     fullest, _ = search.fullest(())
     if not np.isfinite(fullest):
         return f"{asked}: no GPU has memory free; free some or name other GPUs"
-    larger = f"{_two_digits_up(fullest)} times the memory on each GPU"
+    larger = f"{np.ceil(100 * fullest) / 100:.2f} times the memory on each GPU"
     smaller = _largest_batch(model, machine, workload)
     if smaller is not None:
         larger += f", or batch {smaller}"
@@ -283,22 +274,14 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
 _ANY = 2**62  # host memory without end
 
 
-def _two_digits_up(share: float) -> str:
-    return f"{np.ceil(100 * share) / 100:.2f}"
-
-
 def _largest_batch(model: ModelSpec, machine: Machine, workload: Workload) -> int | None:
     """The largest smaller batch that fits the GPUs alone; None if not even one sequence does."""
-    low, high = 0, workload.batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        asked = replace(workload, batch=middle)
-        search = _Search.of(arrangements(parts_of(model)), machine, inference_table(model, asked), frozenset())
-        if search.fullest(())[0] <= 1:
-            low = middle
-        else:
-            high = middle
-    return low or None
+
+    def is_too_large(batch: int) -> bool:
+        table = inference_table(model, replace(workload, batch=batch))
+        return _Search.of(arrangements(parts_of(model)), machine, table, frozenset()).fullest(())[0] > 1
+
+    return bisect_left(range(1, workload.batch), True, key=is_too_large) or None
 
 
 # -- result ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from trimtab.errors import PartitionError
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.chain import modules_of
+from trimtab.placement.chain import modules_of, upwards
 from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.machine import Machine
 from trimtab.placement.placed import Placement, summarize
@@ -104,7 +104,6 @@ def assess_map(
     main: DeviceKey = gpus[0] if gpus else machine.gpus[0].index
     runs_on: dict[int, DeviceKey] = {}
     spilled: dict[int, str] = {}
-    used: set[str] = set()
     lost: list[str] = []
     for i, layer in enumerate(model.layers):
         key = _owner(layer.name, device_map)
@@ -112,7 +111,6 @@ def assess_map(
             lost.append(layer.name)
             runs_on[i] = main
             continue
-        used.add(key)
         device = device_map[key]
         runs_on[i] = device if isinstance(device, int) else main
         if isinstance(device, str):
@@ -133,26 +131,21 @@ def assess_map(
 
 
 def _owner(module: str, device_map: Mapping[str, DeviceKey]) -> str | None:
-    parts = module.split(".")
-    for stop in range(len(parts), 0, -1):
-        if (name := ".".join(parts[:stop])) in device_map:
-            return name
-    if "" in device_map:
-        return ""
-    return next((key for key in device_map if key.startswith(f"{module}.")), None)
+    around = [name for name in upwards(module) if name in device_map]
+    within = (key for key in device_map if key.startswith(f"{module}."))
+    return around[0] if around else next(within, None)
 
 
 def _problems(model: ModelSpec, device_map: Mapping[str, DeviceKey], known: set[str], lost: list[str]) -> list[str]:
     problems = []
     layers = [x.name for x in model.layers]
-    phantom = [
+    blocks = [
         key
         for key in device_map
-        if key not in known
+        if ".layers." in key
+        and key not in known
         and not any(name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in layers)
-        and (".layers." in key or key in _ONE_OF_TWO)
     ]
-    blocks = [key for key in phantom if ".layers." in key]
     if blocks:
         problems.append(f"{_count(blocks, 'key')} for decoder blocks that do not exist: {_listed(blocks)}")
     if lost:
@@ -162,9 +155,6 @@ def _problems(model: ModelSpec, device_map: Mapping[str, DeviceKey], known: set[
         if homes[0] != homes[1] and None not in homes:
             problems.append(f"{owner} and {borrower} share a weight but lie on {homes[0]} and {homes[1]}")
     return problems
-
-
-_ONE_OF_TWO = ("language_model.model.tok_embeddings", "language_model.output")  # InternLM2's names beside Llama's
 
 
 def _count(items: list[str] | list[int], noun: str) -> str:

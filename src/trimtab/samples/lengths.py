@@ -84,7 +84,6 @@ def saved_part(table: SampleTable) -> Part:
         file_index=table.file_index,
         num_files=table.num_files,
         ids=table.ids,
-        num_read=len(table),
         source=table.source,
         source_names=table.source_names,
         patch_unit=table.patch_unit,
@@ -99,7 +98,6 @@ def _rows_part(
     path: Path, rows: list[object], lines: Sequence[int], bad: list[BadSample], count_image: CountImage | None
 ) -> Part:
     """Columns of a list of objects; checked all at once, and one by one only to name the bad ones."""
-    num_read = len(rows) + len(bad)
     good, good_lines = rows, np.asarray(lines, np.int64)
     fast = set(map(type, rows)) <= {dict}
     columns = {key: [cast("dict[str, object]", row).get(key) for row in rows] for key in _ROW_KEYS} if fast else {}
@@ -135,7 +133,6 @@ def _rows_part(
         lines=good_lines,
         ids=ids if any(name is not None for name in ids) else None,
         bad=bad,
-        num_read=num_read,
         source=_codes(named) if named is not None else None,
     )
 
@@ -228,7 +225,6 @@ def _parquet_part(path: Path, count_image: CountImage | None) -> Part:
         lines=np.arange(1, table.num_rows + 1),
         ids=tuple(map(str, table.column("id").to_pylist())) if "id" in names else None,
         bad=[],
-        num_read=table.num_rows,
         source=source,
     )
 
@@ -246,7 +242,6 @@ def _part(
     lines: IntArray,
     ids: tuple[str | None, ...] | None,
     bad: list[BadSample],
-    num_read: int,
     source: _Source | None,
 ) -> Part:
     numbers = np.zeros((len(tokens), len(COLUMNS)), np.int64)
@@ -275,7 +270,6 @@ def _part(
         lines=lines,
         ids=ids,
         bad=tuple(order),
-        num_read=num_read,
         source=source[0] if source is not None else None,
         source_names=source[1] if source is not None else (),
         patch_unit=unit,

@@ -65,5 +65,5 @@ def refuse_bad(bad: Sequence[BadSample], num_read: int) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
     raise SampleError(
         f"{len(bad)} of {num_read} samples cannot be planned ({kinds}): "
-        "mend them, or leave them out with on_bad='skip' (--on-bad skip)\n" + join_problems([str(b) for b in bad])
+        "fix them, or leave them out with on_bad='skip' (--on-bad skip)\n" + join_problems([str(b) for b in bad])
     )

@@ -18,7 +18,7 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
     With `vit_num` the table counts tiles (`patch_unit="tiles"`, `patches_sq` = tiles; `num_images` is 1 where a sample
     has real tiles, because the file does not tell images apart; a text-only sample keeps the dummy tile it is given).
     With `image_wh` ([[width, height], ...]) patches come from `image_rule`. A `source` column names data sets; else
-    each file is one. Tables of `save_table` are read as they are. Raises one `SampleError` that lists every bad row.
+    each file is one. Tables of `save_sizing` are read as they are. Raises one `SampleError` that lists every bad row.
     """
     files = [paths] if isinstance(paths, Path) else list(paths)
     if not files:

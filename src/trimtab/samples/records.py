@@ -166,7 +166,7 @@ def parse_json(data: bytes) -> object:
     except RecursionError:
         raise BadRecordError("json", "the JSON is nested too deeply: flatten the record") from None
     except ValueError as error:
-        raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; mend or drop the line") from None
+        raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; fix or drop the line") from None
 
 
 def read_json_list(path: Path) -> list[object]:

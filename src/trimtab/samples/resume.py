@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from trimtab.files import blake2b, write_atomically
 from trimtab.samples.records import Chunk
-from trimtab.samples.table import COLUMNS, Part, bad_from_dict, pack_arrays, pack_strings, unpack_arrays, unpack_strings
+from trimtab.samples.table import (
+    COLUMNS,
+    UNREADABLE,
+    Part,
+    bad_from_dict,
+    pack_arrays,
+    pack_strings,
+    unpack_arrays,
+    unpack_strings,
+)
 
 
 def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
@@ -25,7 +33,6 @@ def save_part(path: Path, part: Part) -> None:
     names = [name for name in part.ids or () if name is not None]
     has_id = np.array([name is not None for name in part.ids or ()], np.bool_)
     meta: dict[str, object] = {
-        "num_read": part.num_read,
         "num_lines": part.num_lines,
         "has_ids": part.ids is not None,
         "tokens_exact": part.tokens_exact,
@@ -62,12 +69,11 @@ def load_part(path: Path) -> Part | None:
             lines=lines,
             ids=ids,
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
-            num_read=meta["num_read"],
             num_lines=meta["num_lines"],
             source=None if source_names is None else source,
             source_names=tuple(map(str, source_names or ())),
             patch_unit="patches",
             tokens_exact=meta["tokens_exact"],
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile):
+    except UNREADABLE:
         return None

@@ -123,7 +123,6 @@ def size_samples(
         table=join_parts(files, parts),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        num_read=num_read,
         image_rule=None if ready else repr(image_rule),
     )
 
@@ -294,12 +293,11 @@ class _Sizer:
         chats: list[Rendered] = []
         tokens: list[int] = []
         media = self._media.of(chunk.file)
-        num_lines = num_blank = 0
+        num_lines = 0
         key = self._settings.source_key
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
             num_lines += 1
             if record.blank:
-                num_blank += 1
                 continue
             name = record.key
             try:
@@ -323,7 +321,6 @@ class _Sizer:
             lines=np.array(lines, np.int64),
             ids=tuple(ids) if any(name is not None for name in ids) else None,
             bad=tuple(bad),
-            num_read=num_lines - num_blank,
             num_lines=num_lines if chunk.first_line is None else 0,
             source=np.array(source, np.int32) if self._settings.source_key is not None else None,
             source_names=tuple(sources),

@@ -27,6 +27,9 @@ _IMAGES = "image_patches"
 _META_KEY = b"trimtab_table"
 _Arrays = dict[str, npt.NDArray[Any]]
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, zipfile.BadZipFile)
+"""What reading a damaged or foreign file of ours may raise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizingResult:
@@ -35,8 +38,12 @@ class SizingResult:
     table: SampleTable
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
-    num_read: int  # samples in the files: len(table) + len(bad)
     image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
+
+    @property
+    def num_read(self) -> int:
+        """Samples in the files."""
+        return len(self.table) + len(self.bad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +55,6 @@ class Part:
     ids: tuple[str | None, ...] | None  # None: no record has one
     image_patches: IntArray | None = None  # of every image, sample after sample; None: not known
     bad: tuple[BadSample, ...] = ()
-    num_read: int
     num_lines: int = 0  # lines of the stretch, blank ones included
     source: npt.NDArray[np.int32] | None = None  # index into source_names; None: the file is the source
     source_names: tuple[str, ...] = ()
@@ -56,6 +62,11 @@ class Part:
     num_files: int = 1
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
+
+    @property
+    def num_read(self) -> int:
+        """Samples in the stretch."""
+        return len(self.lines) + len(self.bad)
 
 
 def source_names_of(files: Sequence[Path]) -> list[str]:
@@ -150,19 +161,14 @@ def _ids(part: Part, label: str, *, prefix: bool) -> list[str]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def save_table(table: SampleTable, path: Path) -> None:
-    """Write a table alone; see `save_sizing`."""
-    save_sizing(SizingResult(table=table, num_read=len(table)), path)
-
-
 def load_table(path: Path) -> SampleTable:
-    """Read a table that `save_table` or `save_sizing` wrote."""
+    """Read a table that `save_sizing` wrote."""
     return load_sizing(path).table
 
 
 def table_bytes(table: SampleTable) -> bytes:
     """A table as the content of an .npz file; equal tables give equal bytes."""
-    return _sizing_bytes(SizingResult(table=table, num_read=len(table)), ".npz")
+    return _sizing_bytes(SizingResult(table=table), ".npz")
 
 
 def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
@@ -254,19 +260,9 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             table=table,
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
             assumptions=tuple(map(str, meta["assumptions"])),
-            num_read=int(meta["num_read"]),
             image_rule=None if meta.get("image_rule") is None else str(meta["image_rule"]),
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        EOFError,
-    ) as error:
+    except UNREADABLE as error:
         raise SampleError(
             f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
         ) from None

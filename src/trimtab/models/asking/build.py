@@ -44,7 +44,7 @@ def complete(fields: Mapping[str, object]) -> Any:
     except Exception as error:  # the library checks types and values with exceptions of every class
         raise ConfigError(
             f"Transformers {transformers.__version__} makes no configuration of this config.json of {model_type} "
-            f"({_one_line(error)}): correct that field"
+            f"({one_line(error)}): correct that field"
         ) from None
 
 
@@ -67,7 +67,7 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
     except Exception as error:  # the model's own code fails as it likes on sizes that it cannot build
         raise ConfigError(
             f"Transformers {transformers.__version__} builds no model of this config.json of {config.model_type} "
-            f"({_one_line(error)}): correct or add what it asks for"
+            f"({one_line(error)}): correct or add what it asks for"
         ) from None
 
 
@@ -105,6 +105,7 @@ def _without_code(value: Any) -> Any:
     return value
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What a library said, for a sentence of ours."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

@@ -112,12 +112,12 @@ class Watch:
                 self.now.ran.setdefault(unit.path, self.now.ran[name])
                 return tree_map(functools.partial(_as_made_by, unit.path), result)
             ran = self.now.ran.setdefault(unit.path, Ran())
-            kept: dict[object, int] = {}
+            kept: dict[object, Any] = {}  # storages: held, so that no other takes its address
 
             def keep(tensor: Tensor) -> Tensor:
                 if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
                     storage = tensor.untyped_storage()
-                    kept[storage._cdata] = storage.nbytes()
+                    kept[storage._cdata] = storage
                 return tensor
 
             self.stack.append(unit.path)
@@ -127,7 +127,7 @@ class Watch:
                     result = forward(*args, **kwargs)
             finally:
                 self.stack.pop()
-            ran.kept_bytes += float(sum(kept.values()))
+            ran.kept_bytes += float(sum(x.nbytes() for x in kept.values()))
             ran.cache_bytes += _cache_bytes([args, kwargs]) - cached
             if entering is not None:
                 ran.rows_in, ran.width_in = ran.rows_in + _rows(entering), int(entering.shape[-1])

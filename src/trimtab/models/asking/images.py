@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import ConfigError
 from trimtab.models.asking.blank import blank
-from trimtab.models.asking.build import build, complete
+from trimtab.models.asking.build import build, complete, one_line
 from trimtab.models.asking.forward import Watch
 from trimtab.models.asking.inputs import find_encoder, first_int, vision_config
 from trimtab.models.asking.layers import first_block
@@ -264,7 +264,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             )
         except Exception as error:  # a processor refuses what it likes
             if config is not None and not any(isinstance(x, Seen) for x in seen) and len(seen) > 3:
-                raise _refusal(looker.processor, error) from None
+                kind = type(looker.processor).__name__
+                raise ConfigError(f"{kind} takes no image ({one_line(error)})") from None
             seen.append(" ".join(str(error).split())[:300])
     markup = None if config is None else _markup(looker, [x for x in seen if isinstance(x, Seen)])
     texts = [""] if markup else ["", *dict.fromkeys(x.text for x in seen if isinstance(x, Seen) and x.text)]
@@ -288,11 +289,6 @@ def find_patch_size(config: Any) -> int | None:
     found = first_int(vision_config(config), *names)
     sections = [x for x in vars(config).values() if hasattr(x, "to_dict")]
     return found or next((x for section in sections if (x := find_patch_size(section))), None)
-
-
-def _refusal(processor: Any, error: Exception) -> ConfigError:
-    text = " ".join(str(error).split())
-    return ConfigError(f"{type(processor).__name__} takes no image ({type(error).__name__}: {text[:200]})")
 
 
 def _markup(looker: Looker, seen: Sequence[Seen]) -> dict[str, str] | None:

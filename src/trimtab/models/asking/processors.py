@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.processing_utils import _get_modality_for_attribute
 
 from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.asking.build import one_line
 from trimtab.models.quote import quote
 
 NUM_BYTES = 256  # ids below it are text
@@ -96,10 +97,9 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
             written = kind.get_processor_dict(folder, local_files_only=True)[0]
         processor = kind.from_args_and_dict(parts, written)
     except Exception as error:  # the library's own code fails as it likes on fields that it cannot read
-        text = " ".join(str(error).split())
         raise ConfigError(
-            f"Transformers {transformers.__version__} makes no {kind.__name__} of these files "
-            f"({type(error).__name__}: {text[:200]}): correct or add what it asks for"
+            f"Transformers {transformers.__version__} makes no {kind.__name__} of these files ({one_line(error)}): "
+            "correct or add what it asks for"
         ) from None
     tokenizer = processor.tokenizer
     for name, value in list(vars(processor).items()):

@@ -99,8 +99,3 @@ class Architecture:
     forbidden_cut_reason: str | None = None
     joined_cuts: frozenset[int] | None = None  # None: all forbidden ones
     notes: tuple[str, ...] = ()
-
-
-def whole_tower(layers: Sequence[LayerSpec]) -> frozenset[int]:
-    """Cuts in a tower of remote code alone, which nothing here has run with its blocks apart."""
-    return frozenset(range(1, sum(x.tower != "language" for x in layers)))

@@ -18,7 +18,6 @@ from trimtab.models.families.architecture import (
     norm,
     numbered,
     vector,
-    whole_tower,
 )
 from trimtab.models.families.family import Family, PackFormat
 from trimtab.models.families.text import read_text, text_layers, tied_pair
@@ -46,6 +45,7 @@ def describe_internvl_chat(config: Fields) -> Architecture:
     num_unread = _unread_blocks(config, len(tower) - 1)
     layers = [replace(x, unread=True) if i >= len(tower) - num_unread else x for i, x in enumerate(tower)]
     layers.append(_projector(config, tower[0].hidden_size, grid, text.hidden_size))
+    tower_end = len(layers)
     tied = language.flag("tie_word_embeddings")
     if text.model_type == "internlm2":
         names = ("language_model.output", "tok_embeddings")
@@ -69,7 +69,7 @@ def describe_internvl_chat(config: Fields) -> Architecture:
         layers=tuple(layers),
         vocab_size=text.vocab_size,
         tied=tied_pair(layers, tied=tied),
-        joined_cuts=whole_tower(layers),
+        joined_cuts=frozenset(range(1, tower_end)),  # nothing here has run its blocks apart
         notes=notes,
     )
 

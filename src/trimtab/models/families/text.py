@@ -116,8 +116,12 @@ def _grouped_attention(fields: Fields, hidden_size: int, model_type: str) -> tup
     if model_type == "internlm2":  # its files have always written the switch
         qkv_bias = fields.flag("bias", "attention_bias")
     else:  # absent in files older than the switch, when no such type had biases
-        qkv_bias = _fixed_flag(fields, "attention_bias", kind.qkv_bias, model_type)
-    _fixed_flag(fields, "qk_norm", kind.qk_norm, model_type)
+        qkv_bias = fields.flag("attention_bias", absent=bool(kind.qkv_bias))
+        fields.check(
+            kind.qkv_bias in (None, qkv_bias),
+            f"{fields.name('attention_bias')} is {qkv_bias}, but {fields.name('model_type')} {model_type} always has "
+            f"it {kind.qkv_bias}: correct one of them",
+        )
     weights = linear(H, (heads + 2 * kv_heads) * head_dim, bias=qkv_bias)
     weights += linear(heads * head_dim, H, bias=qkv_bias if kind.output_bias is None else kind.output_bias)
     if kind.qk_norm:
@@ -136,17 +140,6 @@ def _grouped_attention(fields: Fields, hidden_size: int, model_type: str) -> tup
         fused_qkv=kind.fused_qkv,
     )
     return spec, weights
-
-
-def _fixed_flag(fields: Fields, name: str, fixed: bool | None, model_type: str) -> bool:
-    """A switch that the type's code fixes, and that may not say otherwise; not fixed: as written, silence is false."""
-    written = fields.flag(name, absent=bool(fixed))
-    fields.check(
-        fixed is None or written == fixed,
-        f"{fields.name(name)} is {written}, but {fields.name('model_type')} {model_type} always has it {fixed}: "
-        "correct one of them",
-    )
-    return written
 
 
 def _head_dim(fields: Fields, kind: TextType, hidden_size: int, heads: int) -> int:

@@ -27,28 +27,25 @@ def profile_from_logs(
     device: DeviceSpec,
     *,
     dims: ParallelDims | None = None,
-    terms: Sequence[Term] | None = None,
     **settings: Any,
 ) -> Calibration:
     """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
 
     `settings` are the other keywords of `profile_model` (zero_stage, attention, fused_kernels, ...), the same for the
-    runs and for the profile. `terms` None: language, vision and the first stage's constant, as far as the runs hold
-    them and are enough for them. `Calibration.warnings` are sentences to print: a stage kind that no run makes the
+    runs and for the profile. Fitted are language, vision and the first stage's constant, as far as the runs
+    hold them and are enough for them. `Calibration.warnings` are sentences to print: a stage kind that no run makes the
     slowest, a coefficient that the runs do not settle, a run that stage times do not explain.
     `Calibration.runs` holds each run's logged and fitted seconds, `Calibration.terms` each coefficient with its band.
     Raises `TrimtabError` with every problem of the file at once. Format of the file: `costs.logs.read_runs`.
     """
     runs = read_runs(path, model, device, **settings)
     target = profile_model(model, device, dims=dims or ParallelDims(), **settings)
-    return calibrate_profile(target, runs, terms=terms)
+    return calibrate_profile(target, runs)
 
 
-def calibrate_profile(
-    target: Profile, runs: Sequence[LoggedRun], *, terms: Sequence[Term] | None = None
-) -> Calibration:
+def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration:
     """`target` calibrated on `runs`; its memory band is their largest error where peaks were logged."""
-    calibration = fit_runs(target, runs, simulate_logged, terms=default_terms(runs) if terms is None else terms)
+    calibration = fit_runs(target, runs, simulate_logged, terms=default_terms(runs))
     errors = [error for run in runs for error in peak_errors(run)]
     if not errors:
         return calibration

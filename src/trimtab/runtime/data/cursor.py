@@ -1,4 +1,4 @@
-"""A plan's packs dealt to any number of ranks, from any place of any epoch; no torch.
+"""A plan's packs given to any number of ranks, from any place of any epoch; no torch.
 
 The order of an epoch is one sequence of packs that does not depend on dp: steps of the plan in the epoch's order, in
 each the micro-batches in turn, in each the ranks in turn. dp ranks take dp consecutive packs at a time (a *row*), and

@@ -211,11 +211,11 @@ class PlanDataset(Dataset[Any]):
                     raise  # names the sample itself
                 raise SampleError(
                     f"sample {samples.sample_id(row)} (row {row} of the plan) was read, but no input was made of it "
-                    f"({reason}): mend what makes it, the preprocessor of the model perhaps"
+                    f"({reason}): fix what makes it, perhaps the preprocessor of the model"
                 ) from error
             if self._on_error == "raise":
                 raise SampleError(
-                    f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): mend it and "
+                    f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): fix it and "
                     'resume, or have fillers take the place of such samples (on_error="filler", --on-bad filler)'
                 ) from error
             missing = MissingSample.of(samples, row, reason=reason)

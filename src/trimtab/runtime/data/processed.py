@@ -12,7 +12,7 @@ from torch import Tensor
 from trimtab.errors import SampleError, join_problems
 from trimtab.models.asking.inputs import image_token
 from trimtab.models.families.family import PackFormat
-from trimtab.runtime.data.formats import GRIDS, TOKEN_TYPE_KEYS, pack_format
+from trimtab.runtime.data.formats import GRIDS, TOKEN_TYPE_KEYS
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.smallest_images import tile_tokens
 
@@ -37,11 +37,8 @@ class ProcessedSample:
         return {key: self.images[key] for key in GRIDS if key in self.images}
 
 
-def read_processed(
-    samples: Sequence[Mapping[str, Any]], config: Any, family: PackFormat | None = None
-) -> list[ProcessedSample]:
+def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: PackFormat) -> list[ProcessedSample]:
     """Raises `SampleError` with all problems of all samples, each named by its `id` or its place in the pack."""
-    family = family or pack_format(config)
     per_tile = tile_tokens(config) if family.counts == "tiles" else None
     read, problems = [], []
     for place, sample in enumerate(samples):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems
 from trimtab.models.quote import quote
+from trimtab.placement.chain import upwards
 from trimtab.placement.device_bytes import DeviceKey
 
 CPU = torch.device("cpu")
@@ -168,30 +169,22 @@ def _called_past(model: nn.Module) -> set[str]:
     )
 
 
-def _upwards(name: str) -> Iterator[str]:
-    """A path and those of the modules around it: "a.b", "a", ""."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
-
-
 def _around(names: Iterable[str]) -> set[str]:
     """The modules around any of `names`."""
-    return {above for name in names for above in _upwards(name) if above != name}
+    return {above for name in names for above in upwards(name) if above != name}
 
 
 def _topmost(missing: Sequence[str], held: Sequence[str]) -> list[str]:
     """Names without a device, the largest module in which nothing has one standing for all that it holds."""
     covered = {"", *held, *_around(held)}
-    tops = ([x for x in _upwards(name) if x == name or x not in covered][-1] for name in missing)
+    tops = ([x for x in upwards(name) if x == name or x not in covered][-1] for name in missing)
     return list(dict.fromkeys(tops))
 
 
 def _in_order(keys: Mapping[str, DeviceKey], homes: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
     """Units in the order of the keys that hold them: a map lists modules in forward order."""
     position = {key: i for i, key in enumerate(keys)}
-    of = {name: next(position[x] for x in _upwards(name) if x in position) for name in homes}
+    of = {name: next(position[x] for x in upwards(name) if x in position) for name in homes}
     return {name: homes[name] for name in sorted(homes, key=of.__getitem__)}
 
 
@@ -209,7 +202,7 @@ def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
 
 
 def _home_of(homes: Mapping[str, DeviceKey], tensor: str) -> DeviceKey | None:
-    return next((homes[x] for x in _upwards(tensor) if x in homes), None)
+    return next((homes[x] for x in upwards(tensor) if x in homes), None)
 
 
 # -- where units run ---------------------------------------------------------------------------------------------------

@@ -47,8 +47,10 @@ def load_placed(
         placement = {"": 0 if torch.accelerator.is_available() else "cpu"}
     stored = open_weights(folder)
     config = _read_config(folder, attention)
-    places = placement.device_map if isinstance(placement, Placement) else placement
-    if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(places.values())) > 1:
+    if isinstance(placement, Placement):
+        runs_on = {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
+        placement = placement.device_map
+    if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(placement.values())) > 1:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise ConfigError(
             f"{folder} is quantised ({method}), and the parts of its weights are not moved by a device map here: use "
@@ -57,7 +59,7 @@ def load_placed(
     kind = _model_class(folder, config)
     with torch.device("meta"):
         skeleton = kind(config)
-    placed = _resolve(skeleton, placement, runs_on)
+    placed = resolve_units(skeleton, placement, runs_on)
     dtype = dtype or _dtype_of(config, stored)
     if offload_folder is None:
         _check_on_disk(skeleton, placed, stored, dtype)
@@ -123,16 +125,6 @@ def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
-
-
-def _resolve(
-    model: nn.Module, placement: Placement | Mapping[str, DeviceKey], runs_on: Mapping[str, DeviceKey] | None
-) -> DeviceUnits:
-    if not isinstance(placement, Placement):
-        return resolve_units(model, placement, runs_on)
-    return resolve_units(
-        model, placement.device_map, {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
-    )
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

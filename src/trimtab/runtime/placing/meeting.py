@@ -7,7 +7,7 @@ blocks, a table of positions with the patches. Units move their inputs by themse
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,13 @@ class Copies:
             return leaf.to(device) if hasattr(leaf, "to") and hasattr(leaf, "keys") else leaf
 
         return tree_map(one, tree)
+
+    def move_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, stays: Collection[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a module on `device`, but for those that stay."""
+        moved = {key: value if key in stays else self.move(value, device) for key, value in kwargs.items()}
+        return self.move(args, device), moved
 
     def _one(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if tensor.device == device:

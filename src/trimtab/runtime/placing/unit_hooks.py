@@ -103,19 +103,14 @@ class RootHook(ModelHook):  # type: ignore[misc]
 
     def pre_forward(
         self,
-        module: nn.Module,  # noqa: ARG002
+        _module: nn.Module,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens = [kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None]
         self._came_from = find_device([tokens, args, kwargs])
-        moved = {
-            key: value
-            if key in self._skip_keys or key.startswith(PIXELS)
-            else self._copies.move(value, self.execution_device)
-            for key, value in kwargs.items()
-        }
-        return self._copies.move(args, self.execution_device), moved
+        stays = {key for key in kwargs if key.startswith(PIXELS)} | self._skip_keys
+        return self._copies.move_inputs(args, kwargs, self.execution_device, stays)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         self._copies.forget()
@@ -141,18 +136,14 @@ class UnitHook(ModelHook):  # type: ignore[misc] # Accelerate's hooks are untype
 
     def pre_forward(
         self,
-        module: nn.Module,  # noqa: ARG002
+        _module: nn.Module,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._paused = self._meeting.pause()
         for weight in self._streamed:
             weight.bring()
-        moved = {
-            key: value if key in self._skip_keys else self._copies.move(value, self.execution_device)
-            for key, value in kwargs.items()
-        }
-        return self._copies.move(args, self.execution_device), moved
+        return self._copies.move_inputs(args, kwargs, self.execution_device, self._skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         for weight in self._streamed:

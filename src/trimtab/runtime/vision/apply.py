@@ -33,7 +33,6 @@ def vision_dp(
     heartbeat: Any = None,
     family: Family | None = None,
     at: Place | None = None,
-    check: bool = True,
     timeout_s: float = 600.0,
 ) -> VisionDataParallel:
     """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
@@ -51,7 +50,7 @@ def vision_dp(
     which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
     `at` None: the functions `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the
     tower's `forward`.
-    `check` compares, before each forward, which kinds of images the ranks hold and, before each call, the images: all
+    Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
     shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
     gone astray, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
     default what NCCL's own watchdog waits.
@@ -73,14 +72,8 @@ def vision_dp(
     if loss is not None and reduction is not None:
         check_convention(loss, reduction, num_ranks)
     seams = find_seams(model, at)
-    settings = Settings(
-        exchange=exchange,
-        rule=rule,
-        cost=cost or tower_flops(seams[0].module.config),
-        loss=loss,
-        reduction=reduction,
-        check=check,
-    )
+    cost = cost or tower_flops(seams[0].module.config)
+    settings = Settings(exchange=exchange, rule=rule, cost=cost, loss=loss, reduction=reduction)
     return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
 
 
@@ -88,7 +81,7 @@ def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 
     """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
     seams = find_seams(model)
     cost = tower_flops(seams[0].module.config)
-    settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None, check=True)
+    settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None)
     return _put_on(model, seams, settings, None, group or dist.group.WORLD, None, timeout_s)
 
 

@@ -39,7 +39,6 @@ class Settings:
     cost: TowerCost
     loss: Loss | None
     reduction: Reduction | None
-    check: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class VisionDataParallel:
             return
         for seam in self.seams:
             seam.put(StandIn(seam, self, self.encode))
-        if self.settings.check and self.settings.exchange != "dispatch" and self.control is not None:
+        if self.settings.exchange != "dispatch" and self.control is not None:
             self._hooks += [
                 m.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True) for m in self._takes_pixels()
             ]
@@ -212,11 +211,8 @@ class VisionDataParallel:
             return self._after(seam, output)
         as_tuple = kwargs.get("return_dict") is False
         inputs, problem = self._read(seam, args, kwargs)
-        if self.settings.check:
-            own, shared = (inputs, None) if self.settings.exchange == "dispatch" else (None, inputs)
-            agree_on_inputs(self.control, seam.name, self._words(seam, own), shared, problem)
-        elif problem is not None:
-            raise problem
+        own, shared = (inputs, None) if self.settings.exchange == "dispatch" else (None, inputs)
+        agree_on_inputs(self.control, seam.name, self._words(seam, own), shared, problem)
         assert inputs is not None
         if self.settings.exchange == "dispatch":
             output = self._encode_dispatched(seam, inputs)
@@ -358,8 +354,7 @@ class VisionDataParallel:
         seam = self._seam(kind)
         if self.settings.exchange == "dispatch" and not self._paused:
             assert self.control is not None
-            if self.settings.check:
-                agree_on_inputs(self.control, seam.name, self._words(seam, self._templates[kind]), None, None)
+            agree_on_inputs(self.control, seam.name, self._words(seam, self._templates[kind]), None, None)
             zero: Tensor = self._encode_dispatched(seam, None)
             return zero
         return self._run_on_nothing(seam, self._templates.pop(kind)).rows.sum()
