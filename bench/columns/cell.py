@@ -33,16 +33,16 @@ class Cell:
 
 
 def sweep(check: Callable[[str], Cell], column: str) -> None:
-    """Run `check` over the families named on the command line and print them, or over all and write the column."""
+    """Run `check` over the families named on the command line, or over all, and write their cells into the column."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     named = sys.argv[1:]
     cells = {family: _guarded(check, family) for family in named or FAMILIES}
     print(f"{column}: {sum(x.yes for x in cells.values())} of {len(cells)}")
-    if named:
-        return
     RESULTS.mkdir(exist_ok=True)
-    written = {"transformers": transformers.__version__, "families": {k: asdict(x) for k, x in cells.items()}}
+    kept = read_column(column) if named else {}
+    families = {family: asdict(cell) for family, cell in sorted({**kept, **cells}.items())}
+    written = {"transformers": transformers.__version__, "families": families}
     (RESULTS / f"{column}.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
