@@ -17,12 +17,14 @@ def folder(tmp_path: Path) -> Path:
     model = tmp_path / "my-vlm"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"weights")
+    header = json.dumps({name: {} for name in ("model.norm.weight", "lm_head.weight")}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return model
 
 
 def test_the_archive_and_its_command_are_printed(run: Run, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "map.json").write_text(json.dumps({"device_map": {"model": 0, "lm_head": 1}, "run_on_cpu": []}))
+    written = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}
+    (tmp_path / "map.json").write_text(json.dumps(written))
     result = run("export", "torchserve", folder, "--map", tmp_path / "map.json", "--out", tmp_path / "store")
     assert result.code == 0, result.err
     archive, command = result.out.splitlines()
@@ -30,7 +32,16 @@ def test_the_archive_and_its_command_are_printed(run: Run, folder: Path, tmp_pat
     assert command.endswith(f"--ts-config {tmp_path / 'store' / 'config.properties'}")
     assert "TorchServe is archived" in result.err
     with zipfile.ZipFile(archive) as opened:
-        assert json.loads(opened.read("setup_config.json"))["device_map"] == {"model": 0, "lm_head": 1}
+        setup = json.loads(opened.read("setup_config.json"))
+    assert (setup["device_map"], setup["runs_on"]) == ({"model": 0, "lm_head": "cpu"}, {"lm_head": 0})
+
+
+def test_accelerates_rules_and_workers_are_the_recipes(run: Run, folder: Path, tmp_path: Path) -> None:
+    words = ["--device-map", "balanced_low_0", "--dtype", "fp16", "--workers", "2", "--batch-size", "8"]
+    assert run("export", "torchserve", folder, "--out", tmp_path, *words).code == 0
+    setup = json.loads((tmp_path / "setup_config.json").read_text())
+    assert (setup["device_map"], setup["torch_dtype"], setup["runs_on"]) == ("balanced_low_0", "float16", {})
+    assert "maxWorkers: 2\nbatchSize: 8\nmaxBatchDelay: 100\n" in (tmp_path / "model-config.yaml").read_text()
 
 
 def test_memory_limits_are_for_the_automatic_map(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -19,9 +19,17 @@ from trimtab.errors import ConfigError, TrimtabError
 def folder(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors", "pytorch_model.bin", "modeling_evil.py", ".gitattributes"):
+    for name in ("config.json", "pytorch_model.bin", "modeling_evil.py", ".gitattributes"):
         (model / name).write_bytes(name.encode() * 100)
+    names = ("model.visual.merger.weight", "model.language_model.norm.weight", "lm_head.weight")
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in names}
+    write_header(model / "model.safetensors", header)
     return model
+
+
+def write_header(path: Path, header: dict[str, object]) -> None:
+    content = json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
 
 
 def read_setup(archive: Path) -> dict[str, object]:
@@ -33,7 +41,17 @@ def read_setup(archive: Path) -> dict[str, object]:
 
 def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) -> None:
     places = {"model.visual": 0, "model.language_model": 1, "lm_head": "disk"}
-    options = TorchServeOptions(name="tiny", device_map=places, offload_folder="offload", max_new_tokens=9)
+    options = TorchServeOptions(
+        name="tiny",
+        device_map=places,
+        runs_on={"lm_head": 1},
+        dtype="bf16",
+        offload_folder="offload",
+        max_new_tokens=9,
+        num_workers=2,
+        batch_size=4,
+        max_batch_delay_ms=50,
+    )
     exported = export_torchserve(folder, tmp_path / "store", options)
     with zipfile.ZipFile(exported.archive) as archive:
         assert archive.testzip() is None
@@ -50,11 +68,13 @@ def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) ->
             "configFile": "model-config.yaml",
         }
         settings = yaml.safe_load(archive.read("model-config.yaml"))
-    assert settings["maxWorkers"] == settings["batchSize"] == 1
+    assert settings["minWorkers"] == settings["maxWorkers"] == 2
+    assert (settings["batchSize"], settings["maxBatchDelay"]) == (4, 50)
     assert read_setup(exported.archive) == {
         "model_path": str(folder),
         "device_map": places,
-        "low_cpu_mem_usage": True,
+        "runs_on": {"lm_head": 1},
+        "torch_dtype": "bfloat16",
         "max_memory": None,
         "offload_folder": "offload",
         "max_new_tokens": 9,
@@ -69,7 +89,7 @@ def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> N
     with zipfile.ZipFile(exported.archive) as archive:
         inside = [name for name in archive.namelist() if name.startswith("model/")]
         assert inside == ["model/config.json", "model/model.safetensors"]
-        assert archive.read("model/model.safetensors") == b"model.safetensors" * 100
+        assert archive.read("model/model.safetensors") == (folder / "model.safetensors").read_bytes()
     setup = read_setup(exported.archive)
     assert (setup["model_path"], setup["device_map"], setup["max_memory"]) == ("model", "auto", {"0": "1GiB"})
 
@@ -98,6 +118,18 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
         export_torchserve(folder, tmp_path, TorchServeOptions(name="../tiny"))
     with pytest.raises(ConfigError, match="--offload-folder"):
         export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"": "disk"}))
+
+
+def test_another_models_map_is_refused_and_so_is_an_unknown_rule(folder: Path, tmp_path: Path) -> None:
+    places = {"model.visual": 0, "model.language_model": 1}
+    with pytest.raises(ConfigError, match=r"says nowhere where lm_head.weight lies \(1 of 3 weights .*another model's"):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map=places))
+    with pytest.raises(ConfigError, match="'even' is no rule of Accelerate's: choose one of auto, balanced, "):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map="even"))  # type: ignore[arg-type]
+    (folder / "model.safetensors").write_bytes((10**12).to_bytes(8, "little"))
+    with pytest.raises(ConfigError, match=r"is no safetensors file \(a header of 1000000000000 bytes\)"):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"": 0}))
+    assert not list(tmp_path.glob("*.mar"))
 
 
 def test_max_memory_is_read_by_device() -> None:

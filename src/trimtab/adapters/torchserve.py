@@ -12,20 +12,24 @@ import re
 import shutil
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trimtab.errors import ConfigError
 from trimtab.files import write_atomically
+from trimtab.options import DType
 from trimtab.units import MIB, parse_bytes
 
+MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 _HANDLER = "torchserve_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pickles, other frameworks, code
 _MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
 _RESPONSE_TIMEOUT_S = 300
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_DTYPES: Mapping[DType, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 
 
@@ -35,9 +39,14 @@ class TorchServeOptions:
 
     name: str
     version: str = "1.0"
-    device_map: Mapping[str, int | str] | None = None  # None: Transformers' "auto" under max_memory
-    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}; read with "auto" alone
+    device_map: Mapping[str, int | str] | MapRule = "auto"  # a rule: Accelerate's, under max_memory, in the worker
+    runs_on: Mapping[str, int | str] = field(default_factory=dict)  # of a map's modules on "cpu" or "disk"
+    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}; read with a rule alone
     offload_folder: str | None = None  # for modules on disk; relative to the unpacked archive
+    dtype: DType | None = None  # None: the model's own
+    num_workers: int = 1  # each holds the whole model
+    batch_size: int = 1  # requests that are answered together
+    max_batch_delay_ms: int = 100  # how long TorchServe waits for a batch to fill
     max_new_tokens: int = 256  # of an answer: a worker that is silent for 300 s is killed
     pack_weights: bool = False  # False: the archive names the model's folder, and the worker reads it there
     port: int = 8080  # of inference; management and metrics take the next two
@@ -58,8 +67,9 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
     _check(model_dir, options)
     setup = {
         "model_path": "model" if options.pack_weights else str(model_dir.resolve()),
-        "device_map": "auto" if options.device_map is None else dict(options.device_map),
-        "low_cpu_mem_usage": True,
+        "device_map": options.device_map if isinstance(options.device_map, str) else dict(options.device_map),
+        "runs_on": dict(options.runs_on),
+        "torch_dtype": None if options.dtype is None else _DTYPES[options.dtype],
         "max_memory": None if options.max_memory is None else dict(options.max_memory),
         "offload_folder": options.offload_folder,
         "max_new_tokens": options.max_new_tokens,
@@ -67,7 +77,7 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
     files = {
         _HANDLER: resources.files("trimtab.serve").joinpath(_HANDLER).read_text(encoding="utf-8"),
         "setup_config.json": _json(setup),
-        "model-config.yaml": _model_config(),
+        "model-config.yaml": _model_config(options),
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -103,28 +113,61 @@ def _check(model_dir: Path, options: TorchServeOptions) -> None:
         raise ConfigError(f"{model_dir} holds no safetensors: save the model as safetensors, no other format is read")
     if not _NAME.fullmatch(options.name):
         raise ConfigError(f"{options.name!r} cannot stand in a URL: name the model with letters, digits, _ . and -")
-    if options.device_map is not None and "disk" in options.device_map.values() and options.offload_folder is None:
+    if isinstance(options.device_map, str):
+        if options.device_map not in get_args(MapRule):
+            raise ConfigError(
+                f"device_map {options.device_map!r} is no rule of Accelerate's: choose one of "
+                f"{', '.join(get_args(MapRule))}, or give a map"
+            )
+        return
+    if "disk" in options.device_map.values() and options.offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
+    weights = _weight_names(model_dir)
+    lost = [name for name in weights if not any(_is_in(name, module) for module in options.device_map)]
+    if lost:
+        raise ConfigError(
+            f"the device map says nowhere where {lost[0]} lies ({len(lost)} of {len(weights)} weights of {model_dir}): "
+            "it is another model's; write it anew with trimtab map"
+        )
+
+
+def _is_in(weight: str, module: str) -> bool:
+    return module == "" or weight == module or weight.startswith(f"{module}.")
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """Names in the headers of the folder's safetensors; a file's first 8 bytes say how long its header is."""
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            try:
+                if length > _MAX_HEADER_BYTES:
+                    raise ValueError(f"a header of {length} bytes")
+                names += [name for name in json.loads(opened.read(length)) if name != "__metadata__"]
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{file} is no safetensors file ({error}): save the model again") from None
+    return names
 
 
 def _notes(options: TorchServeOptions) -> tuple[str, ...]:
     notes = [
         "TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang for throughput"
     ]
-    if options.device_map is not None and options.max_memory is not None:
+    if not isinstance(options.device_map, str) and options.max_memory is not None:
         notes.append("max_memory is written and not read: the device map already says where everything lies")
     if not options.pack_weights:
         notes.append("the archive names the model's folder and does not hold it: keep the folder where it is")
     return tuple(notes)
 
 
-def _model_config() -> str:
-    """One worker holds the whole map, so it sees every device; a batch of one, as the handler answers one at a time."""
+def _model_config(options: TorchServeOptions) -> str:
+    """A worker holds the whole map, so it sees every device: `parallelType`, which deals devices out, stays unset."""
     settings = {
-        "minWorkers": 1,
-        "maxWorkers": 1,
-        "batchSize": 1,
-        "maxBatchDelay": 1,
+        "minWorkers": options.num_workers,
+        "maxWorkers": options.num_workers,
+        "batchSize": options.batch_size,
+        "maxBatchDelay": options.max_batch_delay_ms,
         "responseTimeout": _RESPONSE_TIMEOUT_S,
         "startupTimeout": 1800,
     }

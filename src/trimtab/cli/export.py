@@ -10,6 +10,7 @@ import typer
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.output import JsonOption, log, print_json
+from trimtab.options import DType
 
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
@@ -32,12 +33,20 @@ def torchserve(
     device_map: Annotated[
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
+    rule: Annotated[
+        Literal["auto", "balanced", "balanced_low_0", "sequential"],
+        typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker."),
+    ] = "auto",
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
     max_memory: Annotated[
         list[str] | None, typer.Option(help="Without --map: what a device may hold, as in 0=20GiB or cpu=64GiB.")
     ] = None,
     offload_folder: Annotated[str | None, typer.Option(help="Folder for modules that the map places on disk.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Type of the weights; by default the model's own.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each with the whole model.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered together.")] = 1,
+    max_batch_delay: Annotated[int, typer.Option(min=1, help="Milliseconds to wait for a batch to fill.")] = 100,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     pack_weights: Annotated[bool, typer.Option("--pack-weights", help="Copy the weights into the archive.")] = False,
     port: Annotated[int, typer.Option(min=1, max=65533, help="Inference port; the next two are taken too.")] = 8080,
@@ -47,13 +56,19 @@ def torchserve(
     from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
     from trimtab.serve.device_map import read_device_map
 
+    written = None if device_map is None else read_device_map(device_map)
     exported = export_torchserve(
         model_dir,
         out,
         TorchServeOptions(
             name=name or model_dir.resolve().name,
             version=version,
-            device_map=None if device_map is None else read_device_map(device_map).device_map,
+            device_map=rule if written is None or written.device_map is None else written.device_map,
+            runs_on={} if written is None else written.runs_on,
+            dtype=dtype,
+            num_workers=workers,
+            batch_size=batch_size,
+            max_batch_delay_ms=max_batch_delay,
             max_memory=parse_max_memory(max_memory) if max_memory else None,
             offload_folder=offload_folder,
             max_new_tokens=max_new_tokens,

@@ -11,9 +11,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import infer_auto_device_map
+from accelerate.utils import get_balanced_memory
 from starlette.exceptions import HTTPException
-from torch import device
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trimtab.runtime.placing.load import load_placed
@@ -36,10 +37,11 @@ class ChatHandler:
         folder = archive / setup["model_path"]  # an absolute path stays what it is
         check_config(folder)
         places = setup["device_map"]
-        if places == "auto":
-            places = _accelerates_map(folder, setup["max_memory"])
+        dtype = None if setup["torch_dtype"] is None else getattr(torch, setup["torch_dtype"])
+        if isinstance(places, str):
+            places = _accelerates_map(folder, places, setup["max_memory"], dtype)
         offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
-        model = load_placed(folder, places, offload_folder=offload)
+        model = load_placed(folder, places, runs_on=setup["runs_on"], dtype=dtype, offload_folder=offload)
         limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
         chat = ChatProcessor(load_processor(folder), limits, name=context.model_name)
         self._thread = ModelThread(model, limits)
@@ -71,12 +73,21 @@ class ChatHandler:
         return bytes(answer.body).decode()
 
 
-def _accelerates_map(folder: Path, max_memory: dict[str, str] | None) -> dict[str, int | str]:
-    """Accelerate's own map under `max_memory`, from the names of devices as JSON has them."""
+def _accelerates_map(
+    folder: Path, rule: str, max_memory: dict[str, str] | None, dtype: torch.dtype | None
+) -> dict[str, int | str]:
+    """Accelerate's own map by `rule` under `max_memory`, from the names of devices as JSON has them.
+
+    As Transformers reads the rules: "auto" and "balanced" first even out what each device may hold, "balanced_low_0"
+    does so with little on device 0, "sequential" fills one device after the other.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    with device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype or config.dtype)
     model.tie_weights()
     memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()} or None
     classes = list(model._no_split_modules or ())
+    if rule != "sequential":
+        low_zero = rule == "balanced_low_0"
+        memory = get_balanced_memory(model, memory, no_split_module_classes=classes, low_zero=low_zero)
     return dict(infer_auto_device_map(model, max_memory=memory, no_split_module_classes=classes))
