@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -33,7 +34,8 @@ def used_kinds(uses: Sequence[DeviceUse]) -> list[tuple[str, str, str]]:
 
 def devices_table(placement: Placement) -> Table:
     """Bytes of every device by kind, and what is free there; on the page its modules too."""
-    scale = memory_scale([max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses])
+    largest = max(max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses)
+    scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small beside the weights
     kinds = used_kinds(placement.uses)
     return Table(
         title=f"Devices, in {scale.unit}",
