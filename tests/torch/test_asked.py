@@ -56,7 +56,7 @@ def layer(spec: ModelSpec, name: str) -> LayerSpec:
 
 # -- folders as save_pretrained writes them ---------------------------------------------------------------------------
 
-ASKED = ("qwen3_5", "gemma4", "idefics3", "mistral3", "aria", "smolvlm", "llama4")
+ASKED = ("qwen3_5", "gemma4", "idefics3", "mistral3", "aria", "smolvlm", "llama4", "lfm2_vl")
 
 
 @pytest.mark.parametrize("model_type", ASKED)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from export_cases import first_block, make_model
 
+from export_cases import first_block, make_model
 from trimtab.adapters.megatron_check import (
     MegatronFlags,
     built_vision_layers,
