@@ -17,6 +17,12 @@ from trimtab.units import format_seconds
 
 CASES = (
     ("three real sets", "*_lengths.json", trimtab.PlanOptions(pp=4, tp=2, global_batch=208, fused_kernels=True)),
+    ("three real sets, all left open", "*_lengths.json", trimtab.PlanOptions()),
+    (
+        "three real sets, limits given",
+        "*_lengths.json",
+        trimtab.PlanOptions(dp=4, pp=4, tp=2, max_patches=18 * 1025, max_tokens=6016),
+    ),
     (
         "mixture of 1.24 M",
         "mixture_*.parquet",

@@ -71,6 +71,13 @@ def test_every_baseline_is_simulated_and_the_fastest_that_fits_is_the_baseline(m
     assert f"would take {ratio:.2f}x as long: balanced packs" in made.plan.summary
 
 
+def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() -> None:
+    other, baseline, *_ = make("balanced,balanced-stages,no-recompute", PAPER).variants
+    assert (other.fits, baseline.fits) == (False, True)
+    assert other.epoch_s < baseline.epoch_s
+    assert (other.name, baseline.name) == ("other baseline", "baseline")
+
+
 def test_each_baseline_is_what_its_words_say(made: PlanDetails) -> None:
     by_packs = {x.packs: x for x in made.variants[:4]}
     paper = by_packs["random, padded, 4 a batch"]
