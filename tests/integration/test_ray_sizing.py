@@ -122,12 +122,12 @@ def test_an_error_of_the_work_is_raised_as_it_is() -> None:
     def make_work() -> Callable[[int], int]:
         def work(task: int) -> int:
             if task == 3:
-                raise SampleError("row 3 is odd: mend it")
+                raise SampleError("row 3 is odd: correct it")
             return task
 
         return work
 
-    with pytest.raises(SampleError, match=r"^row 3 is odd: mend it$"):
+    with pytest.raises(SampleError, match=r"^row 3 is odd: correct it$"):
         list(map_on_ray(make_work, range(8), 2, lambda _task, _result: None))
 
 

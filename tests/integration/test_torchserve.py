@@ -88,20 +88,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("torchserve") / "tiny")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["weights in the folder", "weights in the archive"])
+MAPS: dict[str, dict[str, Any]] = {
+    "the head on disk, weights in the folder": {
+        "device_map": {"model": "cpu", "lm_head": "disk"},
+        "runs_on": {"lm_head": "cpu"},
+        "offload_folder": "offload",
+    },
+    "one device, weights in the archive": {"device_map": {"": "cpu"}, "pack_weights": True},
+    "auto, batches": {"max_memory": {"cpu": "1GiB"}, "batch_size": 3},
+    "balanced_low_0": {"device_map": "balanced_low_0", "max_memory": {"cpu": "1GiB"}, "dtype": "fp32"},
+}
+
+
+@pytest.fixture(scope="module", params=list(MAPS))
 def server(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     port, home = free_ports(), tmp_path_factory.mktemp("server")
-    places = {"": "cpu"} if request.param else {"model": "cpu", "lm_head": "disk"}
-    options = TorchServeOptions(
-        name="tiny",
-        device_map=places,
-        offload_folder=None if request.param else "offload",
-        max_new_tokens=30,
-        port=port,
-        pack_weights=request.param,
-    )
+    options = TorchServeOptions(name="tiny", max_new_tokens=30, port=port, **MAPS[request.param])
     exported = export_torchserve(model_dir, home / "store", options)
     environment = {
         **os.environ,

@@ -355,7 +355,7 @@ def test_a_config_that_cannot_be_placed_is_refused(folder, change, message):
 
 def test_a_generation_config_that_is_none_is_refused(folder):
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"has a generation_config\.json that cannot be read .*: mend it, or take"):
+    with pytest.raises(ConfigError, match=r"has a generation_config\.json that cannot be read .*: correct it, or take"):
         load_placed(folder, {"": "cpu"})
 
 

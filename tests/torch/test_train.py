@@ -539,7 +539,7 @@ def test_a_model_that_cannot_be_loaded_is_named(folder, alone, tmp_path):
     weights = exported.read_bytes()
     (tmp_path / "model" / "model.safetensors").write_bytes(weights[:-100])
     with pytest.raises(
-        ConfigError, match=r"was to be loaded with attention sdpa, which fails \(\w+: .*: mend its files"
+        ConfigError, match=r"was to be loaded with attention sdpa, which fails \(\w+: .*: correct its files"
     ):
         train(replace(base, random_weights=False))
     (tmp_path / "model" / "config.json").write_text("{")

@@ -127,7 +127,7 @@ def _check(model_dir: Path, options: TorchServeOptions) -> None:
     if lost:
         raise ConfigError(
             f"the device map says nowhere where {lost[0]} lies ({len(lost)} of {len(weights)} weights of {model_dir}): "
-            "it is another model's; write it anew with trimtab map"
+            "it is another model's; write one with trimtab map"
         )
 
 

@@ -73,7 +73,7 @@ def redispatch(
     epoch: int = 0,
     tolerance: float = TOLERANCE,
 ) -> Schedule:
-    """The packs of steps `first_step` and later for another number of ranks: no pack is made anew, none lost or twice.
+    """The packs of steps `first_step` and later for another number of ranks: no pack is made again, none lost or twice.
 
     Without `num_microbatches` a step keeps its number of packs where dp divides it, else it has as many rows as come
     closest. Where the number is kept, and `keep_steps`, every step keeps its very packs: the optimizer sees the same

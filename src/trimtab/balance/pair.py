@@ -231,7 +231,7 @@ def _move(sizes: FloatArray, packs: Packs, a: int, b: int, members: IntArray, fi
 def split_pair(
     sizes: FloatArray, packs: Packs, a: int, b: int, goal: Goal, max_free: int, state: UIntArray, scratch: Scratch
 ) -> bool:
-    """Share the samples of packs a and b anew if that is better; True if it was.
+    """Share the samples of packs a and b again if that is better; True if it was.
 
     Minimises, with e the half difference of the two packs' sums, sum_d weights[d] e_d^2 + penalties[d] overflow_d +
     slopes[d] above_d: what the larger of the two has above its limit, and above the mean. Of n <= max_free + 1 samples

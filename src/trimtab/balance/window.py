@@ -125,7 +125,7 @@ def improve(
     state: UIntArray,
     scratch: Scratch,
 ) -> None:
-    """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair anew.
+    """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair again.
 
     The direction is each column in turn, then a random mix of them. What two packs differ by is halved or better by
     every success, so extremes meet in the middle; those that are alike, or that failed `patience` times, are skipped.
@@ -270,7 +270,7 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
 def arrange(
     sizes: FloatArray, packs: Packs, goal: Goal, last_goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch
 ) -> None:
-    """Share the samples of a window's packs anew until they are alike and, where that can be, within the limits."""
+    """Share the samples of a window's packs again until they are alike and, where that can be, within the limits."""
     num_rounds, num_full_rounds = effort.num_rounds, effort.num_full_rounds
     for attempt in range(2):
         if attempt == 1:

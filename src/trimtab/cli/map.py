@@ -44,7 +44,7 @@ def map_model(
         Literal["auto", "memory", "latency", "pipeline"],
         typer.Option(
             "--for",
-            help="memory: emptiest fullest GPU; latency: fewest and fastest GPUs; pipeline: stages of a serving "
+            help="memory: the fullest GPU as empty as can be; latency: fewest and fastest GPUs; pipeline: stages of a serving "
             "engine; auto: few GPUs where they stay roomy, else memory.",
         ),
     ] = "auto",

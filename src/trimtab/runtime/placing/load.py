@@ -108,7 +108,7 @@ def _read_generation(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{folder} has a generation_config.json that cannot be read ({reason}): mend it, or take it away"
+            f"{folder} has a generation_config.json that cannot be read ({reason}): correct it, or take it away"
         ) from None
 
 

@@ -173,7 +173,7 @@ def settle(bench: Bench, case: Case) -> Settled:
     """The best recompute by the case's profile that runs within the limit; `PlanError` if none does.
 
     Where a device's peak is above the limit its layers' transients are raised, first by as much as changes its choice,
-    then by half of the way to full recompute each time, and the exact choice is made anew. What was raised stays in
+    then by half of the way to full recompute each time, and the exact choice is made again. What was raised stays in
     the profile: it was needed.
     """
     problem = case.problem

@@ -124,7 +124,7 @@ def load_checkpoint(
     if progress.optimizer != type(optimizer).__name__:
         raise PlanError(
             f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
-            "resume with the same, or start anew from its weights"
+            "resume with the same, or start again from its weights"
         )
     try:
         metadata = _sizes(path)

@@ -94,7 +94,7 @@ def refine(folder: Path, settings: RefineSettings, *, progress: Callable[[int, i
     if not ran:
         raise PlanError(
             f"{len(trials)} splits were to be timed, and none of them ran ({trials[0].problem}): "
-            "mend that, or plan without --refine"
+            "correct that, or plan without --refine"
         )
     best = min(ran, key=lambda trial: trial.median_step_s or 0.0)
     details = replan(

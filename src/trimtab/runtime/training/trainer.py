@@ -152,7 +152,7 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
         self._begins = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if control.should_save and state.is_world_process_zero:  # written anew: not whole until it is
+        if control.should_save and state.is_world_process_zero:  # written again: not whole until it is
             (_checkpoint_of(args, state) / STATE_FILE).unlink(missing_ok=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
