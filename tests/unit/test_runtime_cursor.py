@@ -309,7 +309,7 @@ def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
         cursor_from_state(make_deal(tables_of(16), dp=4, num_microbatches=1), state)
 
 
-# -- for another number of ranks ---------------------------------------------------------------------------------------------------
+# -- for another number of ranks --------------------------------------------------------------------------------------
 
 
 def samples_of(num_samples: int) -> SampleTable:

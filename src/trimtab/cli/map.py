@@ -44,8 +44,8 @@ def map_model(
         Literal["auto", "memory", "latency", "pipeline"],
         typer.Option(
             "--for",
-            help="memory: the fullest GPU as empty as can be; latency: fewest and fastest GPUs; pipeline: stages of a serving "
-            "engine; auto: few GPUs where they stay roomy, else memory.",
+            help="memory: the fullest GPU as empty as can be; latency: fewest and fastest GPUs; pipeline: stages of a "
+            "serving engine; auto: few GPUs where they stay roomy, else memory.",
         ),
     ] = "auto",
     reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU that no map fills.")] = 3,
