@@ -181,8 +181,8 @@ def test_without_the_token_nobody_is_served(server: Server) -> None:
     ("body", "words"),
     [
         ({"messages": []}, "cannot be"),
-        (question("hello", stream=True), "leave stream out"),
-        (question("hello", max_tokens=31), "must be from 1 to 30"),
+        (question("hello", stream=True), "without stream"),
+        (question("hello", max_tokens=31), "must be a number from 1 to 30"),
         (
             {
                 "messages": [

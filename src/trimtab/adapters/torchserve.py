@@ -17,8 +17,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, TrimtabError
 from trimtab.files import write_atomically
+from trimtab.models.describe import describe
 from trimtab.options import DType
 from trimtab.units import MIB, parse_bytes
 
@@ -28,7 +29,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pickles, other frameworks, code
 _MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
 _RESPONSE_TIMEOUT_S = 300
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _DTYPES: Mapping[DType, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 
@@ -122,32 +122,21 @@ def _check(model_dir: Path, options: TorchServeOptions) -> None:
         return
     if "disk" in options.device_map.values() and options.offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
-    weights = _weight_names(model_dir)
-    lost = [name for name in weights if not any(_is_in(name, module) for module in options.device_map)]
+    try:
+        layers = [layer.name for layer in describe(model_dir).layers]
+    except TrimtabError:  # the worker, which has Transformers, says what is wrong with the folder or the map
+        return
+    lost = [name for name in layers if not any(_overlap(name, module) for module in options.device_map)]
     if lost:
         raise ConfigError(
-            f"the device map says nowhere where {lost[0]} lies ({len(lost)} of {len(weights)} weights of {model_dir}): "
+            f"the device map says nowhere where {lost[0]} lies ({len(lost)} of {len(layers)} layers of {model_dir}): "
             "it is another model's; write one with trimtab map"
         )
 
 
-def _is_in(weight: str, module: str) -> bool:
-    return module == "" or weight == module or weight.startswith(f"{module}.")
-
-
-def _weight_names(folder: Path) -> list[str]:
-    """Names in the headers of the folder's safetensors; a file's first 8 bytes say how long its header is."""
-    names: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            try:
-                if length > _MAX_HEADER_BYTES:
-                    raise ValueError(f"a header of {length} bytes")
-                names += [name for name in json.loads(opened.read(length)) if name != "__metadata__"]
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{file} is no safetensors file ({error}): save the model again") from None
-    return names
+def _overlap(layer: str, module: str) -> bool:
+    """Whether one lies in the other; a map may place parts of a layer."""
+    return module == "" or f"{layer}.".startswith(f"{module}.") or module.startswith(f"{layer}.")
 
 
 def _notes(options: TorchServeOptions) -> tuple[str, ...]:
