@@ -118,10 +118,10 @@ def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: 
     from trimtab.balance.grouping import group_alike
     from trimtab.balance.rng import make_stream, shuffle
 
+    group_alike(columns, sequence, dp, STEP_EMPHASIS, run=per_step)
     state = make_stream(*keys, 0x7264)
     for start in range(0, len(sequence), per_step):
         packs = sequence[start : start + per_step]
-        group_alike(columns, packs, dp, STEP_EMPHASIS)
         num_rows = len(packs) // dp
         which = np.arange(num_rows, dtype=np.int64)
         shuffle(which, state)
