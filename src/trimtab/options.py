@@ -15,6 +15,7 @@ RecomputedTier = Literal["selective", "attention", "full", "offload"]
 """How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
 alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
 DType = Literal["bf16", "fp16", "fp32"]
+MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # by which Accelerate makes a device map
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
 Attention = Literal["flash", "sdpa", "eager"]
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]  # as Transformers spells them

@@ -99,7 +99,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         raise UnsupportedPlanError(join_problems(problems))
 
     counts = tuple(sum(is_block(model, i) for i in range(stage.start, stage.stop)) for stage in stages)
-    layout = "E" + "|".join(map(_blocks, counts)) + "L"
+    layout = layout_of(counts)
     warnings: list[str] = []
     recompute = language_recompute(model, stages, counts, warnings)
     vision = vision_fields(model, stages[0], dims, warnings)
@@ -216,5 +216,10 @@ def _tower_problems(model: ModelSpec, stages: Sequence[Stage], price: float | No
     ]
 
 
-def _blocks(count: int) -> str:
-    return "t" * count if count < 2 else f"t*{count}"
+def layout_of(counts: Sequence[int]) -> str:
+    """The layout of stages with so many decoder blocks.
+
+    >>> layout_of((0, 1, 27))
+    'E|t|t*27L'
+    """
+    return "E" + "|".join("t" * count if count < 2 else f"t*{count}" for count in counts) + "L"

@@ -15,15 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.files import write_atomically
 from trimtab.models.describe import describe
-from trimtab.options import DType
+from trimtab.options import DType, MapRule
 from trimtab.units import MIB, parse_bytes
 
-MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 _HANDLER = "torchserve_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pickles, other frameworks, code

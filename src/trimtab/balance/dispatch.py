@@ -58,7 +58,7 @@ def dispatch_packs(
     )
     if order == "random" and num_microbatches > 1 and columns.shape[1]:
         _group_in_steps(columns, sequence, dp, dp * num_microbatches, (seed, epoch))
-    return _fill_table(sequence, dp, num_microbatches, order)
+    return fill_table(sequence, dp, num_microbatches, order)
 
 
 def redispatch(
@@ -110,7 +110,7 @@ def redispatch(
             order: Order = "sorted" if schedule.order == "sorted" else "tolerance"
             moved = order_packs(columns[sequence], dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance)
             sequence = sequence[moved]
-    return _fill_table(sequence, dp, num_microbatches, schedule.order)
+    return fill_table(sequence, dp, num_microbatches, schedule.order)
 
 
 def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, int]) -> None:
@@ -131,7 +131,7 @@ def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: 
         packs[: num_rows * dp] = rows.reshape(-1)
 
 
-def _fill_table(sequence: IntArray, dp: int, num_microbatches: int, order: str) -> Schedule:
+def fill_table(sequence: IntArray, dp: int, num_microbatches: int, order: str) -> Schedule:
     """Packs row after row into steps; what is left of the last one is -1."""
     num_steps = -(-len(sequence) // (dp * num_microbatches))
     slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)

@@ -20,9 +20,10 @@ def group_alike(
     """
     values = columns[packs]
     n = len(values)
-    starts = np.arange(0, max(n, 1), max(run or n, 1))  # of the runs that are still to be cut, all of one tree level
-    ends = np.minimum(starts + (run or n), n)
-    means, mean_of = _means(values, starts, ends), np.arange(len(starts))
+    length = max(run or n, 1)
+    starts = np.arange(0, n, length)  # of the runs that are still to be cut, all of one level of the tree
+    ends = np.minimum(starts + length, n)
+    means, mean_of = _means(values, length), np.arange(len(starts))
     while True:
         large = ends - starts > group
         starts, ends, mean_of = starts[large], ends[large], mean_of[large]
@@ -47,13 +48,10 @@ def group_alike(
         mean_of = np.repeat(mean_of, 2)
 
 
-def _means(values: FloatArray, starts: IntArray, ends: IntArray) -> FloatArray:
-    """(len(starts), D) of each run, added in order: the same bits everywhere. All but the last are equally long."""
-    n, D = values.shape
-    if n == 0:
-        return np.zeros((len(starts), D))
-    length, num_full = int(ends[0] - starts[0]), n // int(ends[0] - starts[0])
-    full = values[: num_full * length].reshape(num_full, length, D)
-    means = np.cumsum(full / length, axis=1)[:, -1]
-    rest = values[num_full * length :]
-    return np.concatenate([means, np.cumsum(rest / len(rest), axis=0)[-1:]]) if len(rest) else means
+def _means(values: FloatArray, length: int) -> FloatArray:
+    """(runs, D) of each `length` rows, the last run maybe shorter; added in order: the same bits everywhere."""
+    num_full = len(values) // length
+    full, rest = np.split(values, [num_full * length])
+    means = [np.cumsum(full.reshape(num_full, length, -1) / length, axis=1)[:, -1]] if num_full else []
+    means += [np.cumsum(rest / len(rest), axis=0)[-1:]] if len(rest) else []
+    return np.concatenate(means) if means else values

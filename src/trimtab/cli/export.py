@@ -10,7 +10,7 @@ import typer
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.output import JsonOption, log, print_json
-from trimtab.options import DType
+from trimtab.options import DType, MapRule
 
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
@@ -34,7 +34,7 @@ def torchserve(
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
     rule: Annotated[
-        Literal["auto", "balanced", "balanced_low_0", "sequential"],
+        MapRule,
         typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker."),
     ] = "auto",
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,

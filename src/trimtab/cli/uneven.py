@@ -124,6 +124,8 @@ def _figures(
 
 def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
     """Megatron-LM's flags for these layers, and why the notebook's two do not say them ("" where they do)."""
+    from trimtab.adapters.megatron import layout_of
+
     first, *middle, last = counts
     if len(set(counts)) == 1:
         return "", ""
@@ -133,9 +135,8 @@ def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
     )
     if first and last and len(set(middle)) <= 1:
         return " ".join(plain), ""
-    layout = "|".join("t" * count if count < 2 else f"t*{count}" for count in counts)
     why = "a count of 0 is refused by Megatron-Core" if not (first and last) else "middle stages have to be alike"
-    return f"--pipeline-model-parallel-layout 'E{layout}L'", why
+    return f"--pipeline-model-parallel-layout '{layout_of(counts)}'", why
 
 
 def _tell(counts: Sequence[int]) -> str:
@@ -181,8 +182,7 @@ def _print(
     steps: Mapping[str, Timeline],
     memory: Mapping[str, Mapping[str, Sequence[float]]],
 ) -> None:
-    from rich import box
-    from rich.table import Table
+    from trimtab.report.table import Column, Table, numeric, print_table
 
     print(
         f"{name}: {counted.vision_tokens:,} patches and {counted.decoder_tokens:,} tokens a sample. "
@@ -190,31 +190,23 @@ def _print(
         f"vision tower {counted.vision_flops / 1e12:.4f}, projector {counted.projector_flops / 1e12:.4f}, "
         f"a language layer {counted.llm_layer_flops / 1e12:.5f} (x {counted.llm_layers})"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("split\n")
-    for title in (
-        "layers\n",
-        "slowest\n/ mean",
-        "idle\n",
-        "M_first\nGB",
-        "M_middle\nGB",
-        "M_last\nGB",
-        "held\nGB",
-    ):
-        table.add_column(title, justify="right")
+    rows = []
     for label, split in splits.items():
         one, held = memory[label]["one_microbatch_bytes"], memory[label]["in_flight_bytes"]
-        table.add_row(
-            label,
-            _tell(split.counts),
-            f"{1 + split.imbalance:.4f}",
-            f"{steps[label].bubble_ratio:.1%}",
-            f"{one[0] / GB:.3f}",
-            f"{max(one[1:-1]) / GB:.3f}" if len(one) > 2 else "-",
-            f"{one[-1] / GB:.3f}",
-            f"{max(held) / GB:.3f}",
+        middle = f"{max(one[1:-1]) / GB:.3f}" if len(one) > 2 else "-"
+        rows.append(
+            (
+                label,
+                _tell(split.counts),
+                f"{1 + split.imbalance:.4f}",
+                f"{steps[label].bubble_ratio:.1%}",
+                *(f"{one[0] / GB:.3f}", middle, f"{one[-1] / GB:.3f}", f"{max(held) / GB:.3f}"),
+            )
         )
-    console().print(table)
+    columns = numeric(
+        *("Layers", "Slowest\n/ mean", "Idle", "M_first,\nGB", "M_middle,\nGB", "M_last,\nGB", "Held,\nGB")
+    )
+    print_table(Table(title="Splits", columns=(Column("Split"), *columns), rows=rows), console())
 
 
 def _print_parts(stages: Sequence[StageMemory], tp: int) -> None:

@@ -111,7 +111,8 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     # layers that share their tiers, as those of one kind do in a profile by formulas, are priced once
     keys = [(id(layer.tiers), room) for layer, room in zip(layers, workspace.tolist(), strict=True)]
     kinds = {key: i for i, key in enumerate(keys)}
-    kind_of = [list(kinds).index(key) for key in keys]
+    numbers = {key: number for number, key in enumerate(kinds)}
+    kind_of = [numbers[key] for key in keys]
     offered = [_offered(layers[i], problem.recompute) for i in kinds.values()]
     extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))

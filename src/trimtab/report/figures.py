@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trimtab.partition.schedules import WEIGHT
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report import svg
-from trimtab.report.markup import legend, section
+from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import before_after, memory_scale, percent, time_scale
+from trimtab.specs import Timeline
 from trimtab.units import format_bytes, format_seconds
 
 # -- timeline -------------------------------------------------------------------------------------------------------
 
 
 def timelines(details: PlanDetails) -> str:
-    shown = before_after(details)
-    span = max(variant.timeline.makespan_s for variant in shown.values())
-    if span <= 0 or not any(len(variant.timeline.stage) for variant in shown.values()):
+    shown = {name: variant.timeline for name, variant in before_after(details).items()}
+    if not any(len(line.stage) and line.makespan_s > 0 for line in shown.values()):
         return ""
-    parts, dense = [], ""
-    for name, variant in shown.items():
-        line = variant.timeline
-        if len(line.stage) > svg.MAX_BLOCKS:
-            dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
-        sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
-        text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
-        parts.append(f'<h3>{name} <span class="note">{sentence}</span></h3>')
-        parts.append(svg.device_names(line.num_devices))
-        parts.append(svg.timeline(line, span_s=span, title=f"Pipeline timeline, {name}", description=text))
-    scale = time_scale([span])
-    parts.append(
-        f'<span></span><svg aria-hidden="true" width="100%" height="32">'
-        f"{svg.axis(span, scale, label=f'time since the start of the step, {scale.unit}', y=0)}</svg>"
-    )
+    dense = ""
+    if any(len(line.stage) > svg.MAX_BLOCKS for line in shown.values()):
+        dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
     entries = [
         (("f0", "f1", "f2"), "forward of a light, usual, heavy micro-batch"),
         (("b0", "b1", "b2"), "backward, recompute included"),
         (("idle",), "idle"),
     ]
-    if any((variant.timeline.kind == WEIGHT).any() for variant in shown.values()):
+    if any((line.kind == WEIGHT).any() for line in shown.values()):
         entries[1] = (("b0", "b1", "b2"), "backward for the stage before, recompute included")
         entries.insert(2, (("w0", "w1", "w2"), "gradients of the weights"))
     return section(
@@ -45,8 +35,26 @@ def timelines(details: PlanDetails) -> str:
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
         f"micro-batches.{dense}",
-        legend(entries) + f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>',
+        legend(entries) + stacked_timelines(shown),
     )
+
+
+def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
+    """Timelines by title under one another, on one time axis."""
+    span = max(line.makespan_s for line in shown.values())
+    parts = []
+    for name, line in shown.items():
+        sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
+        text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
+        parts.append(f'<h3>{esc(name)} <span class="note">{sentence}</span></h3>')
+        parts.append(svg.device_names(line.num_devices))
+        parts.append(svg.timeline(line, span_s=span, title=f"Pipeline timeline, {esc(name)}", description=text))
+    scale = time_scale([span])
+    parts.append(
+        f'<span></span><svg aria-hidden="true" width="100%" height="32">'
+        f"{svg.axis(span, scale, label=f'time since the start of the step, {scale.unit}', y=0)}</svg>"
+    )
+    return f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>'
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.balance.dispatch import fill_table
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.balance.rng import permutation
 from trimtab.errors import PlanError
@@ -65,7 +66,4 @@ def _mix_rows(parts: Sequence[IntArray], num_microbatches: int, order: str, seed
     rows = np.concatenate(parts)
     rows = rows[permutation(len(rows), seed, 0x6170)]
     rows = rows[np.argsort((rows < 0).any(axis=1), kind="stable")]
-    missing = -len(rows) % num_microbatches
-    rows = np.concatenate([rows, np.full((missing, rows.shape[1]), -1, np.int64)])
-    table = rows.reshape(-1, num_microbatches, rows.shape[1]).transpose(0, 2, 1)
-    return Schedule(table=np.ascontiguousarray(table), order=order)
+    return fill_table(rows.reshape(-1), rows.shape[1], num_microbatches, order)

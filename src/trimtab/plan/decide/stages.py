@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -94,8 +94,8 @@ def choose_split(case: Case) -> SplitChoice:
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
 
 
-def timed_near_anchor(case: Case, num_timed: int) -> BmpResult:
-    """OmniBal's search on this case, with the simulated step on sampled rows of packs as its clock."""
+def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Callable[[SplitResult], float]]:
+    """OmniBal's search on this case; and its clock, the simulated step on sampled rows of packs."""
     packs = _full_rows(case.schedule.table)
     if case.problem.num_stages < 2 or not len(packs):
         raise PlanError(
@@ -108,44 +108,35 @@ def timed_near_anchor(case: Case, num_timed: int) -> BmpResult:
         link_bytes_per_s=stage_link(case.cluster),
         latency_s=case.cluster.latency_s,
     )
-    return bmp_split(case.problem, clock, radius=case.options.radius, num_timed=num_timed)
+    return bmp_split(case.problem, clock, radius=case.options.radius, num_timed=num_timed), clock
 
 
 def _omnibal_split(case: Case) -> SplitChoice:
     """The fastest of OmniBal's candidates; beside them, for the reader, what the exact search finds."""
     problem, options = case.problem, case.options
-    found = timed_near_anchor(case, options.top)
+    found, clock = timed_near_anchor(case, options.top)
     exact = choose_split(replace(case, options=replace(options, search="exact")))
+    exact_s = clock(exact.split)
     num_layers = len(problem.profile.layers)
-    rows = [
+    rows = tuple(
         SearchedSplit(
             stages=tuple(np.diff([0, *candidate.cuts, num_layers]).tolist()),
             spread_ms=round_digits(candidate.spread_ms),
             sent_mib=round_digits(candidate.sent_mib),
             step_ms=round_digits(seconds * 1e3) if np.isfinite(seconds) else None,
         )
-        for candidate, seconds in found.timed
-    ]
-    clock = exact.search.makespan_s if exact.search is not None else exact.one_switch[0].epoch_s
-    best = rank_cuts(problem, [stage.start for stage in exact.split.stages[1:]])
-    rows.append(
-        SearchedSplit(
-            stages=tuple(stage.stop - stage.start for stage in exact.split.stages),
-            spread_ms=round_digits(best.spread_ms),
-            sent_mib=round_digits(best.sent_mib),
-            step_ms=round_digits(clock * 1e3),
-        )
+        for candidate, seconds in (*found.timed, (rank_cuts(problem, cuts_of(exact.split.stages)), exact_s))
     )
     return SplitChoice(
         split=found.split,
         one_switch=exact.one_switch,
         search=None,
-        searched=tuple(rows),
+        searched=rows,
         note=(
             f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
             f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
             f"{len(found.timed)} best simulated (not run: --refine runs them). The fastest runs its micro-batches in "
-            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(clock)}."
+            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(exact_s)}."
         ),
     )
 
@@ -183,23 +174,25 @@ class Candidate:
 
 def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
-    found = [tuple(stages)]
+    found, others = [tuple(stages)], list[tuple[Stage, ...]]()
     packs = _full_rows(case.schedule.table)
-    if case.options.search == "omnibal":
-        found += [x.stages for x in timed_near_anchor(case, k).splits if cuts_of(x.stages) != cuts_of(stages)]
-    elif k > 1 and case.problem.num_stages > 1 and len(packs):
-        best = top_candidates(
-            case.problem,
-            case.work[packs],
-            k,
-            link_bytes_per_s=stage_link(case.cluster),
-            latency_s=case.cluster.latency_s,
-        )
-        cuts = {cuts_of(stages)}
-        for candidate in best:
-            if cuts_of(candidate.split.stages) not in cuts:
-                cuts.add(cuts_of(candidate.split.stages))
-                found.append(candidate.split.stages)
+    if k > 1 and case.problem.num_stages > 1 and len(packs):
+        if case.options.search == "omnibal":
+            others = [split.stages for split in timed_near_anchor(case, k)[0].splits]
+        else:
+            best = top_candidates(
+                case.problem,
+                case.work[packs],
+                k,
+                link_bytes_per_s=stage_link(case.cluster),
+                latency_s=case.cluster.latency_s,
+            )
+            others = [candidate.split.stages for candidate in best]
+    cuts = {cuts_of(stages)}
+    for other in others:
+        if cuts_of(other) not in cuts:
+            cuts.add(cuts_of(other))
+            found.append(other)
     num_steps = case.schedule.num_steps
     priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
     return tuple(sorted(priced, key=lambda candidate: candidate.step_s))
