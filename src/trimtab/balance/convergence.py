@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.balance.cost import CostWeights
 from trimtab.balance.isf import count_kept
-from trimtab.balance.packing import cost_column, pack_samples, report_packing
+from trimtab.balance.packing import cost_column, limited_sizes, pack_samples, report_packing
 from trimtab.options import Order, Oversize
 from trimtab.specs import FloatArray, SampleTable
 
@@ -45,7 +45,7 @@ def isf_iterations(
     with 1 to T iterations, which begin alike.
     """
     per_sample = cost_column(samples, cost)
-    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
+    sizes = limited_sizes(samples)
     fits = (sizes <= np.array(limits, np.int64)).all(axis=1)
     kept = count_kept(sizes[fits], limits=limits, filters=filters, iterations=iterations, seed=seed)
     found = []

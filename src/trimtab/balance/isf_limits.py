@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.balance.isf import pack_isf
-from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.balance.packing import limited_sizes, pack_samples, report_packing
 from trimtab.errors import PackingError
 from trimtab.specs import IntArray, SampleTable
 
@@ -110,4 +110,4 @@ def _tokens_per_patch(sizes: IntArray) -> int:
 def _sizes(samples: SampleTable) -> IntArray:
     if len(samples) == 0:
         raise PackingError("limits were to be chosen from the samples, and there is none: give max_patches, max_tokens")
-    return np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
+    return limited_sizes(samples)

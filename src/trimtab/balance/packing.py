@@ -74,7 +74,7 @@ def pack_samples(
     n = len(samples)
     _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)
     per_sample = cost_column(samples, cost)
-    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
+    sizes = limited_sizes(samples)
     above = (sizes > np.array(limits, np.int64)).any(axis=1) & (method not in PADDED_METHODS)
     large, small = np.flatnonzero(above), np.flatnonzero(~above)
     if len(large) and oversize == "error":
@@ -158,6 +158,11 @@ def warm_up(*methods: PackMethod) -> None:
     )
     for method in methods or METHODS:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
+
+
+def limited_sizes(samples: SampleTable) -> IntArray:
+    """(n, 2) what both limits count: patches and tokens of each sample."""
+    return np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
 
 
 def cost_column(samples: SampleTable, cost: CostWeights | FloatArray | None) -> FloatArray:
