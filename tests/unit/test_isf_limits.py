@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,14 @@ def test_searched_limits_pack_the_wanted_number_and_the_most_even_come_first(mea
         assert report_packing(samples, packed).dist_ratio_vit == one.dist_ratio_vit
     sums = [one.dist_ratio_vit + one.dist_ratio_llm for one in found]
     assert sums == sorted(sums)
+
+
+def test_a_table_in_patches_of_tiles_is_searched_by_the_tile():
+    samples = drawn()
+    patches = replace(samples, num_patches=samples.num_patches * 1025)
+    tiles = [(one.limits, one.samples_per_pack) for one in search_limits(samples)]
+    found = search_limits(patches)
+    assert [((one.limits[0] // 1025, one.limits[1]), one.samples_per_pack) for one in found] == tiles
 
 
 def test_limits_that_cannot_be_found():

@@ -59,6 +59,9 @@ def search_limits(
     if mean_batch < 1:
         raise PackingError(f"packs of {mean_batch} samples were asked for: give 1 or more")
     sizes = _sizes(samples)
+    # Patches of one tile, where images come in tiles: what the public code counts is tiles.
+    unit = max(1, int(np.gcd.reduce(sizes[:, 0])))
+    sizes[:, 0] //= unit
     step = _tokens_per_patch(sizes)
     limits = (max(1, START_TOKENS // step), START_TOKENS)
     found: list[SearchedLimits] = []
@@ -72,7 +75,7 @@ def search_limits(
             num_packs = len(groups.offsets) - 1
         mean = int(fits.sum()) / num_packs if num_packs else 0.0
         if mean_batch <= mean <= mean_batch + 1:
-            found.append(_evenness(samples, limits, dp, iterations, seed))
+            found.append(_evenness(samples, (limits[0] * unit, limits[1]), dp, iterations, seed))
         if mean > mean_batch + 1:
             if found:
                 break
