@@ -95,7 +95,7 @@ def test_the_tier_is_taken_where_the_link_pays_and_only_there():
         result = split(profile, 4, memory=60 * 2**30, microbatches=16, forbidden_cuts=model.forbidden_cuts, work=work)
         chosen[name, rate] = sum(stage.num_offloaded() for stage in result.stages)
     assert chosen["H200", 63e9] == 0  # the copies take many times a layer's forward
-    assert chosen["H20", 63e9] > 5
+    assert chosen["H20", 63e9] > 3
     assert chosen["H200", 450e9] > 5
 
 
