@@ -13,10 +13,6 @@ from trimtab.units import GIB
 # NVLink figures are printed for both directions together: one direction is half.
 # Memory is no datasheet figure: it is what CUDA reports to a process (`total capacity` in PyTorch's messages),
 # rounded down; ECC and the driver keep the rest of the GB on the label.
-# Host link: PCIe x16, one direction: lanes x transfers/s x 128/130 (its line code) / 8. Host memory: that of NVIDIA's
-# own DGX with eight of the device, by eight; none is made with the H20.
-PCIE_GEN4_X16_BYTES_PER_S = 16 * 16e9 * 128 / 130 / 8
-PCIE_GEN5_X16_BYTES_PER_S = 16 * 32e9 * 128 / 130 / 8
 DEVICES = MappingProxyType(
     {
         device.name: device
@@ -28,8 +24,6 @@ DEVICES = MappingProxyType(
                 memory_bytes_per_s=2.039e12,
                 link_bytes_per_s=300e9,
                 source="NVIDIA A100 datasheet, SXM4 80 GB: 312 TFLOPS bf16 dense, 2,039 GB/s, NVLink 600 GB/s",
-                host_bytes_per_s=PCIE_GEN4_X16_BYTES_PER_S,  # A100 datasheet: PCIe Gen4, 64 GB/s both ways
-                host_memory_bytes=int(2e12) // 8,  # DGX A100 640 GB datasheet: 2 TB of system memory
             ),
             DeviceSpec(
                 name="H100-80GB",
@@ -38,8 +32,6 @@ DEVICES = MappingProxyType(
                 memory_bytes_per_s=3.35e12,
                 link_bytes_per_s=450e9,
                 source="NVIDIA H100 datasheet, SXM5: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s",
-                host_bytes_per_s=PCIE_GEN5_X16_BYTES_PER_S,  # H100 datasheet: PCIe Gen5, 128 GB/s both ways
-                host_memory_bytes=int(2e12) // 8,  # DGX H100 datasheet: 2 TB of system memory
             ),
             DeviceSpec(
                 name="H200",
@@ -48,8 +40,6 @@ DEVICES = MappingProxyType(
                 memory_bytes_per_s=4.8e12,
                 link_bytes_per_s=450e9,
                 source="NVIDIA H200 datasheet, SXM: 1,979 TFLOPS bf16 with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s",
-                host_bytes_per_s=PCIE_GEN5_X16_BYTES_PER_S,  # H200 datasheet: PCIe Gen5, 128 GB/s both ways
-                host_memory_bytes=int(2e12) // 8,  # DGX H200 datasheet: 2 TB of system memory
             ),
             DeviceSpec(
                 name="H20",
@@ -58,7 +48,6 @@ DEVICES = MappingProxyType(
                 memory_bytes_per_s=4.0e12,
                 link_bytes_per_s=450e9,
                 source="NVIDIA H20 96 GB as server vendors list it: 148 TFLOPS bf16 dense, 4.0 TB/s, NVLink 900 GB/s",
-                host_bytes_per_s=PCIE_GEN5_X16_BYTES_PER_S,  # server vendors' lists: PCIe Gen5 x16
             ),
             DeviceSpec(
                 name="B200",
@@ -67,8 +56,6 @@ DEVICES = MappingProxyType(
                 memory_bytes_per_s=8.0e12,
                 link_bytes_per_s=900e9,
                 source="NVIDIA HGX B200 at 1,000 W: 4.5 PFLOPS bf16 with sparsity, 8 TB/s, NVLink 1.8 TB/s",
-                host_bytes_per_s=PCIE_GEN5_X16_BYTES_PER_S,  # HGX B200: PCIe Gen5 x16
-                host_memory_bytes=int(2e12) // 8,  # DGX B200 datasheet: 2 TB of system memory, up to 4 TB
             ),
         )
     }

@@ -96,8 +96,6 @@ class ClusterInput:
     latency_s: float
     memory_bytes: int
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
-    host_bytes_per_s: float | None = None  # link to host memory, one direction; null: layers may not be offloaded
-    host_memory_bytes: int | None = None  # for one device's offloaded layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +153,7 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeDecision:
-    """Layers whose activations are computed again in the backward, or offloaded; layers not listed keep theirs."""
+    """Layers whose activations are computed again in the backward; layers not listed keep theirs."""
 
     stage: int
     granularity: RecomputedTier
@@ -233,7 +231,6 @@ class StageEstimate:
     activations_gib: float
     transient_gib: float
     reserve_gib: float
-    host_gib: float = 0.0  # of host memory, for what the device offloads; no part of memory_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from trimtab.files import blake2b
 from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
-from trimtab.plan.decide.budget import host_bytes_per_s, host_memory_bytes
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.decide.work import price_samples
 from trimtab.plan.file.details import PlanDetails, Variant
@@ -145,8 +144,6 @@ def describe_inputs(
                 "device_blake2b": device_fingerprint(cluster.device),
                 "memory_bytes": budget.total_bytes,
                 "reserve_bytes": budget.reserve_bytes,
-                "host_bytes_per_s": host_bytes_per_s(cluster.device, options) if options.offload else None,
-                "host_memory_bytes": host_memory_bytes(cluster.device, options) if options.offload else None,
             }
         ),
         training=TrainingInput(
@@ -218,7 +215,6 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
                 activations_gib=round_gib(held.saved_bytes),
                 transient_gib=round_gib(held.transient_bytes),
                 reserve_gib=round_gib(held.overhead_bytes),
-                host_gib=round_gib(held.host_bytes),
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),

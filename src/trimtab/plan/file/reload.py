@@ -144,7 +144,6 @@ def options_of(plan: Plan) -> PlanOptions:
         "schedule": decisions.schedule.name,
         "weights": tuple((source.name, source.weight) for source in inputs.data.mixture),
         "num_drawn": sum(source.num_drawn for source in inputs.data.mixture) or None,
-        "offload": inputs.cluster.host_bytes_per_s is not None,
         "vision": VisionChoice() if vision is None else VisionChoice(**same_fields(vision, VisionChoice)),
     }
     return PlanOptions(**kept)
