@@ -25,6 +25,7 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.specs import DeviceSpec
 
 PLAN_VERSION = "1.0"
 BASELINE = "baseline"  # the name of the variant that a plan is told against
@@ -98,6 +99,7 @@ class ClusterInput:
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
     host_bytes_per_s: float | None = None  # link to host memory, one direction; null: layers may not be offloaded
     host_memory_bytes: int | None = None  # for one device's offloaded layers
+    device_figures: DeviceSpec | None = None  # of a device from the user's own file; null: a table or profile has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
