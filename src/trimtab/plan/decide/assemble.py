@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
@@ -116,6 +117,7 @@ def describe_inputs(
 ) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = dict.fromkeys(("config", "preprocessor", "max_pixels", "max_tiles"))
+    published = DEVICES.get(cluster.device.name) == cluster.device
     if model.origin is not None:
         source = same_fields(model.origin, ModelInput)
     return Inputs(
@@ -142,6 +144,7 @@ def describe_inputs(
             | {
                 "device": cluster.device.name,
                 "device_blake2b": device_fingerprint(cluster.device),
+                "device_figures": None if published or PROFILE_FILE in files else cluster.device,
                 "memory_bytes": budget.total_bytes,
                 "reserve_bytes": budget.reserve_bytes,
             }

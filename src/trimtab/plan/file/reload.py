@@ -100,9 +100,10 @@ def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
 
 
 def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
-    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
+    """The plan's cluster: its device from the plan itself, the table of published ones, or the plan's own profile."""
     given = plan.inputs.cluster
-    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": find_device(given.device, beside=beside)})
+    device = given.device_figures or find_device(given.device, beside=beside)
+    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": device})
 
 
 def find_model(plan: Plan, folder: Path) -> ModelSpec:
