@@ -109,6 +109,8 @@ def _parquet_columns(path: Path) -> _Columns:
     import pyarrow
 
     file = open_parquet(path)
+    if b"trimtab_table" in (file.schema_arrow.metadata or {}):
+        raise SampleError(f"{path} is a table as earlier versions saved them: size the data again, into an .npz")
     try:
         table = file.read(columns=[name for name in file.schema_arrow.names if name in _KEYS])
     except (OSError, pyarrow.ArrowException) as error:
