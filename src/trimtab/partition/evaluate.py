@@ -40,11 +40,16 @@ class Evaluator:
         from trimtab.partition.layer_table import layer_table, pipeline_of
         from trimtab.partition.replay import replay_steps
 
-        work = checked_work(problem, work)
+        work = np.asarray(work, np.float64)
+        expected = (problem.num_microbatches, NUM_WORK_TERMS)
+        if work.ndim != 3 or work.shape[0] == 0 or work.shape[1:] != expected:
+            raise PartitionError(
+                f"work of shape {work.shape} cannot be simulated with {problem.num_microbatches} micro-batches a step: "
+                f"give (steps, {expected[0]}, {expected[1]}), at least one step"
+            )
         S = problem.num_stages * problem.num_chunks
         shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
         self.problem = problem
-        self.work = work
         self.rows = work.reshape(-1, NUM_WORK_TERMS)
         self.slots = np.arange(len(self.rows)).reshape(work.shape[0], 1, work.shape[1])
         self.rates = (
@@ -107,15 +112,3 @@ class Evaluator:
             order.stage, order.microbatch, order.kind, self.device, self._seconds, self._sends, self.slots
         )
         return float(steps.mean())
-
-
-def checked_work(problem: SplitProblem, work: FloatArray) -> FloatArray:
-    """`work` as floats, of the problem's number of micro-batches."""
-    rows = np.asarray(work, np.float64)
-    expected = (problem.num_microbatches, NUM_WORK_TERMS)
-    if rows.ndim != 3 or rows.shape[0] == 0 or rows.shape[1:] != expected:
-        raise PartitionError(
-            f"work of shape {rows.shape} cannot be simulated with {problem.num_microbatches} micro-batches a step: "
-            f"give (steps, {expected[0]}, {expected[1]}), at least one step"
-        )
-    return rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
-from trimtab.options import RecomputeMode
+from trimtab.options import RecomputedTier, RecomputeMode
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
@@ -28,11 +28,11 @@ from trimtab.specs import (
     ClusterSpec,
     FloatArray,
     IntArray,
-    RecomputeChoice,
     SampleTable,
     Schedule,
     Stage,
     Timeline,
+    recomputing,
 )
 
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
@@ -226,9 +226,8 @@ def _balanced_stages(run: _Run, case: Case, one_switch: Sequence[PricedSplit] | 
 
 
 def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
-    offered = problem.profile.layers
-    layers = tuple(i for i in range(stage.start, stage.stop) if offered[i].tier("full") is not None)
-    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())
+    offered: dict[int, RecomputedTier] = {i: "full" for i, x in enumerate(problem.profile.layers) if x.tier("full")}
+    return recomputing(stage, offered)
 
 
 def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
