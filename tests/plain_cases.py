@@ -45,11 +45,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_images_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
     "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_model_support.py::test_a_sample_of_the_sweep_gives_the_written_cells": 0,  # 60
-    "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 3,  # 12
-    "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_with_eager_attention": 1,
-    "torch/test_offloaded_layers.py::test_the_double_buffer_is_the_most_that_offloaded_layers_need": 1,  # 4
-    "torch/test_offloaded_layers.py::"
-    "test_what_is_moved_leaves_the_device_which_then_holds_no_more_than_under_full_recompute": 1,  # 14
     "torch/test_packed_logits.py::test_packed_logits_equal_those_of_the_samples_alone": 9,  # 2
     "torch/test_pipeline_build.py::"
     "test_a_model_has_the_layers_of_the_description_and_reads_those_it_says_are_read": 3,  # 6

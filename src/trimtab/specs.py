@@ -254,9 +254,6 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to another device of the same node, one direction
     source: str
-    # left out of the repr, and so of plans' fingerprints: a plan that offloads records what it was made with
-    host_bytes_per_s: float | None = field(default=None, repr=False)  # to host memory, one direction; None: not known
-    host_memory_bytes: int | None = field(default=None, repr=False)  # its share of the vendor's own server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,7 +428,7 @@ class Schedule:
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full", "offload"]
+    name: Literal["none", "selective", "attention", "full"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -523,10 +520,7 @@ class Stage:
     recompute: tuple[RecomputeChoice, ...] = ()
 
     def num_recomputed(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier != "offload")
-
-    def num_offloaded(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+        return sum(len(choice.layers) for choice in self.recompute)
 
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:

@@ -16,7 +16,6 @@ from trimtab.plan.decide.expressible import (
     mean_step_s,
     overfull_ranks,
     rank_bytes,
-    recompute_offloaded,
     relative_time,
     replan,
 )
@@ -168,13 +167,6 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     """
     case, planned = found.case, found.stages
     said = []
-    num_offloaded = sum(stage.num_offloaded() for stage in planned)
-    if num_offloaded:
-        found = replace(found, stages=recompute_offloaded(planned))
-        said.append(
-            f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
-            "which holds no more and takes other time"
-        )
     try:
         exported = target.export(decided(found), None)
     except UnsupportedPlanError:

@@ -33,7 +33,6 @@ from trimtab.partition.tiers import (
     TierTable,
     allowed,
     clear,
-    host_bytes_of,
     least_extra,
     relax,
     round_up,
@@ -54,7 +53,6 @@ ROOM = np.dtype(
         ("in_flight", np.int64),  # micro-batches, at least 0
         ("pending", np.int64),  # further ones that hold everything
         ("cap", np.int64),  # bytes
-        ("host", np.int64),  # bytes of host memory for one micro-batch
     ]
 )
 
@@ -169,7 +167,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
         need = _bytes_to_free(pipeline, i, a, b, transient)
         if need == IMPOSSIBLE:
             break
-        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), pipeline.rooms[i].host, trial)
+        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
         if extra != IMPOSSIBLE:
             best = extra
             for g in range(counts.shape[0]):
@@ -196,14 +194,12 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     # 3. a bound from below is too much, or a choice is cheap enough
     alike = _count_alike(pipeline, a, b)
     every = allowed(tiers, np.int64(IMPOSSIBLE))
-    if relax(tiers, np.int64(0), alike, every, need) * (1.0 - 1e-14) > most:
+    if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
         return False
     need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
     if need != IMPOSSIBLE:
         clear(counts)
-        if round_up(tiers, alike, every, need, counts) <= most and (
-            not tiers.uses_host or host_bytes_of(tiers, counts) <= pipeline.rooms[i].host
-        ):
+        if round_up(tiers, alike, every, need, counts) <= most:
             return True
     # 4. exactly, whatever the limit where the result is remembered
     extra = stage_extra(pipeline, tiers, i, a, b, np.int64(IMPOSSIBLE // 2) if remembers else limit, counts)

@@ -25,8 +25,8 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
-    see `SplitProblem.assess`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages`
-    devices hold `num_chunks` virtual stages each.
+    see `SplitProblem.assess`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual
+    stages each.
 
     Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:
@@ -97,7 +97,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
         return None
     start, stop = int(table.positions[first]), int(table.positions[last])
-    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": [], "offload": []}
+    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": []}
     for i in range(start, stop):
         g, tier = int(table.layer_class[i]), table.first_tier[i]
         for k in reversed(range(counts.shape[1])):

@@ -100,9 +100,10 @@ def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
 
 
 def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
-    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
+    """The plan's cluster: its device from the plan itself, the table of published ones, or the plan's own profile."""
     given = plan.inputs.cluster
-    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": find_device(given.device, beside=beside)})
+    device = given.device_figures or find_device(given.device, beside=beside)
+    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": device})
 
 
 def find_model(plan: Plan, folder: Path) -> ModelSpec:
@@ -144,7 +145,6 @@ def options_of(plan: Plan) -> PlanOptions:
         "schedule": decisions.schedule.name,
         "weights": tuple((source.name, source.weight) for source in inputs.data.mixture),
         "num_drawn": sum(source.num_drawn for source in inputs.data.mixture) or None,
-        "offload": inputs.cluster.host_bytes_per_s is not None,
         "vision": VisionChoice() if vision is None else VisionChoice(**same_fields(vision, VisionChoice)),
     }
     return PlanOptions(**kept)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.offload import with_offload
 from trimtab.errors import PlanError
 from trimtab.partition.schedules import devices_of_stages, splits_backward
 from trimtab.plan.case import Case
-from trimtab.plan.decide.budget import MemoryBudget, host_bytes_per_s
+from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -161,12 +160,9 @@ def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) 
 
 
 def with_profile(case: Case, profile: Profile) -> Case:
-    """The case priced by this profile, which the plan then keeps; offload is priced again, as on reading it back."""
-    options, priced = replace(case.options, profile=profile), profile
-    if options.offload:
-        rate = host_bytes_per_s(case.cluster.device, options)
-        priced = replace(profile, layers=with_offload(profile, host_bytes_per_s=rate).layers)
-    return replace(case, options=options, setting=replace(case.setting, profile=priced))
+    """The case priced by this profile, which the plan then keeps."""
+    options = replace(case.options, profile=profile)
+    return replace(case, options=options, setting=replace(case.setting, profile=profile))
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
