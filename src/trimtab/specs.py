@@ -525,7 +525,7 @@ class Stage:
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
-    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    names = tiers_of(stage)
     found = []
     for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
         tier = layer.tier(names.get(i, layer.tiers[0].name))
