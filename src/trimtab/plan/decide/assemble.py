@@ -222,12 +222,12 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
         balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
-        variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
+        variants=tuple(describe_variant(variant, num_packed) for variant in variants),
         vision_data_parallel=with_memory(case, ours.stages, variants[-2].stages),
     )
 
 
-def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
+def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
     peak = max(device.total_bytes for device in variant.memory)
     return VariantEstimate(
         name=variant.name,
