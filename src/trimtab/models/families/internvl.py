@@ -97,7 +97,7 @@ def _read_vit(vision: Fields, grid: tuple[int, int]) -> list[LayerSpec]:
         else "layer_norm",
         qkv_bias=vision.flag("qkv_bias"),
         qk_norm=vision.flag("qk_normalization"),
-        layer_scale=True,
+        layer_scale=vision.flag("layer_scale", absent=True),  # no published InternViT is without
     )
     H, patch, N = block.hidden_size, vision.pair("patch_size"), grid[0] * grid[1]
     embed = linear(read_channels(vision) * patch[0] * patch[1], H, bias=True) + vector(H) + vector((N + 1) * H)
