@@ -44,6 +44,11 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_images_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
     "torch/test_images_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
     "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
+    "torch/test_internvl_chat.py::test_a_published_folder_answers_as_transformers_model": 2,
+    "torch/test_internvl_chat.py::test_what_is_split_cannot_stay_in_the_folders_files_and_the_rest_can": 0,
+    "torch/test_internvl_chat.py::test_what_transformers_classes_would_compute_otherwise_is_refused": 3,
+    "torch/test_internvl_chat.py::test_what_was_loaded_is_saved_in_transformers_own_format": 1,
+    "torch/test_internvl_chat_served.py::test_the_server_answers_as_the_model": 0,
     "torch/test_model_support.py::test_a_sample_of_the_sweep_gives_the_written_cells": 0,  # 60
     "torch/test_packed_logits.py::test_packed_logits_equal_those_of_the_samples_alone": 9,  # 2
     "torch/test_pipeline_build.py::"

@@ -30,6 +30,9 @@ from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 _TILE_SIDES = ("force_image_size", "preprocess.force_image_size", "vision_config.image_size")
+REMOTE = "internvl_chat"
+"""As first published, with code of its own."""
+
 TEXT = ("llama", "internlm2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -201,7 +204,5 @@ FAMILIES = {
         markup=_MARKUP,
         pack=PackFormat(joined=("pixel_values",), counts="tiles", smallest="tile"),
     ),
-    "internvl_chat": Family(
-        describe=describe_internvl_chat, image_rule=_remote_tiles, markup=_MARKUP, is_remote_code=True
-    ),
+    REMOTE: Family(describe=describe_internvl_chat, image_rule=_remote_tiles, markup=_MARKUP, is_remote_code=True),
 }
