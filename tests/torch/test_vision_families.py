@@ -1,4 +1,6 @@
-"""Needs torch, Transformers. Families asked and declared: images apart are encoded as together, with gradients."""
+"""Tests of runtime/vision/ (families, seams, selftest): images apart are encoded as together, with gradients.
+
+Needs torch and Transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of partition/search.py: against complete enumeration, never worse than the start, the bound is one."""
+"""Tests of partition/ (search, bound, enumerate, evaluate): against complete enumeration; the bound is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of partition/simulate.py and schedules.py: dependencies, known makespans, memory in flight, many steps."""
+"""Tests of partition/ (simulate, schedules, replay, backward): dependencies, known makespans, memory, many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of partition/stages.py (with tiers, cuts, layer_table, assess, schedules): optimum, memory, messages."""
+"""Tests of partition/ (stages, tiers, hull, cuts, layer_table, assess, baselines): optimum, memory, messages."""
 
 from __future__ import annotations
 
