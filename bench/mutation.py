@@ -1,17 +1,17 @@
 """Mutation testing: plant small faults in the source one at a time, and count how many the tests see.
 
 A fault changes one place of one function: a comparison, an operator, a number, `and` for `or`, `min` for `max`, a
-condition negated, a call left out. Texts, annotations, assertions and `raise` statements are left alone. Each sampled
+condition negated, a call left out. Texts, annotations, `raise` and assertions, `strict` among them, are left alone. Each
 fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`), the quickest first, and, if
-these pass, by those of two levels of imports more for a while; `--marked` takes the nearest tests marked `integration`
-in their place (ranks that share images are tested by many processes). A run that ends with a failure, or takes three
+these pass, by those of two levels of imports more for a while; or, by `--then marked`, by the nearest tests marked
+`integration` (ranks that share images are tested by many processes). A run that ends with a failure, or takes three
 times the CPU seconds, has seen it. Faults that change nothing (a bound that is never met, a tie) count as unseen, so
 that 100 % is out of reach.
 
 Tests run in processes forked where torch is imported already. Compiled modules are tried with an empty cache, since
 numba does not see a change in another file: half a minute each.
 Run: python bench/mutation.py [--rooms balance partition runtime/vision] [--per-room 12] [--seed 0] [--jobs 2]
-     [--marked]
+     [--then further|marked|nothing]
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def _changes(body: Sequence[ast.AST]) -> Iterator[tuple[ast.expr | ast.stmt, str
             yield node.test, f"(not {ast.unparse(node.test)})"
         if isinstance(node, ast.expr):
             yield from ((node, new) for new in _instead(node))
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            continue  # of zip: an assertion
         inside = [x for name, value in ast.iter_fields(node) if name not in _ANNOTATIONS for x in _as_list(value)]
         yield from _changes(inside)
 
@@ -158,8 +160,8 @@ def _instead(node: ast.expr) -> Iterator[str]:
 class Copy:
     """A copy of the checkout in which faults are planted, and what its tests say of them."""
 
-    def __init__(self, folder: Path, marked: bool) -> None:
-        self.root, self.cache, self.marked = folder / "checkout", folder / "numba", marked
+    def __init__(self, folder: Path, then: str) -> None:
+        self.root, self.cache, self.then = folder / "checkout", folder / "numba", then
         left_out = shutil.ignore_patterns("__pycache__", ".*", "out", "build", "dist")
         shutil.copytree(ROOT, self.root, ignore=left_out)
         compileall.compile_dir(self.root / "src", quiet=2)
@@ -195,13 +197,13 @@ class Copy:
 
     def sees(self, fault: Fault) -> str:
         """ "seen", "unseen", or why it was not tried."""
-        near, further = tests_of(fault.file, LEVELS_MORE)
+        near, further = tests_of(fault.file, LEVELS_MORE if self.then == "further" else 0)
         if not near:
             return "no test imports it"
         planted = self.root / fault.file.relative_to(ROOT)
         content = planted.read_bytes()
         is_compiled = any(word in content for word in (b"compiled import", b"njit("))
-        marks = ["not integration", "integration"] if self.marked else ["not integration"]
+        marks = ["not integration", "integration"] if self.then == "marked" else ["not integration"]
         runs = [(self.baseline_s(test, mark, is_compiled), mark, test) for mark in marks for test in near]
         if any(seconds is None for seconds, _, _ in runs):
             return "its tests fail without a fault"
@@ -213,7 +215,7 @@ class Copy:
                 for _, normal_s, mark, test in quickest_first:
                     if not self.run(test, mark, 3 * normal_s + 20, where)[0]:
                         return "seen"
-                left_s = LIMIT_S if not self.marked else 0.0
+                left_s = LIMIT_S
                 for test in further:
                     passed, used_s = self.run(test, "not integration", max(left_s, 1.0), where)
                     left_s -= used_s
@@ -274,7 +276,7 @@ def main() -> None:
     parser.add_argument("--per-room", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--marked", action="store_true", help="with the nearest tests marked integration")
+    parser.add_argument("--then", choices=["further", "marked", "nothing"], default="further", help="which tests next")
     arguments = parser.parse_args()
     faults = sample(arguments.rooms, arguments.per_room, arguments.seed)
     random.Random(1).shuffle(faults)
@@ -284,7 +286,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(arguments.jobs):
-            copies.put(Copy(Path(folder, str(number)), arguments.marked))
+            copies.put(Copy(Path(folder, str(number)), arguments.then))
 
         def attempt(fault: Fault) -> tuple[Fault, str]:
             copy = copies.get()
