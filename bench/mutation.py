@@ -1,9 +1,9 @@
 """Mutation testing: plant small faults in the source one at a time, and count how many the tests see.
 
 A fault changes one place of one function: a comparison, an operator, a number, `and` for `or`, `min` for `max`, a
-condition negated, a call left out. Texts, annotations, `raise` and assertions, `strict` among them, are left alone. Each
-fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`), the quickest first, and, if
-these pass, by those of two levels of imports more for a while; or, by `--then marked`, by the nearest tests marked
+condition negated, a call left out. Texts, annotations, `raise` and assertions (`strict` among them) are left alone.
+Each fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`), the quickest first, and,
+if these pass, by those of two levels of imports more for a while; or, by `--then marked`, by the nearest tests marked
 `integration` (ranks that share images are tested by many processes). A run that ends with a failure, or takes three
 times the CPU seconds, has seen it. Faults that change nothing (a bound that is never met, a tie) count as unseen, so
 that 100 % is out of reach.

@@ -1,9 +1,9 @@
-"""The tests nearest to a change: `python -m pytest $(python bench/near_tests.py)` runs them, in a minute or less.
+"""The tests nearest to a change, a minute or less: `pytest -m "not integration" $(python bench/near_tests.py)`.
 
 Nearest to a source file are the test files whose docstring names its folder and itself ("partition/ (simulate,
 replay)"); where there is none, a `test_X.py` of its name that imports it; and where there is none, the test files that
-import it, or what imports it, one level after the other until some test does. A changed test file is its own; of its
-helpers (no `test_` before the name) those that import them.
+import it, or what imports it, one level after the other until some test does: four of them, those that import least
+else. A changed test file is its own; of its helpers (no `test_` before the name) those that import them.
 Run: python bench/near_tests.py [FILES; else what git says has changed since the branch left main]
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, TESTS = ROOT / "src" / "trimtab", ROOT / "tests"
+MOST = 4  # test files of a source file that none is about
 
 
 def tests_of(file: Path, levels_more: int) -> tuple[list[Path], list[Path]]:
@@ -31,9 +32,12 @@ def tests_of(file: Path, levels_more: int) -> tuple[list[Path], list[Path]]:
     level, seen = {module}, {module}
     while level and len(levels) <= levels_more:
         known = {path for group in levels for path in group}
-        own = sorted(path for path, (_, used) in files.items() if used & level and path not in known)
+        own = [path for path, (_, used) in files.items() if used & level and path not in known]
+        own.sort(
+            key=lambda path: (path.parent.name != "unit", len(files[path][1]), path)
+        )  # those about least else first
         if own or levels:
-            levels.append(own)
+            levels.append(own if levels else own[:MOST])
         level = {above for below in level for above in _importers().get(below, ())} - seen
         seen |= level
     return (levels[0] if levels else []), [path for group in levels[1:] for path in group]

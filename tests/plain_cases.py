@@ -123,7 +123,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_published_runs.py::test_our_splits_are_no_slower_than_the_papers_within_the_same_bytes": 0,  # 4
     "unit/test_published_runs.py::test_runs_that_do_not_fit_together_are_never_passed_over_in_silence": 0,  # 4
     "unit/test_saved.py::test_a_plan_from_a_traced_profile_reads_its_bytes": 0,  # 2
-    "unit/test_search.py::test_no_split_undercuts_the_bound": 2,  # 3
     "unit/test_search.py::test_search_finds_the_optimum_of_small_instances": 6,  # 14
     "unit/test_search.py::test_top_candidates_are_the_best_of_all": 3,  # 8
     "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,
