@@ -6,33 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from partition_cases import layer, profile_of, random_profile
+from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import simulate, stage_times
-from trimtab.partition.stages import SplitProblem, recompute_stages
-from trimtab.specs import NUM_WORK_TERMS, stages_between
-
-
-def problem_of(profile, P, M, work, *, memory=1e18, **kwargs):
-    return SplitProblem(
-        profile=profile,
-        num_stages=P,
-        work_mean=work.mean(axis=(0, 1)),
-        work_max=work.max(axis=(0, 1)),
-        memory_bytes=memory,
-        num_microbatches=M,
-        **kwargs,
-    )
-
-
-def random_work(rng, steps, M, spread=0.5):
-    work = np.zeros((steps, M, NUM_WORK_TERMS))
-    work[:, :, 0] = rng.uniform(1 - spread, 1 + spread, (steps, M))
-    return work
-
+from trimtab.partition.stages import recompute_stages
+from trimtab.specs import stages_between
 
 SHAPES = [("1F1B", 4, 1), ("GPipe", 4, 1), ("ZBH1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2)]
 
@@ -68,7 +49,7 @@ def test_the_search_is_near_the_best_of_all_splits(schedule, P, V, seed):
     profile = random_profile(rng, L, 4)
     work = random_work(rng, 2, M, spread=0.9)
     tight = V == 1 and seed % 2 == 0
-    problem = problem_of(profile, P, M, work, memory=900 if tight else 1e18, schedule=schedule, num_chunks=V)
+    problem = problem_of(profile, P, M, work, memory_bytes=900 if tight else 1e18, schedule=schedule, num_chunks=V)
     link = None if seed % 4 else 20.0
     every = enumerate_makespans(problem, work, link)
     if not every:
@@ -86,8 +67,7 @@ def test_the_search_is_near_the_best_of_all_splits(schedule, P, V, seed):
 
 def test_few_microbatches_want_smaller_late_stages():
     profile = profile_of([layer(i) for i in range(80)])
-    work = np.zeros((1, 4, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
+    work = equal_work(4)
     problem = problem_of(profile, 4, 4, work)
     result = search_makespan(Evaluator(problem, work))
     assert result.start_makespan_s == pytest.approx(7 * 60.0)
@@ -101,8 +81,7 @@ def test_few_microbatches_want_smaller_late_stages():
 
 def test_sends_move_the_cut_to_where_little_is_sent():
     layers = [layer(i, sent=1000.0 if i in (3, 4) else 10.0) for i in range(10)]
-    work = np.zeros((1, 4, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
+    work = equal_work(4)
     problem = problem_of(profile_of(layers), 2, 4, work)
     free = search_makespan(Evaluator(problem, work)).split.stages[0].stop
     dear = search_makespan(Evaluator(problem, work, link_bytes_per_s=10.0)).split.stages[0].stop
@@ -125,7 +104,7 @@ def test_forbidden_cuts_and_interleaving_are_respected():
 
 def test_work_of_the_wrong_shape_is_refused():
     profile = profile_of([layer(i) for i in range(4)])
-    work = np.ones((1, 4, NUM_WORK_TERMS))
+    work = equal_work(4)
     problem = problem_of(profile, 2, 4, work)
     with pytest.raises(
         PartitionError, match=r"shape \(1, 3, 7\) cannot be simulated with 4 micro-batches.*give \(steps, 4, 7\)"
