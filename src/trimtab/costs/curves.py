@@ -21,7 +21,6 @@ class Efficiency:
     depth: at K / (K + depth) of that: while outputs are written, nothing is multiplied.
     product_s: start and drain of a product.
     attention: share of the peak that fused attention reaches.
-    attention_rows: over a sample of S rows it reaches S / (S + attention_rows) of that.
     memory: elementwise kernels against the datasheet's bytes/s.
     link: NCCL's rings move 370 of NVLink 4's 450 GB/s (NVIDIA/nccl-tests#212).
     """
@@ -31,7 +30,6 @@ class Efficiency:
     depth: float = 245.0
     product_s: float = 5e-6
     attention: float = 0.50
-    attention_rows: float = 0.0
     memory: float = 0.80
     link: float = 0.80
 
@@ -42,7 +40,7 @@ class Efficiency:
                 raise PartitionError(
                     f"{name} efficiency {value} is no share of a peak: give a number above 0 and at most 1"
                 )
-        for name in ("outputs", "depth", "product_s", "attention_rows"):
+        for name in ("outputs", "depth", "product_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PartitionError(f"{name} {getattr(self, name)} is no size of a kernel: give 0 or more")
 
