@@ -214,9 +214,9 @@ def print_h20() -> None:
                 f"{t.name} {t.value:.3g}{'' if t.error is None else f' +-{t.error:.0%}'}"
                 for t in triple.calibration.terms
             )
-            errors = ", ".join(f"{name} {error:+.1%}" for name, error in triple.errors.items())
+            missed = ", ".join(f"{name} {error:+.1%}" for name, error in triple.errors.items())
             print(f"  {' '.join(triple.names)}: {terms}")
-            print(f"    predicted {errors}; band {triple.calibration.profile.time_error:.0%}")
+            print(f"    predicted {missed}; band {triple.calibration.profile.time_error:.0%}")
             for warning in triple.calibration.warnings:
                 print(f"    warned: {warning}")
     print()
