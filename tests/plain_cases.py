@@ -41,9 +41,9 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_described_placement.py::test_a_described_family_is_loaded_by_its_map_and_answers_as_before": 1,
     "torch/test_described_placement.py::test_the_cache_of_every_layer_is_the_one_that_its_own_code_makes": 1,
     "torch/test_families.py::test_a_family_has_a_value_for_a_capability_or_a_sentence": ("llava_next",),  # 30
-    "torch/test_images_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
-    "torch/test_images_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
-    "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
+    "torch/test_tiles_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
+    "torch/test_tiles_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
+    "torch/test_smart_resize_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_model_support.py::test_a_sample_of_the_sweep_gives_the_written_cells": 0,  # 60
     "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_and_nothing_is_left_behind": 3,  # 12
     "torch/test_offloaded_layers.py::test_gradients_are_bit_equal_with_eager_attention": 1,
