@@ -38,6 +38,7 @@ class SizingResult:
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
     image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
+    files: tuple[tuple[str, str], ...] = ()  # path and `fingerprint_file` of every file that was sized, in order
 
     @property
     def num_read(self) -> int:
@@ -204,6 +205,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
         "image_rule": result.image_rule,
         "assumptions": list(result.assumptions),
         "bad": [asdict(sample) for sample in result.bad],
+        **({"files": result.files} if result.files else {}),
     }
     arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
     arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
@@ -259,11 +261,27 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
             assumptions=tuple(map(str, meta["assumptions"])),
             image_rule=None if meta.get("image_rule") is None else str(meta["image_rule"]),
+            files=_sized_files(meta),
         )
     except UNREADABLE as error:
         raise SampleError(
             f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
         ) from None
+
+
+def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
+    """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _sized_files(json.loads(file["meta"].tobytes()))
+    except UNREADABLE as error:
+        raise SampleError(
+            f"{path} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
+        ) from None
+
+
+def _sized_files(meta: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(path), str(fingerprint)) for path, fingerprint in meta.get("files", ()))
 
 
 def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:
