@@ -52,7 +52,6 @@ app.command("uneven")(uneven)
 
 _INSTALL_HINTS = {
     "pyarrow": "data",
-    "orjson": "data",
     "PIL": "data",
     "tokenizers": "data",
     "jinja2": "data",
