@@ -113,9 +113,9 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 class ReadingOptions:
     """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
 
-    tokenizer: Annotated[Path | None, Option("tokenizer.json or its folder; without it tokens are estimated.")] = (
-        None  # in a run: without it the model's folder
-    )
+    tokenizer: Annotated[
+        Path | None, Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.")
+    ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[
         SpecialTokens,

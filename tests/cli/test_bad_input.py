@@ -28,7 +28,7 @@ CASES = [
     (["size", "{missing}", "--model", "Qwen2.5-VL-7B"], "missing.jsonl"),
     (["size", "{text}", "--model", "Qwen2.5-VL-7B"], "text.txt"),
     (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--tokenizer", "{empty}"], "tokenizer"),
-    (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--out", "sizes.csv"], "parquet or .npz"),
+    (["size", "{data}", "--model", "Qwen2.5-VL-7B", "--out", "sizes.csv"], "end the name in .npz"),
     (["pack", "{missing}", "--max-patches", "9", "--max-tokens", "9"], "missing.jsonl"),
     (["probe", "{plan}", "model", "--budget", "lots"], "'lots' is not a size in bytes: write it as 80GiB"),
     (["probe", "{plan}", "model", "--reserve", "much"], "'much' is not a share: write it as 6% or 0.06"),

@@ -28,11 +28,12 @@ from trimtab.cli.probe import print_probe
 from trimtab.costs.profile import load_profile
 from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.partition.baselines import full_recompute
 from trimtab.plan.build import write_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.measured.check import check_plan
-from trimtab.plan.measured.probed import full_recompute, with_profile
+from trimtab.plan.measured.probed import with_profile
 from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter

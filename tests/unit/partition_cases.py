@@ -70,9 +70,23 @@ def profile_of(layers) -> Profile:
     )
 
 
-def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwargs):
-    limits = {"memory_bytes": memory, "num_microbatches": microbatches, **kwargs}
-    return split_stages(SplitProblem(profile=profile, num_stages=num_stages, work_mean=work, work_max=work, **limits))
+def problem_of(profile, num_stages, num_microbatches, work=ONE[None, None], **ask):
+    """Time at the mean and memory at the largest of `work` (steps, micro-batches, terms); room for all unless said."""
+    limits = {"memory_bytes": 1e18, "num_microbatches": num_microbatches, **ask}
+    mean, most = work.mean(axis=(0, 1)), work.max(axis=(0, 1))
+    return SplitProblem(profile=profile, num_stages=num_stages, work_mean=mean, work_max=most, **limits)
+
+
+def equal_work(num_microbatches):
+    return np.tile(ONE, (1, num_microbatches, 1))
+
+
+def random_work(rng, steps, num_microbatches, spread=0.5):
+    return rng.uniform(1 - spread, 1 + spread, (steps, num_microbatches, 1)) * ONE
+
+
+def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **ask):
+    return split_stages(problem_of(profile, num_stages, microbatches, work[None, None], memory_bytes=memory, **ask))
 
 
 def assess_stages(profile, stages, *, num_chunks=1, **ask):

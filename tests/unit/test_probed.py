@@ -13,6 +13,7 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
+from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
@@ -23,7 +24,6 @@ from trimtab.plan.measured.probed import (
     KeptProbe,
     add_transient,
     freed_bytes,
-    full_recompute,
     heaviest_packs,
     probed_profile,
     with_budget,

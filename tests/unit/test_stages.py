@@ -1,4 +1,4 @@
-"""Tests of partition/stages.py (with tiers, cuts, layer_table, assess, schedules): optimum, memory, messages."""
+"""Tests of partition/ (stages, tiers, hull, cuts, layer_table, assess, baselines): optimum, memory, messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from partition_cases import ONE, assess_stages, layer, profile_of, random_profile, split, with_tables
+from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
-from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
+from trimtab.partition.stages import chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage
 
 
@@ -230,17 +230,9 @@ def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
 
 
 def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight_hold():
-    problem = SplitProblem(
-        profile=profile_of([layer(i, saved=((0.0, 10.0),), transient=0.0) for i in range(4)]),
-        num_stages=2,
-        num_chunks=2,
-        work_mean=ONE,
-        work_max=ONE,
-        memory_bytes=1010.0,
-        overhead_bytes=10.0,
-        num_microbatches=4,
-        schedule="Interleaved1F1B",
-    )
+    profile = profile_of([layer(i, saved=((0.0, 10.0),)) for i in range(4)])
+    ask = {"schedule": "Interleaved1F1B", "num_chunks": 2, "memory_bytes": 1010.0, "overhead_bytes": 10.0}
+    problem = problem_of(profile, 2, 4, **ask)
     found = problem.assess([Stage(index=i, start=i, stop=i + 1) for i in range(4)])
     assert found.devices == (0, 1, 0, 1)
     assert found.in_flight == (4, 3, 2, 1)
@@ -253,9 +245,7 @@ def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight
 def test_recompute_stages_keeps_the_cuts():
     rng = np.random.default_rng(8)
     profile = random_profile(rng, 9, 3)
-    problem = SplitProblem(
-        profile=profile, num_stages=3, work_mean=ONE, work_max=ONE, memory_bytes=500.0, num_microbatches=4
-    )
+    problem = problem_of(profile, 3, 4, memory_bytes=500.0)
     stages = [Stage(index=i, start=3 * i, stop=3 * i + 3) for i in range(3)]
     result = recompute_stages(problem, stages)
     assert [(s.start, s.stop) for s in result.stages] == [(0, 3), (3, 6), (6, 9)]

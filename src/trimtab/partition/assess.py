@@ -13,6 +13,8 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
+    BlockOrder,
+    block_order,
     check_schedule,
     devices_of_stages,
     peak_in_flight,
@@ -51,6 +53,11 @@ class SplitResult:
     bottleneck_s: float  # the slowest stage's forward + backward
     lower_bound_s: float  # of any split's bottleneck: the mean without recompute, or a run that no cut may divide
     exact: bool  # bottleneck_s is the minimum over all splits and recompute choices under the cap
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device."""
+        return max(device.total_bytes for device in self.memory)
 
     @property
     def imbalance(self) -> float:
@@ -94,6 +101,16 @@ class SplitProblem:
                 f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
                 f"choose at most {runs} stages"
             )
+
+    @property
+    def order(self) -> BlockOrder:
+        """What each device runs."""
+        return block_order(
+            self.schedule,
+            num_devices=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+        )
 
     def assess(self, stages: Sequence[Stage]) -> SplitResult:
         """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.

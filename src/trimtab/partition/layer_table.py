@@ -32,10 +32,8 @@ class LayerTable:
     """Integers per layer; `positions[k]` is the layer before which the k-th allowed cut lies."""
 
     positions: IntArray  # (K + 1,)
-    tick_s: float
     scale: int  # composite units of a tick
-    forward: IntArray  # (L,) composite
-    backward: IntArray  # (L,) composite, with the first tier's extra
+    time: IntArray  # (L,) composite: forward, backward and the first tier's extra
     state: IntArray  # (L,) bytes
     transient: IntArray  # (L,) bytes of its backward beside what is saved, on the first tier
     workspace: IntArray  # (L,) the same where what is computed again is counted elsewhere
@@ -55,9 +53,7 @@ class LayerTable:
     @property
     def longest(self) -> int:
         """Composite time that no stage exceeds."""
-        return int(
-            (self.forward + self.backward).sum() + len(self.forward) * self.tiers.upgrades["cost"].max(initial=0)
-        )
+        return int(self.time.sum() + len(self.time) * self.tiers.upgrades["cost"].max(initial=0))
 
     def prefix(self, values: IntArray) -> IntArray:
         """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
@@ -78,20 +74,16 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     S = len(held)
     sums = np.zeros(len(table.positions), SUMS)
-    for name in ("state", "saved_first", "saved_least", "whole"):
+    for name in ("time", "state", "saved_first", "saved_least", "whole"):
         sums[name] = table.prefix(getattr(table, name))
     sums["entry"] = np.append(table.entry, 0)[table.positions]
     rooms = np.zeros(S, ROOM)
     rooms["in_flight"], rooms["pending"] = held - pending, pending
     rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
     transient = table.workspace if pending.any() else table.transient
-    times = np.tile(table.prefix(table.forward + table.backward), (1, S, 1))
     one_hot = (table.layer_class[:, None] == np.arange(len(table.tiers.upgrades))).astype(np.int64)
     remembered = (S, len(table.positions), len(table.positions))
     return Pipeline(
-        head=times,
-        tail=times,
-        weight=np.ones((1, S), np.int64),
         sums=sums,
         rooms=rooms,
         num_alike=table.prefix(one_hot),
@@ -100,8 +92,8 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     )
 
 
-def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
-    """Seconds at `work_mean`, bytes (rounded up) at `work_max`; `time_weight` is the largest factor put on times."""
+def layer_table(problem: SplitProblem) -> LayerTable:
+    """Seconds at `work_mean`, bytes (rounded up) at `work_max`."""
     profile, layers, forbidden_cuts = problem.profile, problem.profile.layers, problem.forbidden_cuts
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward = profile.matrix("forward_s") @ mean
@@ -117,7 +109,7 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
     longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
-    tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
+    tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS) if longest > 0 else 1.0
     scale = len(layers) + 1
 
     def composite(seconds: FloatArray | float) -> IntArray:
@@ -147,10 +139,8 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     layer_class, upgrade = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
-        tick_s=tick_s,
         scale=scale,
-        forward=composite(forward),
-        backward=composite(backward) + np.array([rung.cost for rung in first], np.int64),
+        time=composite(forward) + composite(backward) + np.array([rung.cost for rung in first], np.int64),
         state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
         transient=np.array([rung.reach for rung in first], np.int64),
         workspace=np.ceil(workspace).astype(np.int64),

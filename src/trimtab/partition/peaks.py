@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.partition.assess import DeviceMemory, SplitProblem, stage_bytes
-from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
+from trimtab.partition.schedules import BACKWARD, FORWARD, splits_backward
 from trimtab.specs import FloatArray, IntArray, Stage
 
 
@@ -38,11 +38,10 @@ def replay_peaks(
     assert table.shape[2] == M, "the schedule has another number of micro-batches"
     packs = table.reshape(-1, M)  # an empty slot is -1, the last row of what follows
     work = np.vstack([work, np.zeros((1, work.shape[1]))])
-    order = block_order(problem.schedule, num_devices=P, num_chunks=V, num_microbatches=M)
-    devices = devices_of_stages(problem.schedule, num_devices=P, num_chunks=V)
+    order = problem.order
     result = []
     for device in range(P):
-        numbers = [s for s in range(P * V) if devices[s] == device]
+        numbers = [s for s in range(P * V) if order.device[s] == device]
         own = {s: stage_bytes(profile, stages[s], work, once=split) for s in numbers}
         state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
         held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)

@@ -25,6 +25,7 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.specs import DeviceSpec
 
 PLAN_VERSION = "1.0"
 BASELINE = "baseline"  # the name of the variant that a plan is told against
@@ -96,6 +97,7 @@ class ClusterInput:
     latency_s: float
     memory_bytes: int
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
+    device_figures: DeviceSpec | None = None  # of a device from the user's own file; null: a table or profile has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
@@ -116,6 +117,7 @@ def describe_inputs(
 ) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = dict.fromkeys(("config", "preprocessor", "max_pixels", "max_tiles"))
+    published = DEVICES.get(cluster.device.name) == cluster.device
     if model.origin is not None:
         source = same_fields(model.origin, ModelInput)
     return Inputs(
@@ -142,6 +144,7 @@ def describe_inputs(
             | {
                 "device": cluster.device.name,
                 "device_blake2b": device_fingerprint(cluster.device),
+                "device_figures": None if published or PROFILE_FILE in files else cluster.device,
                 "memory_bytes": budget.total_bytes,
                 "reserve_bytes": budget.reserve_bytes,
             }
@@ -219,12 +222,12 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
         balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
-        variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
+        variants=tuple(describe_variant(variant, num_packed) for variant in variants),
         vision_data_parallel=with_memory(case, ours.stages, variants[-2].stages),
     )
 
 
-def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
+def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
     peak = max(device.total_bytes for device in variant.memory)
     return VariantEstimate(
         name=variant.name,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
@@ -14,7 +14,7 @@ from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case, uniform_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.options import PlanOrigin
+from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage, stages_between
 
 Stages = tuple[Stage, ...]
@@ -31,6 +31,32 @@ class Expressible:
     """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
     ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
     """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
+    choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Fields of `PlanOptions` and the values that it can run: the first stands where the user left the field open."""
+
+
+def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanOptions:
+    """The options with every field that was left open set to what `can` be run; `PlanError` for one that cannot be.
+
+    >>> can = Expressible(choices={"tp": (1,), "zero_stage": (0,)})
+    >>> found = within_choices(PlanOptions(pp=4), can, "deepspeed")
+    >>> found.tp, found.pp, found.zero_stage
+    (1, 4, 0)
+    """
+    left_open, problems, settled = PlanOptions(), [], {}
+    for name, values in can.choices.items():
+        given = getattr(options, name)
+        if given in values:
+            continue
+        if given != getattr(left_open, name):
+            problems.append(
+                f"{name} {given} was asked for with --for {target}, which runs {name} "
+                f"{' or '.join(map(str, values))}: give that, or leave --{name.replace('_', '-')} out"
+            )
+        settled[name] = values[0]
+    if problems:
+        raise PlanError(join_problems(problems))
+    return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
 
 
 def best_expressible(case: Case, can: Expressible) -> Stages | None:

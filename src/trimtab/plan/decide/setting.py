@@ -283,6 +283,12 @@ def _price_limits(
                 f"samples on each of {dims.dp} ranks is more: ask for a larger batch, or for a smaller dp"
             )
             continue
+        if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:
+            reason = reason or PartitionError(
+                f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
+                "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+            )
+            continue
         work_mean = tried.mean * tried.samples_per_pack
         work_mean[MICROBATCHES] = 1.0
         problem = split_problem(
