@@ -74,9 +74,7 @@ def table_path(folder: Path, name: str) -> Path:
             f"the plan names the table {name!r}, which lies outside its own folder: keep tables beside the plan"
         )
     if not path.is_file():
-        raise PlanError(
-            f"the table {path} is missing: give the folder that `trimtab plan` or `trimtab pack --out` wrote"
-        )
+        raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
     return path
 
 
