@@ -4,8 +4,8 @@ compared with those of the same step without it.
     pip install torch==2.13.0 'transformers>=5.10,<5.11' 'trimtab[torch]' verl==0.9.1    # an environment of its own
     python bench/verl_engine.py
 
-verl's is what runs: `FSDPEngineWithLMHead.initialize` and `forward_backward_batch` on FSDP2 with Ulysses over both ranks,
-its monkey patch of Qwen2.5-VL, its loss. Three things stand in for what a CPU has not: a platform "cpu" (verl's own
+verl's is what runs: `FSDPEngineWithLMHead.initialize` and `forward_backward_batch` on FSDP2 with Ulysses over both
+ranks, its monkey patch of Qwen2.5-VL, its loss. Three things stand in for what a CPU has not: a platform "cpu" (verl's own
 extension point; the engine is otherwise registered for cuda and npu alone), gloo, and PyTorch's attention where verl
 calls a flash kernel.
 """
@@ -92,7 +92,7 @@ def use_cpu() -> None:
     qwen2_vl._flash_use_top_left_mask = False
     qwen2_vl._flash_supports_window_size = False
     qwen2_vl._flash_supports_deterministic = False
-    qwen2_vl.fa_peft_integration_check = lambda q, k, v, target_dtype=None: (q, k, v)
+    qwen2_vl.fa_peft_integration_check = lambda q, k, v, **_: (q, k, v)
 
 
 def make_engine(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The drop-in for vision data parallel inside verl's own FSDP engine; needs torch and verl 0.9.1 (and its Transformers).
+"""The drop-in for vision data parallel inside verl's own FSDP engine; needs torch and verl 0.9.1.
 
 An environment of its own, as verl asks for Transformers below 5.11: bench/verl_engine.py says how.
 """
