@@ -5,9 +5,9 @@ compared with those of the same step without it.
     python bench/verl_engine.py
 
 verl's is what runs: `FSDPEngineWithLMHead.initialize` and `forward_backward_batch` on FSDP2 with Ulysses over both
-ranks, its monkey patch of Qwen2.5-VL, its loss. Three things stand in for what a CPU has not: a platform "cpu" (verl's own
-extension point; the engine is otherwise registered for cuda and npu alone), gloo, and PyTorch's attention where verl
-calls a flash kernel.
+ranks, its monkey patch of Qwen2.5-VL, its loss. Three things stand in for what a CPU has not: a platform "cpu" (verl's
+own extension point; the engine is otherwise registered for cuda and npu alone), gloo, and PyTorch's attention where
+verl calls a flash kernel.
 """
 
 from __future__ import annotations
