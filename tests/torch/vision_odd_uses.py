@@ -150,11 +150,12 @@ def run_handles_over_handles(rank: int) -> None:
                 vision_dp(case.model, **other)
         with pytest.raises(TrimtabError, match=taken):
             vision_heartbeat(case.model)
-    with vision_heartbeat(case.model) as handle:
-        assert vision_heartbeat(case.model) is handle
+    with vision_heartbeat(case.model) as beating:
+        handle.remove()  # once more, and no function of the second handle's goes
+        assert vision_heartbeat(case.model) is beating
         with pytest.raises(TrimtabError, match=taken):
             vision_dp(case.model)
-    _assert_no_trace(case, handle)
+    _assert_no_trace(case, beating)
 
 
 def _assert_no_trace(case: Case, handle: VisionDataParallel) -> None:
