@@ -11,9 +11,8 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
-RecomputedTier = Literal["selective", "attention", "full", "offload"]
-"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
-alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
+RecomputedTier = Literal["selective", "attention", "full"]
+"""What a layer holds beside its input: results of matrix products and attention; of attention alone; nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # by which Accelerate makes a device map
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
@@ -114,9 +113,9 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 class ReadingOptions:
     """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
 
-    tokenizer: Annotated[Path | None, Option("tokenizer.json or its folder; without it tokens are estimated.")] = (
-        None  # in a run: without it the model's folder
-    )
+    tokenizer: Annotated[
+        Path | None, Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.")
+    ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[
         SpecialTokens,

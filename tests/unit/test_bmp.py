@@ -9,7 +9,8 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split, simulated_seconds
+from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.units import MIB
 
@@ -52,12 +53,12 @@ def test_the_fastest_of_the_best_ranked_is_taken_and_never_beats_the_search():
     for seed in range(5):
         profile, work = random_profile(np.random.default_rng(seed), 14, 4), work_of(2, 6)
         problem = problem_of(profile, 4, 6, work, memory_bytes=1200.0)
-        time_split = simulated_seconds(problem, work)
-        result = bmp_split(problem, time_split, radius=2, num_timed=5)
+        evaluator = Evaluator(problem, work)
+        result = bmp_split(problem, evaluator.makespan_of, radius=2, num_timed=5)
         fitting = [seconds for _, seconds in result.timed if seconds < float("inf")]
         assert len(fitting) == min(5, result.num_candidates)
-        assert result.seconds == min(fitting) == time_split(result.split)
-        assert search_makespan(problem, work).makespan_s <= result.seconds * (1 + 1e-12)
+        assert result.seconds == min(fitting) == evaluator.makespan_of(result.split.stages)
+        assert search_makespan(evaluator).makespan_s <= result.seconds * (1 + 1e-12)
         assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
 
 

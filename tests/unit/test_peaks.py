@@ -70,22 +70,6 @@ def test_a_window_of_micro_batches_is_held_by_hand():
     assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 44.0)
 
 
-def test_offloaded_bytes_lie_on_the_host_from_forward_to_backward():
-    profile = profile_of(layer(i, saved=((0.0, 10.0),), offload=(0.5, 2.0), transient=3.0) for i in range(2))
-    problem = problem_of(profile, 2, 4)
-    away = (RecomputeChoice(tier="offload", layers=(0,)),)
-    stages = [Stage(index=0, start=0, stop=1, recompute=away), Stage(index=1, start=1, stop=2)]
-    work = np.outer([1.0, 2.0, 4.0, 1.0], ONE)
-    first, last = replay_peaks(problem, stages, work, np.arange(4).reshape(1, 1, 4))
-    # micro-batches 1 and 2 are held together; the device has 2 x (2 + 4), and 3 x 4 beside two times 8 x 4
-    assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 76.0)
-    assert (first.memory.host_bytes, last.memory.host_bytes) == (8.0 * 6, 0.0)
-    work[:, 0] = 1.0
-    first, _ = replay_peaks(problem, stages, work, np.arange(4).reshape(1, 1, 4))
-    planned = problem.assess(stages).memory[0]
-    assert (first.memory.total_bytes, first.memory.host_bytes) == (planned.total_bytes, planned.host_bytes)
-
-
 def test_the_worst_step_and_rank_are_named():
     profile = profile_of([layer(0, saved=((0.0, 10.0),))])
     problem = problem_of(profile, 1, 1)

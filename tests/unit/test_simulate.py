@@ -202,8 +202,6 @@ def test_stage_times_price_recompute_and_sends():
     assert times.send_forward_s.tolist() == [[2.25, 4.25], [0.0, 0.0]]
     assert times.send_backward_s.tolist() == [[0.0, 0.0], [2.25, 4.25]]
     assert stage_times(profile, stages, work).send_forward_s.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    by_link = stage_times(profile, stages, work, link_bytes_per_s=[25.0])
-    assert by_link.send_forward_s[0].tolist() == [4.0, 8.0]
 
 
 @pytest.mark.parametrize("schedule", ALL)

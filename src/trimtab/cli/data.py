@@ -1,7 +1,7 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -75,6 +75,11 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         raise SampleError(
             f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
         )
+    reading = sizing.reading
+    if reading.tokenizer is None and model.origin is not None and model.origin.config is not None:
+        given = Path(model.origin.config)
+        beside = (given if given.is_dir() else given.parent) / "tokenizer.json"
+        reading = replace(reading, tokenizer=beside if beside.is_file() else None)
     workers = sizing.workers or os.cpu_count() or 1
     map_chunks: MapChunks = map_in_order
     if sizing.engine == "ray":
@@ -85,7 +90,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            **asdict(sizing.reading),
+            **asdict(reading),
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
             unique_ids=not sizing.number_ids,
@@ -123,4 +128,5 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         bad=tuple(bad for result in results for bad in result.bad),
         assumptions=tuple(dict.fromkeys(sentence for result in results for sentence in result.assumptions)),
         image_rule=results[0].image_rule,
+        files=tuple(file for result in results for file in result.files) if all(r.files for r in results) else (),
     )

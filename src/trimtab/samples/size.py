@@ -14,7 +14,7 @@ import numpy as np
 
 import trimtab
 from trimtab.errors import ImageError, SampleError
-from trimtab.files import blake2b
+from trimtab.files import blake2b, fingerprint_file
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
@@ -124,6 +124,7 @@ def size_samples(
         bad=tuple(bad),
         assumptions=tuple(assumptions),
         image_rule=None if ready else repr(image_rule),
+        files=() if ready else tuple((str(file), fingerprint_file(file)) for file in files),
     )
 
 

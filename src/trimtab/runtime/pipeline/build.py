@@ -16,11 +16,11 @@ from trimtab.balance.images import TowerCost
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.models.asking.units import Unit
 from trimtab.plan.plan import Plan
+from trimtab.runtime.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.cuts import Cuts
 from trimtab.runtime.pipeline.gradients import TiedWeight
 from trimtab.runtime.pipeline.hollow import find_layer, parameters_of
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
-from trimtab.runtime.pipeline.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.pipeline.pipeline import Pipeline, pack_loss
 from trimtab.runtime.pipeline.stage import PackedStage

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from trimtab.errors import PlanError
 from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
+from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.flow import Batch, Sealed, moved
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
 from trimtab.runtime.pipeline.image_dispatch import ImageLoad
-from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.stage import PackedStage
 from trimtab.runtime.vision.families import PIXELS
 

@@ -15,9 +15,9 @@ from trimtab.plan.case import Case
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
+from trimtab.runtime.layout import SPLIT_BACKWARD
 from trimtab.runtime.pipeline import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.flow import Batch
-from trimtab.runtime.pipeline.layout import SPLIT_BACKWARD
 from trimtab.runtime.probe.meter import meter_of
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial

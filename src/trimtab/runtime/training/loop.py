@@ -96,7 +96,12 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         if num_fillers:
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
-            export_model(settings.export, run.parameters | run.buffers, run.pipeline.stages[0].model.config)
+            export_model(
+                settings.export,
+                run.parameters | run.buffers,
+                run.pipeline.stages[0].model.config,
+                beside=settings.model,
+            )
         return records
 
 
@@ -117,7 +122,9 @@ class Run:
 
 def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layout: PipelineLayout | None = None) -> Run:
     """Data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
-    conversations = open_conversations(settings.plan, settings.model, settings.reading)
+    conversations = open_conversations(
+        settings.plan, settings.model, settings.reading, data=list(settings.data) or None
+    )
     on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
     mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
     asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())

@@ -52,6 +52,14 @@ class TrainSettings:
         Path, Option("Folder with config.json, preprocessor, tokenizer and weights.", argument=True)
     ]  # weights as safetensors
     out: Annotated[Path, Option("Folder for run.jsonl and checkpoints.")] = Path("run")
+    data: Annotated[
+        tuple[Path, ...],
+        Option(
+            "The data files that were sized, in order; default: those that the plan leads to. Repeatable.",
+            read=tuple,
+            typed=list[Path],
+        ),
+    ] = ()
     steps: Annotated[int | None, Option("Optimizer steps in all; else --epochs.", least=1)] = None
     epochs: Annotated[int, Option("Passes over the plan's packs.", least=1)] = 1
     optimizer: Annotated[str, Option("A class of torch.optim.")] = "AdamW"
