@@ -39,7 +39,8 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
     model_type = config.get("model_type")
     if model_type == REMOTE:
         with torch.device("meta"):
-            return transformers.InternVLForConditionalGeneration(chat_config(config)).to(DTYPES[dtype])
+            chat: torch.nn.Module = transformers.InternVLForConditionalGeneration(chat_config(config))
+        return chat.to(DTYPES[dtype])
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise UnsupportedPlanError(
             f"model_type {model_type!r} has remote code only, which is never executed here: compare the same model in "

@@ -75,12 +75,13 @@ class Target:
 
 def decided(found: ReloadedPlan) -> Decided:
     """The decisions of a plan that was read back."""
-    case = found.case
+    case, schedule = found.case, found.case.options.schedule
+    assert schedule != "auto", "a plan says which one was chosen"
     return Decided(
         model=case.model,
         stages=found.stages,
         dims=case.setting.dims,
-        schedule=case.options.schedule,
+        schedule=schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.zero_stage,

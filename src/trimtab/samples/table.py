@@ -266,12 +266,8 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
 def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
     """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
     try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return _sized_files(json.loads(file["meta"].tobytes()))
-        import pyarrow.parquet
-
-        return _sized_files(json.loads(pyarrow.parquet.read_schema(path).metadata[_META_KEY]))
+        with np.load(path, allow_pickle=False) as file:
+            return _sized_files(json.loads(file["meta"].tobytes()))
     except UNREADABLE as error:
         raise SampleError(
             f"{path} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
