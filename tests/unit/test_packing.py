@@ -1,4 +1,6 @@
-"""pack_samples: every sample once, limits kept, whole steps, the same bits each time; quality on real lengths."""
+"""Tests of balance/ (aim, balanced, cost, groups, packing, pair, window).
+
+pack_samples: every sample once, limits kept, whole steps, the same bits each time; quality on real lengths."""
 
 from __future__ import annotations
 
