@@ -52,6 +52,7 @@ class Option:
     typed: Any = str  # type of what is typed, for `read`
     shown: object = None  # the default as it would be typed, for `read`
     argument: bool = False  # by its place instead of by a flag
+    common: bool = False  # among the first of `--help`; the others stand under the name of their dataclass
 
     def named(self, field: str) -> str:
         """The field as a message names it, with its flag where that has another name."""
@@ -115,7 +116,8 @@ class ReadingOptions:
     """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
 
     tokenizer: Annotated[
-        Path | None, Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.")
+        Path | None,
+        Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.", common=True),
     ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[
