@@ -25,6 +25,7 @@ from trimtab.costs.logs import LoggedRun, place_blocks
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitProblem, SplitResult
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
@@ -442,7 +443,7 @@ def compare_splits(found: OmniBal, setting: Setting, *, selective: bool) -> Comp
     paper = problem.assess(setting.stages(setting.row["stages"], setting.row["recompute"]))
     problem = replace(problem, memory_bytes=max(device.total_bytes for device in paper.memory))
     work = np.tile(PACK, (1, m, 1))
-    result = search_makespan(problem, work, link_bytes_per_s=NODE_LINK, latency_s=10e-6)
+    result = search_makespan(Evaluator(problem, work, link_bytes_per_s=NODE_LINK, latency_s=10e-6))
     return Comparison(
         setting=setting,
         paper_s=setting.makespan(paper.stages, m),

@@ -11,9 +11,8 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
-RecomputedTier = Literal["selective", "attention", "full", "offload"]
-"""How much of a layer is held on the device beside its input: results of matrix products and attention; of attention
-alone; nothing, and the rest computed again; nothing, and the rest fetched back from host memory."""
+RecomputedTier = Literal["selective", "attention", "full"]
+"""What a layer holds beside its input: results of matrix products and attention; of attention alone; nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # by which Accelerate makes a device map
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]

@@ -7,9 +7,9 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -254,9 +254,6 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to another device of the same node, one direction
     source: str
-    # left out of the repr, and so of plans' fingerprints: a plan that offloads records what it was made with
-    host_bytes_per_s: float | None = field(default=None, repr=False)  # to host memory, one direction; None: not known
-    host_memory_bytes: int | None = field(default=None, repr=False)  # its share of the vendor's own server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,7 +428,7 @@ class Schedule:
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full", "offload"]
+    name: Literal["none", "selective", "attention", "full"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -523,15 +520,12 @@ class Stage:
     recompute: tuple[RecomputeChoice, ...] = ()
 
     def num_recomputed(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier != "offload")
-
-    def num_offloaded(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+        return sum(len(choice.layers) for choice in self.recompute)
 
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
-    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    names = tiers_of(stage)
     found = []
     for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
         tier = layer.tier(names.get(i, layer.tiers[0].name))
@@ -547,6 +541,23 @@ def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
     """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
     return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
+
+
+def tiers_of(stage: Stage) -> dict[int, RecomputedTier]:
+    """The tier of each layer that the stage recomputes."""
+    return {i: choice.tier for choice in stage.recompute for i in choice.layers}
+
+
+def recomputing(stage: Stage, tiers: Mapping[int, RecomputedTier]) -> Stage:
+    """The stage with recompute of those of these layers that it holds, each by its tier, and of no other.
+
+    >>> recomputing(Stage(index=1, start=4, stop=8), {3: "full", 5: "full", 6: "selective"}).recompute[0]
+    RecomputeChoice(tier='selective', layers=(6,))
+    """
+    own = range(stage.start, stage.stop)
+    layers = {tier: tuple(i for i in own if tiers.get(i) == tier) for tier in get_args(RecomputedTier)}
+    chosen = tuple(RecomputeChoice(tier=tier, layers=found) for tier, found in layers.items() if found)
+    return replace(stage, recompute=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -59,12 +59,16 @@ def test_compare_shows_the_public_maps_or_says_what_is_missing(run: Run):
         assert len(rules[rule]["devices"]) == 4
 
 
-def test_compare_says_why_a_model_with_remote_code_is_not_built(run: Run):
+@pytest.mark.parametrize("model", ["InternVL-Chat-V1-5", "InternVL3-1B"])  # InternLM2, Qwen2
+def test_models_with_remote_code_are_compared_under_their_own_names(run: Run, model: str):
     pytest.importorskip("transformers", reason="builds models on the meta device")
     pytest.importorskip("accelerate", reason="holds one of the public maps")
-    found = run("map", "InternVL-Chat-V1-5", "--gpus", "2x40GiB", "--compare")
-    assert found.code == 0
-    assert "remote code only" in " ".join(found.out.split())
+    content = run("map", model, "--gpus", "2x40GiB", "--compare", "--json").json
+    _, *theirs = content["compared"]
+    for other in theirs:
+        assert other["problems"] == []
+        weights = sum(device["weight_bytes"] for device in other["devices"])
+        assert weights == sum(device["weight_bytes"] for device in content["devices"])
 
 
 def test_quantised_weights_take_their_own_bytes(run: Run):

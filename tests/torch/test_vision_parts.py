@@ -1,4 +1,6 @@
-"""Parts of vision data parallel that need no second process: layouts, outputs, conventions. Needs torch."""
+"""Parts of runtime/vision/ that need no second process: inputs, outputs, control, exchange, gradients, pooled.
+
+Needs torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models.families.known import family_of
 from trimtab.models.image_rules import image_rule, image_rule_or_reason
-from trimtab.models.images.apply import count_many, with_limits
+from trimtab.models.images.apply import with_limits
 from trimtab.models.images.native import SmartResize
 from trimtab.models.images.tiles import DynamicTiling, FixedImage
 from trimtab.specs import ImageCounts, ImageRule
@@ -231,32 +231,7 @@ def test_glm_asks_for_the_ratio_after_it_enlarged_the_short_side():
         rule.count(201, 1)
 
 
-# -- many images, limits --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_count_many_equals_count(rule):
-    rng = np.random.default_rng(3)
-    widths, heights = rng.integers(300, 330, 500), rng.integers(200, 900, 500)
-    columns = count_many(rule, widths, heights)
-    for i in range(0, 500, 7):
-        c = rule.count(int(widths[i]), int(heights[i]))
-        row = tuple(
-            int(getattr(columns, k)[i]) for k in ("patches", "tokens", "tiles", "patches_sq", "patches_windowed")
-        )
-        assert row == (c.patches, c.tokens, c.tiles, c.patches_sq, c.patches_windowed)
-
-
-def test_count_many_of_nothing_is_empty():
-    assert count_many(RULES[0], [], []).patches.shape == (0,)
-
-
-def test_count_many_names_every_bad_size_at_once():
-    with pytest.raises(ImageError) as caught:
-        count_many(image_rule(QWEN25, QWEN_FILE), [100, 0, 5000, 100], [100, 7, 3, 100])
-    assert len(str(caught.value).splitlines()) == 2
-    with pytest.raises(ImageError, match=r"shape \(1,\) and type float64: .* whole numbers: pass integer arrays"):
-        count_many(RULES[0], [1.5], [2.0])
+# -- limits --------------------------------------------------------------------------------------------
 
 
 def test_limits_tighten_a_rule():
@@ -470,8 +445,7 @@ def test_the_largest_rules_are_built_at_once_and_their_counts_fit_63_bits():
         image_rule(NEXT | {"image_grid_pinpoints": [[336 * 4096, 336], [336 * 64, 336 * 64]] * 512}),
     ]
     for rule in largest:
-        columns = count_many(rule, np.array([2**31 - 1, 99999, 7]), np.array([2**31 - 1, 55555, 7]))
-        assert columns.patches_sq.min() > 0
+        assert min(rule.count(*size).patches_sq for size in ((2**31 - 1, 2**31 - 1), (99999, 55555), (7, 7))) > 0
     assert largest[0].count(2**20, 2**20).patches_sq == 4097 * (4096**2 + 1) ** 2 < 2**63
 
 

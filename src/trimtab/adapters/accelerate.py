@@ -17,6 +17,8 @@ import transformers
 from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.errors import UnsupportedPlanError
+from trimtab.models.asking.internvl_chat import chat_config, published_name
+from trimtab.models.families.internvl import REMOTE
 from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.machine import Machine
 
@@ -35,10 +37,14 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
     `tied`: whether the head shares the embedding's weight, as `ModelSpec.tied` has settled it.
     """
     model_type = config.get("model_type")
+    if model_type == REMOTE:
+        with torch.device("meta"):
+            chat: torch.nn.Module = transformers.InternVLForConditionalGeneration(chat_config(config))
+        return chat.to(DTYPES[dtype])
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise UnsupportedPlanError(
             f"model_type {model_type!r} has remote code only, which is never executed here: compare the same model in "
-            "Transformers' own format (InternVL's end in -hf)"
+            "Transformers' own format"
         )
     outer = {key: value for key, value in config.items() if key != "model_type"}
     settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
@@ -57,10 +63,12 @@ def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, Dev
     limits = max_memory(machine)
     with _quiet("accelerate.utils.modeling"):  # it warns that the GPUs asked about are not in this machine
         if library == "transformers":
-            return dict(_get_device_map(model, "auto", limits, None))
-        classes = list(model._no_split_modules or ())
-        balanced = accelerate.utils.get_balanced_memory(model, max_memory=limits, no_split_module_classes=classes)
-        return dict(accelerate.infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=classes))
+            found = _get_device_map(model, "auto", limits, None)
+        else:
+            classes = list(model._no_split_modules or ())
+            balanced = accelerate.utils.get_balanced_memory(model, max_memory=limits, no_split_module_classes=classes)
+            found = accelerate.infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=classes)
+    return {published_name(module, model.config): device for module, device in found.items()}
 
 
 @contextmanager

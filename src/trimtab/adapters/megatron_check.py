@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from trimtab.adapters.blocks import attentions, head_problems
+from trimtab.adapters.blocks import head_problems, padded_heads
 from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count
@@ -256,11 +256,11 @@ def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _padded_heads(model: ModelSpec, tp: int) -> Iterator[Finding]:
-    for heads in sorted({x.num_heads for x in attentions(model, "vision") if x.num_heads % tp}):
+    for heads, padded in padded_heads(model, tp):
         yield Finding(
             fails=False,
             message=f"tp {tp} does not divide the vision tower's {heads} attention heads: Megatron-Core refuses them "
-            f"unless the launcher pads them to {-(-heads // tp) * tp} or runs the tower with tp 1",
+            f"unless the launcher pads them to {padded} or runs the tower with tp 1",
         )
 
 

@@ -117,9 +117,17 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
             f"{origin} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
         )
     problems: list[str] = []
+    unknown: list[str] = []
     profile = read_typed(
-        Profile, data, "", problems, read_number=_read_number, optional=lambda field: field.default is None
+        Profile,
+        data,
+        "",
+        problems,
+        read_number=_read_number,
+        optional=lambda field: field.default is None,
+        unknown=unknown,
     )
+    problems += [f"{place}: unknown" for place in unknown if place not in _NO_MORE_READ]
     if not problems:
         assert isinstance(profile, Profile)
         problems = [
@@ -213,10 +221,9 @@ def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
     return said
 
 
-_ABOVE_ZERO = (
-    *("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"),
-    *("host_bytes_per_s", "host_memory_bytes"),
-)
+_ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
+_NO_MORE_READ = ("device.host_bytes_per_s", "device.host_memory_bytes")
+"""Of profiles made when layers could be offloaded."""
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, InternVLProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from trimtab.errors import ConfigError
+from trimtab.models.asking.internvl_chat import InternVLChatConfig
+from trimtab.runtime.placing.folder import read_config
+from trimtab.serve.published_internvl import processor_parts
 
 
 def load_processor(path: Path) -> Any:
@@ -19,28 +22,38 @@ def load_processor(path: Path) -> Any:
     Made of its parts, because Transformers' `AutoProcessor` asks for torchvision as soon as a processor could take
     videos (5.23).
     """
-    local = {"trust_remote_code": False, "local_files_only": True}
+    config = read_config(path)
     try:
-        kind = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, **local)), None)
-        if kind is None or "image_processor" not in kind.get_attributes():
-            raise ValueError("Transformers has no processor of images and text for it")
-        tokenizer = AutoTokenizer.from_pretrained(path, **local)
-        image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **local)
-        settings, _ = kind.get_processor_dict(path, **local)
+        if isinstance(config, InternVLChatConfig):
+            kind, parts = InternVLProcessor, processor_parts(path, config)
+        else:
+            kind = PROCESSOR_MAPPING.get(type(config), None)
+            if kind is None or "image_processor" not in kind.get_attributes():
+                raise ValueError("Transformers has no processor of images and text for it")
+            parts = _read_parts(path, kind)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise ConfigError(
             f"the processor in {path} cannot be read ({' '.join(str(error).split())[:300]}): name a folder in "
             "Transformers' own format, with tokenizer.json, tokenizer_config.json and preprocessor_config.json"
         ) from None
-    parts = {"tokenizer": tokenizer, "image_processor": image_processor}
-    attributes, accepted = kind.get_attributes(), inspect.signature(kind.__init__).parameters
-    processor = _without_video(kind)(
-        **{name: parts.get(name) for name in attributes},
-        **{name: value for name, value in settings.items() if name in accepted and name not in attributes},
-    )
+    processor = _without_video(kind)(**parts)
     if processor.chat_template is None:  # some folders keep it with the tokenizer
-        processor.chat_template = tokenizer.chat_template
+        processor.chat_template = parts["tokenizer"].chat_template
     return processor
+
+
+def _read_parts(path: Path, kind: type[Any]) -> dict[str, Any]:
+    local = {"trust_remote_code": False, "local_files_only": True}
+    settings, _ = kind.get_processor_dict(path, **local)
+    attributes, accepted = kind.get_attributes(), inspect.signature(kind.__init__).parameters
+    read = {
+        "tokenizer": AutoTokenizer.from_pretrained(path, **local),
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil", **local),
+    }
+    return {
+        **{name: read.get(name) for name in attributes},
+        **{name: value for name, value in settings.items() if name in accepted and name not in attributes},
+    }
 
 
 def _without_video(kind: type[Any]) -> type[Any]:

@@ -30,6 +30,9 @@ from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 _TILE_SIDES = ("force_image_size", "preprocess.force_image_size", "vision_config.image_size")
+REMOTE = "internvl_chat"
+"""As first published, with code of its own."""
+
 TEXT = ("llama", "internlm2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -97,12 +100,14 @@ def _read_vit(vision: Fields, grid: tuple[int, int]) -> list[LayerSpec]:
         else "layer_norm",
         qkv_bias=vision.flag("qkv_bias"),
         qk_norm=vision.flag("qk_normalization"),
-        layer_scale=True,
+        layer_scale=vision.flag("layer_scale", absent=True),  # no published InternViT is without
     )
     H, patch, N = block.hidden_size, vision.pair("patch_size"), grid[0] * grid[1]
     embed = linear(read_channels(vision) * patch[0] * patch[1], H, bias=True) + vector(H) + vector((N + 1) * H)
     name = "vision_model.embeddings"
-    first = named_layer(name, "vision", "embed", embed, hidden_size=H, rows=N / (N + 1), rows_out=1.0)
+    first = named_layer(
+        name, "vision", "embed", embed, hidden_size=H, rows_per_input=N / (N + 1), rows_out_per_input=1.0
+    )
     return [first, *numbered("vision_model.encoder.layers", [block] * vision.layers("num_hidden_layers"))]
 
 
@@ -137,7 +142,7 @@ def _projector(config: Fields, width: int, grid: tuple[int, int], hidden_size: i
         norm(M, "layer_norm") + linear(M, hidden_size, bias=True) + linear(hidden_size, hidden_size, bias=True),
         hidden_size=M,
         output_size=hidden_size,
-        rows=N / (S * S) / (N + 1),
+        rows_per_input=N / (S * S) / (N + 1),
         norm="layer_norm",
     )
 
@@ -199,7 +204,5 @@ FAMILIES = {
         markup=_MARKUP,
         pack=PackFormat(joined=("pixel_values",), counts="tiles", smallest="tile"),
     ),
-    "internvl_chat": Family(
-        describe=describe_internvl_chat, image_rule=_remote_tiles, markup=_MARKUP, is_remote_code=True
-    ),
+    REMOTE: Family(describe=describe_internvl_chat, image_rule=_remote_tiles, markup=_MARKUP, is_remote_code=True),
 }

@@ -157,17 +157,12 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
 
 
 def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
-    """The case whose layers recompute by these tiers (None: any) or not at all, and are not offloaded.
-
-    Split and recompute are then solved for that.
-    """
+    """The case whose layers recompute by these tiers (None: any) or not at all, to be solved."""
+    if tiers is None:
+        return case
     profile = case.setting.profile
-
-    def is_left(layer: LayerSpec, tier: str) -> bool:
-        return tier != "offload" and (tiers is None or tier in tiers(layer))
-
     layers = tuple(
-        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if is_left(layer, tier.name))))
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
         for layer, cost in zip(case.model.layers, profile.layers, strict=True)
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
@@ -192,17 +187,6 @@ def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Ite
         left = tuple(i for i in choice.layers if i not in layers)
         if left:
             yield replace(choice, layers=left)
-
-
-def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
-    """The stages with full recompute of what they offload: as many bytes held, fewer while a backward runs."""
-    result = []
-    for stage in stages:
-        full = tuple(sorted(i for x in stage.recompute if x.tier in ("full", "offload") for i in x.layers))
-        kept = tuple(x for x in stage.recompute if x.tier not in ("full", "offload"))
-        more = (RecomputeChoice(tier="full", layers=full),) if full else ()
-        result.append(replace(stage, recompute=(*kept, *more)) if stage.num_offloaded() else stage)
-    return tuple(result)
 
 
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.offload import with_offload
 from trimtab.costs.profile import profile_model
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.settings import CostSettings
@@ -27,7 +26,7 @@ from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
-from trimtab.plan.decide.budget import MemoryBudget, host_bytes_per_s
+from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.limits import TriedLimits, try_limits
 from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
@@ -188,16 +187,8 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
     """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
 
-    A traced profile gives its bytes instead, a probed one both. The tier "offload" is priced last, for what copies cost
-    depends on the seconds that hide them.
+    A traced profile gives its bytes instead, a probed one both.
     """
-    profile = _priced_profile(model, cluster, options, dims)
-    if not options.offload:
-        return profile
-    return with_offload(profile, host_bytes_per_s=host_bytes_per_s(cluster.device, options))
-
-
-def _priced_profile(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
     traced = options.profile is not None and options.profile.method == "traced"
 
     def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float, *, gathered: bool = True) -> Profile:

@@ -11,7 +11,7 @@ from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
-from trimtab.options import same_fields
+from trimtab.options import RecomputedTier, same_fields
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import device_fingerprint, plan_details
 from trimtab.plan.decide.budget import MemoryBudget
@@ -27,7 +27,7 @@ from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
 from trimtab.plan.sharing.decision import share_vision
-from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
+from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, Stage, recomputing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,9 +100,10 @@ def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
 
 
 def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
-    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
+    """The plan's cluster: its device from the plan itself, the table of published ones, or the plan's own profile."""
     given = plan.inputs.cluster
-    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": find_device(given.device, beside=beside)})
+    device = given.device_figures or find_device(given.device, beside=beside)
+    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": device})
 
 
 def find_model(plan: Plan, folder: Path) -> ModelSpec:
@@ -144,7 +145,6 @@ def options_of(plan: Plan) -> PlanOptions:
         "schedule": decisions.schedule.name,
         "weights": tuple((source.name, source.weight) for source in inputs.data.mixture),
         "num_drawn": sum(source.num_drawn for source in inputs.data.mixture) or None,
-        "offload": inputs.cluster.host_bytes_per_s is not None,
         "vision": VisionChoice() if vision is None else VisionChoice(**same_fields(vision, VisionChoice)),
     }
     return PlanOptions(**kept)
@@ -168,20 +168,16 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
     expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks
     if len(stages) != expected:
         problems.append(f"there are {len(stages)} stages for pp x chunks = {expected}")
-    chosen: dict[int, list[RecomputeChoice]] = {}
+    tiers: dict[int, RecomputedTier] = {}
     for entry in plan.decisions.recompute:
-        layers = tuple(position.get(name, len(names)) for name in unfold_modules(entry.modules))
+        layers = [position.get(name, len(names)) for name in unfold_modules(entry.modules)]
         here = stages[entry.stage] if 0 <= entry.stage < len(stages) else None
         if here is None or not all(here.start <= i < here.stop for i in layers):
             problems.append(f"recompute names layers that stage {entry.stage} does not hold")
-            continue
-        choice = RecomputeChoice(tier=entry.granularity, layers=layers)
-        chosen.setdefault(entry.stage, []).append(choice)
+        tiers |= dict.fromkeys(layers, entry.granularity)
     if problems:
         raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or correct the modules by hand")
-    return tuple(
-        Stage(index=s.index, start=s.start, stop=s.stop, recompute=tuple(chosen.get(s.index, ()))) for s in stages
-    )
+    return tuple(recomputing(stage, tiers) for stage in stages)
 
 
 def load_details(

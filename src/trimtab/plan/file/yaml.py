@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
-_REMOVED_KEYS = {"every": "recompute in a share of the micro-batches"}
+_REMOVED_KEYS = {
+    "every": "recompute in a share of the micro-batches",
+    "host_bytes_per_s": "offload of activations to host memory",
+}
 """Keys of earlier plans without which a plan means something else, and what they stood for."""
 
 
@@ -188,7 +191,7 @@ def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
     *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
-    *("node_link_bytes_per_s", "memory_bytes", "host_bytes_per_s", "host_memory_bytes", "degree", "pooling"),
+    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
 )
 
 

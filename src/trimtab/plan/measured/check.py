@@ -169,12 +169,6 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
                 f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
                 f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
             )
-        if memory.host_bytes > problem.host_bytes:
-            yield (
-                f"pipeline rank {rank} would offload {format_bytes(memory.host_bytes)} to host memory, of which the "
-                f"plan has {format_bytes(problem.host_bytes)} for a device: offload fewer of its layers, or run "
-                "`trimtab plan` again"
-            )
 
 
 def _divided_tower(found: ReloadedPlan) -> Iterator[str]:

@@ -144,25 +144,17 @@ def _problem(
     rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, budget: MemoryBudget
 ) -> str | None:
     need, cap = peak.memory.total_bytes, budget.total_bytes
-    away = (
-        f"pipeline rank {rank} offloads {format_bytes(peak.memory.host_bytes)} by counted bytes, and the plan has "
-        f"{format_bytes(budget.host_bytes)} of host memory for a device: offload fewer of its layers, or plan again "
-        "with more --host-memory"
-        if peak.memory.host_bytes > budget.host_bytes
-        else None
-    )
     if need <= cap:
-        return away
+        return None
     blocks = sum(model.layers[i].kind == "block" for stage in stages for i in range(stage.start, stage.stop))
-    whole = blocks - sum(stage.num_recomputed() + stage.num_offloaded() for stage in stages)
+    whole = blocks - sum(stage.num_recomputed() for stage in stages)
     cure = (
         f"recompute more of its layers ({whole} of {blocks} blocks keep everything)"
         if whole > 0
         else "plan with more stages or a larger tp"
     )
-    said = (
+    return (
         f"pipeline rank {rank} needs {format_bytes(need)} of {format_bytes(cap)} by counted bytes, in step {peak.step} "
         f"of data-parallel rank {peak.dp_rank} ({math.ceil(need - cap)} bytes too many): {cure}, or pack less into a "
         "micro-batch"
     )
-    return said if away is None else f"{said}; {away}"

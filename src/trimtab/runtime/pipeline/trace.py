@@ -29,7 +29,7 @@ from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name, moved
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
-from trimtab.runtime.recompute.offload import tensors_in
+from trimtab.runtime.recompute.apply import tensors_in
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
 from trimtab.runtime.vision.seams import Seam, find_seams
 

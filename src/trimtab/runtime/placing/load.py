@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate.hooks import remove_hook_from_submodules
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems
+from trimtab.models.asking.internvl_chat import forget_published_names
 from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
+from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation
 from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
 from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
 
@@ -46,7 +46,7 @@ def load_placed(
     if placement is None:
         placement = {"": 0 if torch.accelerator.is_available() else "cpu"}
     stored = open_weights(folder)
-    config = _read_config(folder, attention)
+    config = read_config(folder, attention)
     if isinstance(placement, Placement):
         runs_on = {**placement.runs_on, **dict.fromkeys(placement.run_on_cpu, "cpu")}
         placement = placement.device_map
@@ -56,20 +56,22 @@ def load_placed(
             f"{folder} is quantised ({method}), and the parts of its weights are not moved by a device map here: use "
             "the folder that it was made from, or put it whole on one device"
         )
-    kind = _model_class(folder, config)
+    kind = model_class(folder, config)
     with torch.device("meta"):
         skeleton = kind(config)
-    placed = resolve_units(skeleton, placement, runs_on)
+    names = StoredNames(skeleton)
+    placed = resolve_units(skeleton, names.of_map(placement), names.of_map(runs_on or {}))
     dtype = dtype or _dtype_of(config, stored)
     if offload_folder is None:
-        _check_on_disk(skeleton, placed, stored, dtype)
-    del skeleton
+        _check_on_disk(skeleton, placed, names.of_tensors(stored), dtype)
+    del skeleton, names
     lazy = LazyTensors(stored)
     target = None if offload_folder is None else Path(offload_folder)
     model = _load(kind, config, folder, lazy, _load_map(placed, target), dtype, target)
     on_disk = _settle(model, placed, lazy, target)
     remove_hook_from_submodules(model)
     dispatch(model, placed, on_disk)
+    forget_published_names(model)
     model.hf_device_map = {unit.name: unit.home for unit in placed.units}
     return model
 
@@ -83,48 +85,6 @@ def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         key: value if key.startswith(PIXELS) or not isinstance(value, torch.Tensor) else value.to(device)
         for key, value in inputs.items()
     }
-
-
-# -- what the folder says ---------------------------------------------------------------------------------------------
-
-
-def _read_config(folder: Path, attention: str | None) -> Any:
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
-            f"folder's own code ({reason}): use a folder in Transformers' own format"
-        ) from None
-    if attention is not None:
-        config._attn_implementation = attention
-    return config
-
-
-def _read_generation(folder: Path) -> Any:
-    try:
-        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{folder} has a generation_config.json that cannot be read ({reason}): correct it, or take it away"
-        ) from None
-
-
-def _model_class(folder: Path, config: Any) -> Any:
-    for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]
-    raise ConfigError(
-        f"{folder} is a {config.model_type}, which generates no text: use a vision-language or a language model"
-    )
-
-
-def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -151,7 +111,7 @@ def _load(
     """Transformers renames and converts what the files hold, and places it; the files themselves it does not open."""
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").is_file():
-        generation["generation_config"] = _read_generation(folder)
+        generation["generation_config"] = read_generation(folder)
     with warnings.catch_warnings():
         # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
@@ -204,17 +164,19 @@ def _settle(
 
 
 def _check_on_disk(
-    skeleton: nn.Module, placed: DeviceUnits, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+    skeleton: nn.Module, placed: DeviceUnits, as_stored: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> None:
     """Refuses, before anything is read, what cannot stay in the files: tensors that loading casts or puts together."""
-    tails = {_tail(name): tensor.dtype for name, tensor in stored.items()}  # Transformers renames what stands in front
     lost = [
         name
         for unit in placed.units
         if unit.home == "disk"
         for name, parameter in skeleton.get_submodule(unit.name).named_parameters(prefix=unit.name)
         if name not in getattr(skeleton, "all_tied_weights_keys", {})
-        and tails.get(_tail(name)) != (dtype if parameter.is_floating_point() else parameter.dtype)
+        and (
+            name not in as_stored
+            or as_stored[name].dtype != (dtype if parameter.is_floating_point() else parameter.dtype)
+        )
     ]
     if lost:
         raise PartitionError(
@@ -228,5 +190,7 @@ def _check_on_disk(
         )
 
 
-def _tail(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
+def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)

@@ -55,8 +55,8 @@ class LazyTensors:
         return {name: _LazyTensor(stored, self.mapped) for name, stored in self.stored.items()}
 
     def origin(self, tensor: torch.Tensor) -> StoredTensor | None:
-        """What of the files `tensor` is a mapping of; None if it was copied, cast or converted."""
-        storage, stored = self.mapped.get(tensor.data_ptr(), (None, None))
+        """What of the files `tensor` is a mapping of, or of a part; None if it was copied, cast or put together."""
+        storage, stored = self.mapped.get(tensor.untyped_storage().data_ptr(), (None, None))
         # else the address may be another tensor's by now
         return stored if storage is not None and not storage.expired() else None  # type: ignore[no-untyped-call]
 
@@ -71,7 +71,8 @@ class _LazyTensor:
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
         tensor = self.stored.map()
         if tensor.numel():
-            self.mapped[tensor.data_ptr()] = (StorageWeakRef(tensor.untyped_storage()), self.stored)  # type: ignore[no-untyped-call]
+            storage = tensor.untyped_storage()
+            self.mapped[storage.data_ptr()] = (StorageWeakRef(storage), self.stored)  # type: ignore[no-untyped-call]
         return tensor
 
     def get_dtype(self) -> str:

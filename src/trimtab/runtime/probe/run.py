@@ -15,6 +15,7 @@ import torch
 
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import Tower
+from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import replan
@@ -27,7 +28,6 @@ from trimtab.plan.measured.probed import (
     ProbedProfile,
     add_transient,
     freed_bytes,
-    full_recompute,
     probed_profile,
     with_budget,
     with_profile,

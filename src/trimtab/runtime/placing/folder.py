@@ -1,0 +1,96 @@
+"""What a model folder says of itself: its configuration, its class in Transformers, the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+
+from trimtab.errors import ConfigError
+from trimtab.models.asking.internvl_chat import read_chat_config
+from trimtab.models.families.internvl import REMOTE
+from trimtab.placement.device_bytes import DeviceKey
+from trimtab.runtime.placing.stored_weights import StoredTensor
+
+
+def read_config(folder: Path, attention: str | None = None) -> Any:
+    """Transformers' configuration of a folder, whose own code never runs; `attention`: its `attn_implementation`.
+
+    `ConfigError` where Transformers has no class for it.
+    """
+    try:
+        fields, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+        if fields.get("model_type") == REMOTE:
+            config = read_chat_config(folder, fields)
+        else:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
+            f"folder's own code ({reason}): use a folder in Transformers' own format"
+        ) from None
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def read_generation(folder: Path) -> Any:
+    """The folder's generation_config.json."""
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} has a generation_config.json that cannot be read ({reason}): correct it, or take it away"
+        ) from None
+
+
+def model_class(folder: Path, config: Any) -> Any:
+    """The class of Transformers that generates text by this configuration."""
+    for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+        for kind in type(config).__mro__[:2]:  # a published format is a kind of Transformers' own
+            if kind in mapping:
+                return mapping[kind]
+    raise ConfigError(
+        f"{folder} is a {config.model_type}, which generates no text: use a vision-language or a language model"
+    )
+
+
+class StoredNames:
+    """What Transformers calls the modules and tensors that older folders name otherwise."""
+
+    def __init__(self, model: nn.Module) -> None:
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+        self._converters = [x for x in transforms if isinstance(x, WeightConverter)]
+        self._prefix, self._tensors = getattr(model, "base_model_prefix", None), model.state_dict()
+        self._modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+    def of_map(self, device_map: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+        """The map in the model's own names; names that it does not have in either way stay as they are."""
+        found: dict[str, DeviceKey] = {}
+        for key, device in device_map.items():
+            own = apply_renamings(key, self._renamings)
+            known = own in self._modules and key not in self._modules
+            if known and found.get(own, device_map.get(own, device)) == device:
+                key = own
+            found[key] = device
+        return found
+
+    def of_tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Tensors that the model takes as they are stored, by its names; those that it puts together or splits not."""
+        found = {}
+        for name, tensor in stored.items():
+            own, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._tensors)
+            if own not in self._tensors and name in self._tensors:
+                own, converter = name, None  # as Transformers does
+            if converter is None:
+                found[own] = tensor
+        return found

@@ -1,0 +1,116 @@
+"""`trimtab serve` over a folder of InternVL as first published: the processor made of its config.json, the answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs tiny models")
+transformers = pytest.importorskip("transformers", reason="holds the models that are served")
+pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
+pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
+pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
+pytest.importorskip("PIL", reason="pillow is not installed")
+
+from published_internvl import publish  # noqa: E402
+from running_server import running_server  # noqa: E402
+from tiny_chat import picture, question, save_chat_model  # noqa: E402
+
+from trimtab.errors import ConfigError  # noqa: E402
+from trimtab.serve.processor import load_processor  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As published: a tokenizer that names no image token, a chat template for texts, no processor."""
+    saved = save_chat_model(tmp_path_factory.mktemp("chat") / "own", "internvl")
+    model = transformers.InternVLForConditionalGeneration.from_pretrained(saved)
+    found = saved.parent / "published"
+    found.mkdir()
+    for name in ("tokenizer.json", "generation_config.json"):
+        (found / name).write_bytes((saved / name).read_bytes())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages[0].content + '!' }}"}
+    (found / "tokenizer_config.json").write_text(json.dumps(settings))
+    preprocessor = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 448, "image_mean": [0.5, 0.5, 0.5]}
+    (found / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return publish(model, found)
+
+
+def conversation(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    images = [{"type": "image", "image": picture(i, *size)} for i, size in enumerate(sizes)]
+    return [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [*images, {"type": "text", "text": "what is in the picture?"}]},
+    ]
+
+
+def test_turns_tiles_and_pixels_are_those_of_the_config(folder: Path) -> None:
+    processor = load_processor(folder)
+    wide, small = (112, 56), (56, 56)  # two tiles and a thumbnail; one tile, which needs none
+    given = conversation(wide, small)
+    made = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(given, **made, tokenize=True)
+    rows = "<IMG_CONTEXT>" * 4
+    assert processor.tokenizer.decode(inputs["input_ids"][0]) == (
+        f"<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n<img>{rows * 3}</img>\n<img>{rows}</img>\n"
+        "what is in the picture?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    mean, std = (torch.tensor(x)[:, None, None] for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    pixels = [
+        (torch.tensor(list(part["image"].get_flattened_data())).view(56, -1, 3).permute(2, 0, 1) / 255 - mean) / std
+        for part in given[1]["content"][:2]
+    ]
+    expected = torch.stack([pixels[0][..., :56], pixels[0][..., 56:], pixels[1]])
+    assert torch.allclose(inputs["pixel_values"][[0, 1, 3]], expected, atol=1e-5)
+    assert len(inputs["pixel_values"]) == 4
+
+
+def test_the_server_answers_as_the_model(folder: Path) -> None:
+    with running_server(folder, max_new_tokens=8) as running:
+        asked = question("what is in the picture?", picture(3))
+        answer = running.send(asked).json["choices"][0]["message"]["content"]
+        inputs = running.processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image", "image": picture(3)}, asked["messages"][0]["content"][1]]}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        own = transformers.InternVLForConditionalGeneration.from_pretrained(folder.parent / "own")
+        tokens = own.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert answer == running.processor.decode(tokens, skip_special_tokens=True)
+        assert answer
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"template": "phi3-chat"}, r"the template .*phi3-chat.* of its own code, which is never run: serve the -hf"),
+        ({"use_thumbnail": False}, r"without the thumbnail that Transformers' processor adds: load it in"),
+    ],
+)
+def test_what_the_processor_would_do_otherwise_is_refused(
+    folder: Path, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))
+    with pytest.raises(ConfigError, match=message):
+        load_processor(tmp_path)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    settings = {
+        "tokenizer_class": "InternLM2Tokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_internlm2.InternLM2Tokenizer", None]},
+        "added_tokens_decoder": {"300": {"content": "<IMG_CONTEXT>"}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"the processor in .* cannot be read .*: name a folder in Transformers' own"):
+        load_processor(tmp_path)
