@@ -87,7 +87,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         from trimtab.adapters.ray_data import count_cpus, map_on_ray
 
         workers, map_chunks = sizing.workers or count_cpus(), map_on_ray
-    with progress("sizing") as advance:
+    with progress("sizing, bytes") as advance:
         result = size_samples(
             data,
             image_rule=model.image_rule,
