@@ -41,9 +41,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_described_placement.py::test_a_described_family_is_loaded_by_its_map_and_answers_as_before": 1,
     "torch/test_described_placement.py::test_the_cache_of_every_layer_is_the_one_that_its_own_code_makes": 1,
     "torch/test_families.py::test_a_family_has_a_value_for_a_capability_or_a_sentence": ("llava_next",),  # 30
-    "torch/test_images_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
-    "torch/test_images_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
-    "torch/test_images_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_internvl_chat.py::test_a_published_folder_answers_as_transformers_model": 2,
     "torch/test_internvl_chat.py::test_what_is_split_cannot_stay_in_the_folders_files_and_the_rest_can": 0,
     "torch/test_internvl_chat.py::test_what_transformers_classes_would_compute_otherwise_is_refused": 3,
@@ -83,6 +80,9 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_serve_command.py::test_a_placed_model_answers_and_a_signal_finishes_what_was_accepted": 0,  # 8
     "torch/test_serve_command.py::test_a_second_interrupt_ends_what_is_left": 0,  # 6
     "torch/test_simulator_against_torch.py::test_torch_runs_our_blocks_in_our_order": 1,  # 7
+    "torch/test_smart_resize_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
+    "torch/test_tiles_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
+    "torch/test_tiles_against_processors.py::test_llava_onevision_equals_the_processor_everywhere": 1,
     "torch/test_timed.py::test_a_family_that_is_named_nowhere_is_timed": ("smolvlm",),  # 9
     "torch/test_timed.py::test_one_layer_of_each_kind_is_timed": 4,
     "torch/test_traced.py::test_a_blocks_transient_is_its_workspace_without_what_it_computes_again": 1,  # 7

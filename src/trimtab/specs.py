@@ -173,15 +173,6 @@ class ImageRuleBySample(ImageRule, Protocol):
         ...
 
 
-@runtime_checkable
-class AskedRule(ImageRule, Protocol):
-    """A rule that asks another program, and so for many sizes at once."""
-
-    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
-        """Asks for all (width, height) that it does not know."""
-        ...
-
-
 class ClipRule(Protocol):
     """A family's preprocessing of clips: which frames are sampled, and what each becomes."""
 

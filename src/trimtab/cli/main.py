@@ -57,7 +57,6 @@ app.add_typer(export.app, name="export")
 
 _INSTALL_HINTS = {
     "pyarrow": "data",
-    "orjson": "data",
     "PIL": "data",
     "tokenizers": "data",
     "jinja2": "data",
