@@ -47,6 +47,8 @@ class _Priced:
     setting: Setting
     options: PlanOptions  # with its schedule
     samples_per_s: float
+    samples_per_pack: float
+    larger: _Priced | None = None  # the next larger packs that fit; None: there are none
 
     @property
     def label(self) -> str:
@@ -68,16 +70,22 @@ class ChosenSetting:
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
-        if len(self.considered) + self.num_misfits < 2:
-            return ()
+        said, best = [], self.best
+        if (larger := best.larger) is not None:
+            said.append(
+                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at their mean; "
+                f"the next larger, {larger.samples_per_pack:.3g} samples, would give {format_number(larger.samples_per_s)}."
+            )
+        if len(self.considered) + self.num_misfits > 1:
+            said.append(self._degrees())
+        return tuple(said)
+
+    def _degrees(self) -> str:
         said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
-        return (
-            "Degrees and schedules considered, at their mean packs: "
-            + ", ".join([*said, *(text for text in more if text)])
-            + ".",
-        )
+        named = ", ".join([*said, *filter(None, more)])
+        return f"Degrees and schedules considered, at their mean packs: {named}."
 
 
 def choose_setting(
@@ -320,12 +328,14 @@ def _price_limits(
         )
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
         step_s = line.makespan_s + rank_step_s(problem, split.stages)
-        priced.append(_Priced(setting=setting, options=options, samples_per_s=useful / step_s))
+        rate, size = useful / step_s, tried.samples_per_pack
+        priced.append(_Priced(setting=setting, options=options, samples_per_s=rate, samples_per_pack=size))
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
     fastest = max(p.samples_per_s for p in priced)
-    return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    return replace(priced[best], larger=priced[best + 1] if best + 1 < len(priced) else None)
 
 
 def _num_microbatches(
