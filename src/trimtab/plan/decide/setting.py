@@ -73,8 +73,9 @@ class ChosenSetting:
         said, best = [], self.best
         if (larger := best.larger) is not None:
             said.append(
-                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at their mean; "
-                f"the next larger, {larger.samples_per_pack:.3g} samples, would give {format_number(larger.samples_per_s)}."
+                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at their "
+                f"mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
+                f"{format_number(larger.samples_per_s)}."
             )
         if len(self.considered) + self.num_misfits > 1:
             said.append(self._degrees())
