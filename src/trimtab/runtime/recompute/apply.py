@@ -180,10 +180,7 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
         )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"recompute was asked for {_listed(repeated)} more than once: name each layer once")
-    inside = [
-        name for name in sorted(known) if any(f"{part}." in f"{name}." for part in _parents(name) if part in known)
-    ]
-    if inside:
+    if inside := [name for name in sorted(known) if any(name.startswith(f"{other}.") for other in known)]:
         problems.append(
             f"recompute was asked for {_listed(inside)} and for a module that holds it, which would run it three "
             "times: name the outer or the inner one"
@@ -198,11 +195,6 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
             "run layers three times: switch it off first (model.gradient_checkpointing_disable())"
         )
     return problems
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _listed(names: list[str]) -> str:
