@@ -37,18 +37,20 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
     `tied`: whether the head shares the embedding's weight, as `ModelSpec.tied` has settled it.
     """
     model_type = config.get("model_type")
-    if model_type == REMOTE:
-        with torch.device("meta"):
-            return transformers.InternVLForConditionalGeneration(chat_config(config)).to(DTYPES[dtype])
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if not known and model_type != REMOTE:
         raise UnsupportedPlanError(
             f"model_type {model_type!r} has remote code only, which is never executed here: compare the same model in "
             "Transformers' own format"
         )
     outer = {key: value for key, value in config.items() if key != "model_type"}
-    settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
+    model: torch.nn.Module
     with torch.device("meta"):
-        model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_config(settings, dtype=DTYPES[dtype])
+        if model_type == REMOTE:
+            model = transformers.InternVLForConditionalGeneration(chat_config(config)).to(DTYPES[dtype])
+        else:
+            settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
+            model = transformers.AutoModelForImageTextToText.from_config(settings, dtype=DTYPES[dtype])
     return model
 
 
