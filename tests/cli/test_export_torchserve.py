@@ -62,7 +62,7 @@ def test_memory_limits_and_the_recipes_file_are_written(run: Run, folder: Path, 
         (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
         (["{folder}", "--map", "{missing}"], "missing"),
         (["{folder}", "--map", "{config}"], "holds no device map"),
-        (["{folder}", "--setup", "{config}"], "which the handler would not honour"),
+        (["{folder}", "--setup", "{missing}"], "cannot be read as JSON"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(
