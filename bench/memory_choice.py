@@ -5,7 +5,6 @@ if memory had no end, both on the split that is best without recompute. Beside o
 for all stages, from the first (Megatron-Core's `recompute_num_layers` with the block method), and recompute chosen
 stage by stage (the order of the OmniBal paper), exactly, which flatters both. Bytes and seconds
 are the formulas'; a step is 1F1B at equal micro-batches, without sends.
-Then the same cases with offload among the tiers, on devices and links as published: MODEL, for no copy was timed.
 Run: python bench/memory_choice.py   (a minute, most of it the first run's compilation)
 """
 
@@ -19,8 +18,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from trimtab.costs.devices import PCIE_GEN5_X16_BYTES_PER_S, find_device
-from trimtab.costs.offload import with_offload
+from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
@@ -168,27 +166,6 @@ def print_case(case: Case) -> None:
     print(f"   chosen: {tiers} of {len(problem.profile.layers)} layers; solved in {seconds:.2f} s of CPU")
 
 
-def print_offload(case: Case, device: str, link: float, memory_gib: float, host_gib: float) -> None:
-    """The step without and with offload among the tiers, with all of the host's share and with an eighth of it."""
-    profile = profile_model(model_of(case.model), find_device(device), dims=ParallelDims(dp=8, pp=case.pp, tp=case.tp))
-    case = replace(case, device=device, memory_gib=memory_gib)
-    plain = problem_of(case, profile)
-    offered = replace(plain, profile=with_offload(profile, host_bytes_per_s=link))
-    before = step_s(plain, split_stages(plain))
-    free = step_s(plain, split_stages(replace(plain, memory_bytes=NO_LIMIT, overhead_bytes=0.0)))
-    cells = []
-    for host in (host_gib, host_gib / 8):
-        found, seconds = timed(replace(offered, host_bytes=host * 2**30))
-        number = sum(stage.num_offloaded() for stage in found.stages)
-        most = max(memory.host_bytes for memory in found.memory) / 2**30
-        cells.append(
-            f"host {host:.0f} GiB: x{before / step_s(plain, found):.3f} ({number} offloaded, {most:.0f} GiB, "
-            f"{seconds:.2f} s)"
-        )
-    print(f"   {case.model}, pp {case.pp}, {device}, {link / 1e9:.1f} GB/s (no recompute at all x{before / free:.3f})")
-    print("      " + "   ".join(cells))
-
-
 TIERS = ("selective", "attention", "full")
 
 
@@ -197,17 +174,6 @@ def main() -> None:
     print("share of the possible gain captured, and speed-up over full recompute")
     for case in CASES:
         print_case(case)
-    print("offload among the tiers, against the four tiers alone: speed-up (MODEL)")
-    for case in CASES:
-        for device, link, memory_gib in (
-            ("H20", PCIE_GEN5_X16_BYTES_PER_S, 90.0),
-            ("H200", PCIE_GEN5_X16_BYTES_PER_S, 131.0),
-            ("H200", 450e9, 131.0),  # the H200's figures behind NVLink-C2C's 450 GB/s each way
-        ):
-            try:
-                print_offload(case, device, link, memory_gib, 128.0)
-            except PartitionError as error:
-                print(f"   {case.model}, {device}: {str(error).split(':')[0]}")
     # 111 layers on 8 stages, under caps from ample to tight
     case = replace(CASES[1], pp=8)
     profile = profile_model(model_of("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))

@@ -1,40 +1,47 @@
 """Mutation testing: plant small faults in the source one at a time, and count how many the tests see.
 
 A fault changes one place of one function: a comparison, an operator, a number, `and` for `or`, `min` for `max`, a
-condition negated, a call left out. Texts, annotations, assertions and `raise` statements are left alone. Each sampled
-fault is tried on a copy of the source: first by the test files that import the changed module (or what imports it, one
-level after the other until some test does), and, if these pass, by those of two levels more. A run that ends with a
-failure, or takes three times the CPU seconds, has seen it. Faults that change
-nothing (a bound that is never met, a tie) count as unseen, so that 100 % is out of reach.
+condition negated, a call left out. Texts, annotations, `raise` and assertions (`strict` among them) are left alone.
+Each fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`), the quickest first, and,
+if these pass, by those of two levels of imports more for a while; or, by `--then marked`, by the nearest tests marked
+`integration` (ranks that share images are tested by many processes). A run that ends with a failure, or takes three
+times the CPU seconds, has seen it. Faults that change nothing (a bound that is never met, a tie) count as unseen, so
+that 100 % is out of reach.
 
-Compiled modules are tried with an empty cache, since numba does not see a change in another file: half a minute each.
+Tests run in processes forked where torch is imported already. Compiled modules are tried with an empty cache, since
+numba does not see a change in another file: half a minute each.
 Run: python bench/mutation.py [--rooms balance partition runtime/vision] [--per-room 12] [--seed 0] [--jobs 2]
+     [--uncompiled] [--then further|marked|nothing]
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
+import contextlib
 import math
+import multiprocessing
 import os
 import random
-import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE, TESTS = ROOT / "src" / "trimtab", ROOT / "tests"
+import numba
+import pytest
+
+from near_tests import ROOT, SOURCE, tests_of
+
 ROOMS = ("balance", "partition", "runtime/vision")
 LEVELS_MORE = 2
 LIMIT_S = 90.0  # of CPU, for the tests of more levels in all
@@ -115,6 +122,8 @@ def _changes(body: Sequence[ast.AST]) -> Iterator[tuple[ast.expr | ast.stmt, str
             yield node.test, f"(not {ast.unparse(node.test)})"
         if isinstance(node, ast.expr):
             yield from ((node, new) for new in _instead(node))
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            continue  # of zip: an assertion
         inside = [x for name, value in ast.iter_fields(node) if name not in _ANNOTATIONS for x in _as_list(value)]
         yield from _changes(inside)
 
@@ -145,146 +154,121 @@ def _instead(node: ast.expr) -> Iterator[str]:
         yield ast.unparse(ast.Attribute(value=node.value, attr=_NAMED[node.attr], ctx=ast.Load()))
 
 
-# -- which tests ------------------------------------------------------------------------------------------------------
-
-
-def _modules_in(text: str) -> set[str]:
-    """Modules of the package that a text imports, and parts of it that may be modules."""
-    found = set()
-    for module, names in re.findall(r"from (trimtab[\w.]*) import (\([^)]*\)|[^\n]*)", text):
-        found |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
-    return found | set(re.findall(r"import (trimtab[\w.]*)", text))
-
-
-@cache
-def _importers() -> dict[str, set[str]]:
-    """Module -> modules of the package that import it."""
-    found: dict[str, set[str]] = {}
-    for file in SOURCE.rglob("*.py"):
-        for module in _modules_in(file.read_text()):
-            found.setdefault(module, set()).add(_module_of(file))
-    return found
-
-
-def _module_of(file: Path) -> str:
-    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-@cache
-def _imported_by_tests() -> dict[Path, set[str]]:
-    """Test file -> modules of the package that it imports, itself or by the helpers beside it."""
-    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
-    own = {path: _modules_in(text) for path, text in texts.items()}
-    helpers = {path.stem: path for path in texts if not path.name.startswith("test_")}
-
-    def reach(path: Path, seen: frozenset[str]) -> set[str]:
-        used = {name for name in re.findall(r"^(?:from|import) (\w+)", texts[path], re.M) if name in helpers}
-        return own[path].union(*(reach(helpers[name], seen | used) for name in used - seen))
-
-    return {path: reach(path, frozenset()) for path in texts if path.name.startswith("test_")}
-
-
-def tests_of(file: Path) -> tuple[list[Path], list[Path]]:
-    """The test files nearest to a source file, and those of `LEVELS_MORE` levels more."""
-    level, seen = {_module_of(file)}, {_module_of(file)}
-    tests: list[list[Path]] = []
-    while level and len(tests) <= LEVELS_MORE:
-        known = {path for group in tests for path in group}
-        own = sorted(path for path, used in _imported_by_tests().items() if used & level and path not in known)
-        if own or tests:
-            tests.append(own)
-        level = {above for module in level for above in _importers().get(module, ())} - seen
-        seen |= level
-    return (tests[0] if tests else []), [path for group in tests[1:] for path in group]
-
-
 # -- trying -----------------------------------------------------------------------------------------------------------
 
 
 class Copy:
     """A copy of the checkout in which faults are planted, and what its tests say of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.root, self.cache = folder / "checkout", folder / "numba"
-        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns("__pycache__", ".*", "out", "build", "dist"))
-        self.baselines: dict[tuple[object, ...], float | None] = {}
+    def __init__(self, folder: Path, then: str) -> None:
+        self.root, self.cache, self.then = folder / "checkout", folder / "numba", then
+        left_out = shutil.ignore_patterns("__pycache__", ".*", "out", "build", "dist")
+        shutil.copytree(ROOT, self.root, ignore=left_out)
+        compileall.compile_dir(self.root / "src", quiet=2)
+        self.baselines: dict[tuple[Path, str, bool], float | None] = {}
 
-    def run(self, tests: Sequence[Path], cpu_s: float, cache_folder: Path) -> tuple[bool | None, float]:
-        """Whether the tests pass (None: out of time), and the CPU seconds they took, with their child processes."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self.root / "src"),
-            "NUMBA_CACHE_DIR": str(cache_folder),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not integration"]
-        words += ["-p", "no:cacheprovider", *(str(path.relative_to(ROOT)) for path in tests)]
-        process = subprocess.Popen(
-            words,
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # tests start processes of their own
-        )
-        # a loop without end takes CPU time, which a busy machine does not stretch
-        resource.prlimit(process.pid, resource.RLIMIT_CPU, (math.ceil(cpu_s), math.ceil(cpu_s) + 5))
-        started = time.monotonic()
-        while True:
-            found, status, used = os.wait4(process.pid, os.WNOHANG)
-            if found:
-                break
-            if time.monotonic() - started > WAIT_S + WAIT_FACTOR * cpu_s:  # ranks that wait for one another
-                os.killpg(process.pid, signal.SIGKILL)
-                os.wait4(process.pid, 0)
-                return None, cpu_s
-            time.sleep(0.1)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    def run(self, test: Path, mark: str, cpu_s: float, cache_folder: Path) -> tuple[bool | None, float]:
+        """Whether a file's tests of a mark pass (None: out of time), and CPU seconds, child processes included."""
+        words = ["-x", "-q", "-m", mark, "-p", "no:cacheprovider", str(test.relative_to(ROOT))]
+        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
+        here, there = _WARM.Pipe(duplex=False)
+        process = _WARM.Process(target=_run_tests, args=(self.root, words, cache_folder, math.ceil(cpu_s), there))
+        process.start()
+        there.close()
+        process.join(WAIT_S + WAIT_FACTOR * cpu_s)
+        if process.exitcode is None:  # ranks that wait for one another
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
             return None, cpu_s
-        return process.returncode == 0, used.ru_utime + used.ru_stime
+        try:
+            code, used_s = here.recv()
+        except EOFError:  # killed when its seconds had run out, or by the fault
+            return None, cpu_s
+        return code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), used_s
 
-    def baseline_s(self, tests: Sequence[Path], compiled: bool) -> float | None:
+    def baseline_s(self, test: Path, mark: str, is_compiled: bool) -> float | None:
         """CPU seconds without a fault, for a compiled module from an empty cache; None if the tests fail then."""
-        key = (compiled, *tests)
+        key = (test, mark, is_compiled)
         if key not in self.baselines:
             with tempfile.TemporaryDirectory() as empty:
-                passed, seconds = self.run(tests, 20 * LIMIT_S, Path(empty) if compiled else self.cache)
+                passed, seconds = self.run(test, mark, 20 * LIMIT_S, Path(empty) if is_compiled else self.cache)
             self.baselines[key] = seconds if passed else None
         return self.baselines[key]
 
     def sees(self, fault: Fault) -> str:
         """ "seen", "unseen", or why it was not tried."""
-        near, further = tests_of(fault.file)
+        near, further = tests_of(fault.file, LEVELS_MORE if self.then == "further" else 0)
         if not near:
             return "no test imports it"
         planted = self.root / fault.file.relative_to(ROOT)
         content = planted.read_bytes()
-        compiled = b"njit" in content
-        normal_s = self.baseline_s(near, compiled)
-        if normal_s is None:
+        is_compiled = _has_compiled_loops(content)
+        marks = ["not integration", "integration"] if self.then == "marked" else ["not integration"]
+        runs = [(self.baseline_s(test, mark, is_compiled), mark, test) for mark in marks for test in near]
+        if any(seconds is None for seconds, _, _ in runs):
             return "its tests fail without a fault"
+        quickest_first = sorted((marks.index(mark), seconds or 0.0, mark, test) for seconds, mark, test in runs)
         planted.write_bytes(content[: fault.start] + fault.new.encode() + content[fault.stop :])
         try:
             with tempfile.TemporaryDirectory() as empty:
-                where = Path(empty) if compiled else self.cache
-                passed, _ = self.run(near, 3 * normal_s + 20, where)
-                if passed and further:
-                    passed, _ = self.run(further, LIMIT_S, where)
-                    passed = passed is not False  # out of time: these are many tests, not a loop without end
+                where = Path(empty) if is_compiled else self.cache
+                for _, normal_s, mark, test in quickest_first:
+                    if not self.run(test, mark, 3 * normal_s + 20, where)[0]:
+                        return "seen"
+                left_s = LIMIT_S
+                for test in further:
+                    passed, used_s = self.run(test, "not integration", max(left_s, 1.0), where)
+                    left_s -= used_s
+                    if passed is False:
+                        return "seen"
+                    if left_s <= 0.0:  # out of time: these are many tests, not a loop without end
+                        break
         finally:
             planted.write_bytes(content)
-        return "unseen" if passed else "seen"
+        return "unseen"
 
 
-def sample(rooms: Sequence[str], per_room: int, seed: int) -> list[Fault]:
-    """Of each room as many faults, every line equally likely."""
+def _has_compiled_loops(content: bytes) -> bool:
+    return b"trimtab.compiled import" in content
+
+
+def _run_tests(root: Path, words: list[str], cache_folder: Path, cpu_s: int, told: Connection) -> None:
+    """In a process that was forked where pytest, torch and Transformers are imported already, and nothing of ours."""
+    os.setsid()  # tests start processes of their own
+    # a loop without end takes CPU time, which a busy machine does not stretch
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
+    os.chdir(root)
+    sys.path.insert(0, str(root / "src"))
+    os.environ.update(PYTHONPATH=str(root / "src"), NUMBA_CACHE_DIR=str(cache_folder), PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    numba.config.reload_config()
+    with contextlib.suppress(ModuleNotFoundError):
+        import torch.multiprocessing as ranks
+
+        start = ranks.start_processes  # forked as well: a server of its own would import all that again
+        ranks.start_processes = lambda *a, **more: start(*a, **{**more, "start_method": "fork"})
+    with Path(os.devnull).open("w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    code = pytest.main(words)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    told.send((int(code), sum(x.ru_utime + x.ru_stime for x in used)))
+    os._exit(0)  # whatever threads a fault has left
+
+
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(["numba", "pytest", "torch", "transformers.models.auto.modeling_auto"])
+
+
+def sample(rooms: Sequence[str], per_room: int, seed: int, *, uncompiled: bool) -> list[Fault]:
+    """Of each room as many faults, every line equally likely; `uncompiled`: of files without compiled loops."""
     chooser = random.Random(seed)
     chosen: list[Fault] = []
     for room in rooms:
         by_line: dict[tuple[Path, int], list[Fault]] = {}
         for file in sorted((SOURCE / room).rglob("*.py")):
+            if uncompiled and _has_compiled_loops(file.read_bytes()):
+                continue
             for fault in faults_of(file):
                 by_line.setdefault((file, fault.line), []).append(fault)
         lines = chooser.sample(sorted(by_line), min(per_room, len(by_line)))
@@ -298,15 +282,18 @@ def main() -> None:
     parser.add_argument("--per-room", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--uncompiled", action="store_true", help="only files without compiled loops, which are quick")
+    parser.add_argument("--then", choices=["further", "marked", "nothing"], default="further", help="which tests next")
     arguments = parser.parse_args()
-    faults = sample(arguments.rooms, arguments.per_room, arguments.seed)
+    faults = sample(arguments.rooms, arguments.per_room, arguments.seed, uncompiled=arguments.uncompiled)
     random.Random(1).shuffle(faults)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     started = time.monotonic()
     results: dict[Fault, str] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(arguments.jobs):
-            copies.put(Copy(Path(folder, str(number))))
+            copies.put(Copy(Path(folder, str(number)), arguments.then))
 
         def attempt(fault: Fault) -> tuple[Fault, str]:
             copy = copies.get()

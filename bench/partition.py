@@ -21,13 +21,14 @@ from trimtab.models.describe import describe
 from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.baselines import even_stages
-from trimtab.partition.bmp import bmp_split, simulated_seconds
+from trimtab.partition.bmp import bmp_split
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage, stages_between
 
-LINK_BYTES_PER_S, LATENCY_S = 25e9, 10e-6
+LINKS = {"link_bytes_per_s": 25e9, "latency_s": 10e-6}
 
 
 def profile_of(num_layers: int, *, memory_bytes: float = 80e9) -> Profile:
@@ -155,10 +156,7 @@ def print_search() -> None:
             "searched",
             "gain",
             "fresh gain",
-            "bound",
-            "gap",
             "tried",
-            "all",
             "seconds",
         )
     )
@@ -172,7 +170,7 @@ def print_search() -> None:
             problem = problem_of(profile, work, num_stages, num_microbatches)
             even = fitted(problem, even_stages(profile, num_stages))
             begin = time.process_time()
-            result = search_makespan(problem, work, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
+            result = search_makespan(Evaluator(problem, work, **LINKS))
             seconds = time.process_time() - begin
             before, after = (makespan(profile, split.stages, fresh) for split in (split_stages(problem), result.split))
             print_row(
@@ -184,10 +182,7 @@ def print_search() -> None:
                 ms(result.makespan_s),
                 f"{result.start_makespan_s / result.makespan_s - 1:.2%}",
                 f"{before / after - 1:.2%}",
-                ms(result.lower_bound_s),
-                f"{result.gap:.2%}",
                 result.num_simulated,
-                "yes" if result.complete else "no",
                 f"{seconds:.2f}",
             )
 
@@ -196,16 +191,15 @@ def print_bmp() -> None:
     print("\nOmniBal's BMP, simulated, against the search: 93 layers, 4 stages, no cap; radius 5, 20 candidates timed")
     print_row("packs", "m", "anchor", "BMP", "searched", "BMP / ours", "candidates", "split")
     profile = profile_of(93, memory_bytes=1e15)
-    links = {"link_bytes_per_s": LINK_BYTES_PER_S, "latency_s": LATENCY_S}
     for name, num_microbatches in (("equal", 4), ("equal", 11), ("varied", 4), ("varied", 11)):
         work = draw_work(32, num_microbatches, seed=1)
         if name == "equal":
             work = np.broadcast_to(work.max(axis=(0, 1)), (1, *work.shape[1:])).copy()
         problem = problem_of(profile, work, 4, num_microbatches)
-        time_split = simulated_seconds(problem, work, **links)
-        theirs = bmp_split(problem, time_split, radius=5, num_timed=20)
-        ours = search_makespan(problem, work, **links)
-        anchored = bmp_split(problem, time_split, radius=0)
+        evaluator = Evaluator(problem, work, **LINKS)
+        theirs = bmp_split(problem, evaluator.makespan_of, radius=5, num_timed=20)
+        ours = search_makespan(evaluator)
+        anchored = bmp_split(problem, evaluator.makespan_of, radius=0)
         print_row(
             name,
             num_microbatches,
@@ -220,7 +214,7 @@ def print_bmp() -> None:
 
 def print_schedules() -> None:
     print("\neach schedule with its own searched split, 93 layers, 4 devices, m = 8, 8 varied steps")
-    print_row("cap", "schedule", "makespan", "idle", "fullest", "recomputed", "bound", "gap")
+    print_row("cap", "schedule", "makespan", "idle", "fullest", "recomputed")
     names: tuple[tuple[ScheduleName, int], ...] = (
         ("1F1B", 1),
         ("GPipe", 1),
@@ -235,7 +229,7 @@ def print_schedules() -> None:
             problem = replace(problem_of(profile, work, 4, 8), schedule=name, num_chunks=chunks)
             cap = "80 GB" if memory_bytes == 80e9 else "none"
             try:
-                found = search_makespan(problem, work, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
+                found = search_makespan(Evaluator(problem, work, **LINKS))
             except PartitionError:
                 print_row(cap, name, "no fit")
                 continue
@@ -247,14 +241,12 @@ def print_schedules() -> None:
                 f"{1 - busy * 8 / 4 / found.makespan_s:.1%}",
                 f"{max(device.total_bytes for device in found.split.memory) / 1e9:.1f} GB",
                 sum(stage.num_recomputed() for stage in found.split.stages),
-                ms(found.lower_bound_s),
-                f"{found.gap:.2%}",
             )
 
 
 def makespan(profile: Profile, stages: Sequence[Stage], work: FloatArray) -> float:
     rows = work.reshape(-1, NUM_WORK_TERMS)
-    times = stage_times(profile, stages, rows, link_bytes_per_s=LINK_BYTES_PER_S, latency_s=LATENCY_S)
+    times = stage_times(profile, stages, rows, **LINKS)
     return float(simulate_steps(times, np.arange(len(rows)).reshape(len(work), 1, -1)).mean())
 
 

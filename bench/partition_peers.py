@@ -139,7 +139,7 @@ def print_quality(theirs: Callable[[Sequence[float], int], Sequence[int]] | None
         cuts = least_spread_cuts(instance.seconds, S)
         if theirs is not None and number < 10:
             differing += [int(c) for c in theirs(instance.seconds, S)] != cuts
-        searched = search_makespan(problem, work, max_simulated=500)
+        searched = search_makespan(Evaluator(problem, work), max_simulated=1000)
         exact = split_stages(problem)
         evaluator = Evaluator(problem, work)
         for name, stages in (

@@ -17,6 +17,7 @@ from injected_stages import Run, ping_pong_s, run_steps, spawn
 from partition import LINK_BYTES_PER_S, draw_work, parameter_stages, problem_of, profile_of
 from trimtab.options import ScheduleName
 from trimtab.partition.baselines import even_stages
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import StageTimes, block_costs, simulate, stage_times
 from trimtab.partition.stages import recompute_stages, split_stages
@@ -77,7 +78,7 @@ def scenarios() -> list[Scenario]:
         return split_stages(replace(problem, schedule=schedule, num_chunks=chunks)).stages
 
     few = problem_of(PROFILE, np.tile(one, (1, 4, 1)), DEVICES, 4)
-    searched = search_makespan(few, np.tile(one, (1, 4, 1)), link_bytes_per_s=LINK_BYTES_PER_S).split.stages
+    searched = search_makespan(Evaluator(few, np.tile(one, (1, 4, 1)), link_bytes_per_s=LINK_BYTES_PER_S)).split.stages
     real = profile_of(93)
     capped = problem_of(real, np.tile(one, (1, 8, 1)), DEVICES, 8)
     recomputed = recompute_stages(capped, even_stages(real, DEVICES)).stages

@@ -7,9 +7,9 @@ LLM tokens (image tokens included) in the language model. A *cut* `c` lies betwe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from trimtab.errors import PartitionError, TrimtabError
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
+from trimtab.shown import three_lines
+from trimtab.units import format_count
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -171,15 +173,6 @@ class ImageRuleBySample(ImageRule, Protocol):
         ...
 
 
-@runtime_checkable
-class AskedRule(ImageRule, Protocol):
-    """A rule that asks another program, and so for many sizes at once."""
-
-    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
-        """Asks for all (width, height) that it does not know."""
-        ...
-
-
 class ClipRule(Protocol):
     """A family's preprocessing of clips: which frames are sampled, and what each becomes."""
 
@@ -223,6 +216,15 @@ class ModelSpec:
         assert len(set(names)) == len(names), "layer names repeat"
         assert all(0 < cut < len(names) for cut in self.forbidden_cuts), "a cut lies outside the model"
 
+    def __repr__(self) -> str:
+        towers = {tower: self.num_tower_params(tower) for tower in dict.fromkeys(x.tower for x in self.layers)}
+        return three_lines(
+            f"ModelSpec {self.name} ({self.family}), {len(self.layers)} layers",
+            f"{format_count(self.num_params)} parameters: "
+            + ", ".join(f"{tower} {format_count(count)}" for tower, count in towers.items()),
+            f"images cut by {self.image_rule.name}",
+        )
+
     @property
     def num_params(self) -> int:
         return sum(layer.num_params for layer in self.layers)
@@ -254,9 +256,6 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to another device of the same node, one direction
     source: str
-    # left out of the repr, and so of plans' fingerprints: a plan that offloads records what it was made with
-    host_bytes_per_s: float | None = field(default=None, repr=False)  # to host memory, one direction; None: not known
-    host_memory_bytes: int | None = field(default=None, repr=False)  # its share of the vendor's own server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +351,17 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.num_tokens)
 
+    def __repr__(self) -> str:
+        def told(unit: str, column: IntArray) -> str:
+            most = int(column.max()) if len(column) else 0
+            return f"{unit}: {int(column.sum()):,} in all, {most:,} the most of a sample"
+
+        return three_lines(
+            f"SampleTable of {len(self):,} samples from {len(self.source_names)} sources",
+            told(self.patch_unit, self.num_patches),
+            told("tokens" if self.tokens_exact else "tokens, estimated", self.num_tokens),
+        )
+
     def sample_id(self, row: int) -> str:
         return self.ids[row] if self.ids is not None else str(row)
 
@@ -393,6 +403,13 @@ class Packing:
     method: str = "balanced"
     seed: int = 0
 
+    def __repr__(self) -> str:
+        return three_lines(
+            f"Packing of {len(self.indices):,} samples in {self.num_packs:,} packs",
+            f"at most {' and '.join(f'{limit:,}' for limit in self.limits)} (patches and tokens) a pack",
+            f"method {self.method}, seed {self.seed}, {len(self.oversize):,} samples left out as too large",
+        )
+
     @property
     def num_packs(self) -> int:
         return len(self.offsets) - 1
@@ -419,6 +436,14 @@ class Schedule:
     table: IntArray  # (num_steps, dp, num_microbatches)
     order: str = "random"
 
+    def __repr__(self) -> str:
+        steps, dp, num_microbatches = self.table.shape
+        return three_lines(
+            f"Schedule of {steps:,} steps, {self.order} order",
+            f"{dp} ranks x {num_microbatches} micro-batches a step",
+            f"{int((self.table < 0).sum()):,} empty slots",
+        )
+
     @property
     def num_steps(self) -> int:
         return int(self.table.shape[0])
@@ -431,7 +456,7 @@ class Schedule:
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full", "offload"]
+    name: Literal["none", "selective", "attention", "full"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -482,6 +507,14 @@ class Profile:
     optimizer: str | None = None  # whose state was measured; None: state follows the plan's
     zero_stage: int | None = None  # at which it was measured
 
+    def __repr__(self) -> str:
+        dims = self.dims
+        return three_lines(
+            f"Profile of {len(self.layers)} layers on {self.device.name}, {self.method}, {self.dtype}",
+            f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, attention {self.attention}",
+            f"seconds within ± {100 * self.time_error:.0f} %, bytes within ± {100 * self.memory_error:.0f} %",
+        )
+
     def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes"]) -> FloatArray:
         """(num_layers, len(WORK_TERMS)) coefficients."""
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
@@ -523,15 +556,12 @@ class Stage:
     recompute: tuple[RecomputeChoice, ...] = ()
 
     def num_recomputed(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier != "offload")
-
-    def num_offloaded(self) -> int:
-        return sum(len(choice.layers) for choice in self.recompute if choice.tier == "offload")
+        return sum(len(choice.layers) for choice in self.recompute)
 
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
-    names = {i: choice.tier for choice in stage.recompute for i in choice.layers}
+    names = tiers_of(stage)
     found = []
     for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
         tier = layer.tier(names.get(i, layer.tiers[0].name))
@@ -547,6 +577,23 @@ def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
     """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
     return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
+
+
+def tiers_of(stage: Stage) -> dict[int, RecomputedTier]:
+    """The tier of each layer that the stage recomputes."""
+    return {i: choice.tier for choice in stage.recompute for i in choice.layers}
+
+
+def recomputing(stage: Stage, tiers: Mapping[int, RecomputedTier]) -> Stage:
+    """The stage with recompute of those of these layers that it holds, each by its tier, and of no other.
+
+    >>> recomputing(Stage(index=1, start=4, stop=8), {3: "full", 5: "full", 6: "selective"}).recompute[0]
+    RecomputeChoice(tier='selective', layers=(6,))
+    """
+    own = range(stage.start, stage.stop)
+    layers = {tier: tuple(i for i in own if tiers.get(i) == tier) for tier in get_args(RecomputedTier)}
+    chosen = tuple(RecomputeChoice(tier=tier, layers=found) for tier, found in layers.items() if found)
+    return replace(stage, recompute=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

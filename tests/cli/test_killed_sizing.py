@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -37,6 +38,18 @@ def size_command(drawn: Path, folder: Path, out: str, *more: str) -> list[str]:
     return [*command, "--workers", "2", "--out", str(folder / out), *more]
 
 
+def group_alive(group: int) -> bool:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
 @pytest.mark.integration
 def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, large: Path) -> None:
     calm = subprocess.run(size_command(drawn, large, "calm.npz"), capture_output=True, text=True, check=False)
@@ -47,7 +60,9 @@ def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, la
     command = size_command(drawn, large, "stormy.npz", "--resume", str(large / "kept"))
     num_kept = 0
     for _ in range(NUM_KILLS):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         wanted, deadline = num_kept + draw.randint(0, 4), time.monotonic() + 60
         while (kept := count_kept(large)) < wanted and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -56,6 +71,10 @@ def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, la
         status = process.wait()
         print(f"seed {seed}: killed when {kept} chunks were finished, {num_kept} before; status {status}")
         assert status == -signal.SIGKILL, "it had ended before it was killed"
+        deadline = time.monotonic() + 10
+        while group_alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not group_alive(process.pid), "workers outlived their parent"
         assert num_kept <= kept <= count_kept(large), "a kill lost finished chunks"
         num_kept = count_kept(large)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

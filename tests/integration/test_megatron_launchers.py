@@ -18,9 +18,7 @@ import warnings
 
 import pytest
 
-from trimtab.adapters.megatron import MegatronExport, megatron_flags
-from trimtab.adapters.megatron_bridge import bridge_fields, bridge_python
-from trimtab.adapters.ms_swift import swift_arguments, swift_shell
+from trimtab.adapters import megatron_bridge, ms_swift
 from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
@@ -32,7 +30,7 @@ BLOCK = MODEL.indices("language", "block")[0]
 VISION = tuple(MODEL.indices("vision", "block"))
 
 
-def exported(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> MegatronExport:
+def decided(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> Decided:
     cuts = (
         [BLOCK + 4 + 3 * s for s in range(4 * num_chunks - 1)]
         if num_chunks == 1
@@ -42,25 +40,23 @@ def exported(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> M
     if tier is not None:
         first = dataclasses.replace(stages[0], recompute=(RecomputeChoice(tier=tier, layers=(*VISION, BLOCK)),))
         stages = (first, *stages[1:])
-    return megatron_flags(
-        Decided(
-            model=MODEL,
-            stages=stages,
-            dims=ParallelDims(dp=2, pp=4, tp=2, cp=2),
-            schedule="1F1B" if num_chunks == 1 else "Interleaved1F1B",
-            num_microbatches=8,
-            num_chunks=num_chunks,
-            zero_stage=zero_stage,
-        )
+    return Decided(
+        model=MODEL,
+        stages=stages,
+        dims=ParallelDims(dp=2, pp=4, tp=2, cp=2),
+        schedule="1F1B" if num_chunks == 1 else "Interleaved1F1B",
+        num_microbatches=8,
+        num_chunks=num_chunks,
+        zero_stage=zero_stage,
     )
 
 
 CASES = [
-    exported(None),
-    exported(None, zero_stage=0),
-    exported("full"),
-    exported("selective"),
-    exported(None, num_chunks=2),
+    decided(None),
+    decided(None, zero_stage=0),
+    decided("full"),
+    decided("selective"),
+    decided(None, num_chunks=2),
 ]
 
 
@@ -85,8 +81,9 @@ def fields_of(tree: ast.Module, *classes: str) -> dict[str, ast.AnnAssign]:
     }
 
 
-@pytest.mark.parametrize("export", CASES)
-def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(export):
+@pytest.mark.parametrize("decided", CASES)
+def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
+    export = megatron_bridge.export(decided, None)
     container = fields_of(source("megatron-bridge", "megatron/bridge/training/config.py"))
     provider = fields_of(source("megatron-bridge", "megatron/bridge/models/gpt_provider.py"), "GPTModelProvider")
     pytest.importorskip("torch", reason="megatron-core needs torch")
@@ -102,7 +99,7 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(export):
         "cfg.train": set(container),
         "cfg.ddp": {field.name for field in dataclasses.fields(DistributedDataParallelConfig)},
     }
-    for line in ast.parse(bridge_python(export)).body:
+    for line in ast.parse(export.text).body:
         assert isinstance(line, ast.Assign)
         (target,) = line.targets
         owner, _, name = ast.unparse(target).rpartition(".")
@@ -110,7 +107,7 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(export):
         assert name in known[owner], (owner, name)
     model = {
         name.removeprefix("cfg.model."): list(value) if isinstance(value, tuple) else value
-        for name, value in bridge_fields(export)
+        for name, value in export.fields.items()
         if name.startswith("cfg.model.")
     }
     with warnings.catch_warnings():
@@ -126,13 +123,14 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(export):
     assert config.pipeline_model_parallel_layout is not None
 
 
-@pytest.mark.parametrize("export", CASES)
-def test_swift_reads_our_command_as_we_mean_it(export):
+@pytest.mark.parametrize("decided", CASES)
+def test_swift_reads_our_command_as_we_mean_it(decided):
+    export = ms_swift.export(decided, None)
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     known = fields_of(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
     names = {**vars(typing), "torch": torch, "field": dataclasses.field}
-    given = dict(swift_arguments(export))
+    given = export.fields
     fields = []
     for name in given:
         assert name in known, name
@@ -143,7 +141,7 @@ def test_swift_reads_our_command_as_we_mean_it(export):
         fields.append(
             (name, annotation, value if isinstance(value, dataclasses.Field) else dataclasses.field(default=value))
         )
-    words = shlex.split(swift_shell(export).replace("\\\n", " "))
+    words = shlex.split(export.text.replace("\\\n", " "))
     assert words[:2] == ["megatron", "sft"]
     parser = transformers.HfArgumentParser(dataclasses.make_dataclass("Arguments", fields))
     (read,) = parser.parse_args_into_dataclasses(words[2:])

@@ -87,8 +87,6 @@ CASES = [
     Case(family="qwen2_5_vl", schedule="GPipe", cuts=(layer(1),), recompute="full"),
     Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), recompute="selective"),
     *both("qwen2_5_vl", block(1), MERGER, layer(2), recompute="full"),
-    Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), recompute="offload"),
-    *both("qwen2_5_vl", block(1), MERGER, layer(2), recompute="offload"),
     Case(family="llava", schedule="Interleaved1F1B", cuts=(clip(1), EMBED, layer(2)), chunks=2, recompute="selective"),
     # data-parallel ranks share images: stage 0 the tower alone, or with text behind it; ranks and micro-batches without
     # images; several micro-batches in one call; clips by their frames; every schedule

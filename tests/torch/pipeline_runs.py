@@ -17,8 +17,8 @@ from trimtab.errors import PlanError
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.loss import label_weights, packed_loss
+from trimtab.runtime.layout import Recompute
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
-from trimtab.runtime.pipeline.layout import Recompute
 
 WORLD = 4
 MICROBATCHES = ((0,), (1, 5), (2,), (3, 4))  # samples of `make_tiny_packs`; 1 and 5 have no image

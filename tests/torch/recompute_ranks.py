@@ -38,7 +38,7 @@ def run_ranks(folder: Path) -> list[dict[str, Any]]:
     return [row for rank in range(RANKS) for row in json.loads((folder / f"rows{rank}.json").read_text())]
 
 
-WAYS = (("before", "full"), ("after", "full"), ("before", "offload"))  # set before or after the wrapper
+WAYS = ("before", "after")  # recompute is set before or after the wrapper
 
 
 @dataclass(frozen=True)
@@ -46,40 +46,36 @@ class Step:
     gradients: dict[str, torch.Tensor]
     num_gathers: int
     forwards: dict[str, int]
-    moved_bytes: int
 
 
 def one_rank(rank: int, folder: str) -> None:
     rows = []
     for wrapper in ("ddp", "fsdp2"):
-        plain = step(wrapper, None, "full")
+        plain = step(wrapper, None)
         expected = plain.gradients
-        for when, granularity in WAYS:
-            found = step(wrapper, when, granularity)
+        for when in WAYS:
+            found = step(wrapper, when)
             own = found.gradients
             equal = own.keys() == expected.keys() and all(torch.equal(own[k], expected[k]) for k in expected)
-            again = 1 if granularity == "offload" else 2
             rows.append(
                 {
                     "wrapper": wrapper,
                     "when": when,
-                    "granularity": granularity,
                     "rank": rank,
                     "equal": equal and len(expected) > 20,
                     "forwards": list(found.forwards.values()),
-                    "wanted": [again if i % 2 == 0 else 1 for i in range(len(found.forwards))],
+                    "wanted": [2 if i % 2 == 0 else 1 for i in range(len(found.forwards))],
                     "gathers": (plain.num_gathers, found.num_gathers),
-                    "moved": found.moved_bytes,
                 }
             )
     Path(folder, f"rows{rank}.json").write_text(json.dumps(rows))
 
 
-def step(wrapper: str, when: str | None, granularity: str) -> Step:
-    """Every second layer recomputes or is offloaded; `when` None: none does."""
+def step(wrapper: str, when: str | None) -> Step:
+    """Every second layer recomputes; `when` None: none does."""
     family, model = make_model("qwen2_5_vl", "sdpa")
     layers = find_layers(model)
-    handle = apply(model, layers[::2] if when == "before" else [], granularity=granularity)
+    apply(model, layers[::2] if when == "before" else [])
     wrapped: nn.Module = model
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -89,12 +85,12 @@ def step(wrapper: str, when: str | None, granularity: str) -> Step:
             fully_shard(model.get_submodule(name))
         fully_shard(model)
     if when == "after":
-        apply(wrapped, layers[::2], granularity=granularity)
+        apply(wrapped, layers[::2])
     forwards = count_forwards(model, layers)
     with Gathers() as gathers:
         found = gradients(wrapped, family.inputs)
     whole = {name.removeprefix("module."): as_whole(gradient) for name, gradient in found.items()}
-    return Step(whole, gathers.count, {name: forwards[name] for name in layers}, handle.host.most_bytes)
+    return Step(whole, gathers.count, {name: forwards[name] for name in layers})
 
 
 def as_whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -63,15 +63,14 @@ def test_a_cache_would_join_the_samples():
     assert error(logits_packed(packs, {**batch, "use_cache": True}), logits_alone(packs)) > LARGE
 
 
-@pytest.fixture
-def flash_calls(monkeypatch):
-    """A `flash_attn` package in plain torch, with the signatures of its version 2, strict about what it is given.
+class FlashInTorch:
+    """The functions of flash_attn 2 in plain torch, with those of their arguments that Transformers knows; strict."""
 
-    Everything of Transformers before the kernel is its own code. Lists the number of sequences of each causal call.
-    """
-    calls: list[int] = []
+    def __init__(self) -> None:
+        self.calls: list[int] = []  # number of sequences of each causal call
 
     def flash_attn_varlen_func(
+        self,
         q,
         k,
         v,
@@ -84,10 +83,7 @@ def flash_calls(monkeypatch):
         causal=False,
         window_size=(-1, -1),
         softcap=0.0,
-        alibi_slopes=None,
         deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
     ):
         for offsets, longest, rows in ((cu_seqlens_q, max_seqlen_q, len(q)), (cu_seqlens_k, max_seqlen_k, len(k))):
             assert offsets.dtype == torch.int32
@@ -98,7 +94,7 @@ def flash_calls(monkeypatch):
             if causal:  # the kernel's C++ takes an int; a tensor would wait for the device in every layer
                 assert type(longest) is int
         if causal:
-            calls.append(len(cu_seqlens_q) - 1)
+            self.calls.append(len(cu_seqlens_q) - 1)
         queries, keys = (itertools.pairwise(o.tolist()) for o in (cu_seqlens_q, cu_seqlens_k))
         parts = [
             attend(q[a:b], k[c:d], v[c:d], causal, softmax_scale, window_size)
@@ -107,6 +103,7 @@ def flash_calls(monkeypatch):
         return torch.cat(parts)
 
     def flash_attn_func(
+        self,
         q,
         k,
         v,
@@ -115,15 +112,19 @@ def flash_calls(monkeypatch):
         causal=False,
         window_size=(-1, -1),
         softcap=0.0,
-        alibi_slopes=None,
         deterministic=False,
-        return_attn_probs=False,
     ):
         assert not causal, "a pack came to the kernel without its lengths"
         return torch.stack([attend(*row, causal, softmax_scale, window_size) for row in zip(q, k, v, strict=True)])
 
+
+@pytest.fixture
+def flash_calls(monkeypatch):
+    """Makes Transformers take `FlashInTorch` for an installed `flash_attn`: all before the kernel is its own code."""
+    kernels = FlashInTorch()
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
-    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package.flash_attn_func = kernels.flash_attn_func
+    package.flash_attn_varlen_func = kernels.flash_attn_varlen_func
     package.flash_attn_with_kvcache = padding.pad_input = padding.unpad_input = None
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
@@ -132,7 +133,7 @@ def flash_calls(monkeypatch):
         monkeypatch.setattr(flash, f"is_flash_attn_{version}_available", lambda version=version: version == 2)
     for name in ("_loaded_implementation", *(n for n in vars(flash) if n.startswith("_flash_") and n.endswith("_fn"))):
         monkeypatch.setattr(flash, name, None)
-    return calls
+    return kernels.calls
 
 
 def attend(q, k, v, causal, scale, window):

@@ -22,10 +22,10 @@ from tiny_packs import TinyPacks, one_thread  # noqa: E402, F401
 from trimtab.errors import UnsupportedPlanError  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402
 from trimtab.plan.file.yaml import load_plan  # noqa: E402
+from trimtab.runtime.layout import Recompute  # noqa: E402
 from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout  # noqa: E402
 from trimtab.runtime.pipeline import build as builder  # noqa: E402
 from trimtab.runtime.pipeline.cuts import Cuts  # noqa: E402
-from trimtab.runtime.pipeline.layout import Recompute  # noqa: E402
 from trimtab.runtime.probe.meter import CpuMeter  # noqa: E402
 
 pytestmark = pytest.mark.torch

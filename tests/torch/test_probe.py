@@ -28,11 +28,12 @@ from trimtab.cli.probe import print_probe
 from trimtab.costs.profile import load_profile
 from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.partition.baselines import full_recompute
 from trimtab.plan.build import write_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.measured.check import check_plan
-from trimtab.plan.measured.probed import full_recompute, with_profile
+from trimtab.plan.measured.probed import with_profile
 from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
@@ -289,19 +290,6 @@ def test_the_meter_counts_live_storages():
         del second
         assert meter.held_bytes == 2048
     assert meter.peak_bytes == 2048 + 4000 + 4  # and the sum
-
-
-def test_the_meter_leaves_out_what_lies_in_host_memory():
-    layer = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU()) for _ in range(1)))
-    rows, meter, held = torch.ones(100, 8), CpuMeter(), {}
-    for tier in ("full", "offload"):
-        handle = apply(layer, ["0"], granularity=tier)
-        with meter.watch(layer.parameters(), [rows]):
-            loss = layer(rows).sum()
-            held[tier] = meter.held_bytes
-            loss.backward()
-        handle.remove()
-    assert held["offload"] == held["full"]
 
 
 def test_the_meter_sees_what_a_recomputed_layer_computes_again():

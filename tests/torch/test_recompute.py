@@ -268,7 +268,7 @@ def test_all_that_is_wrong_is_said_at_once():
         apply(model, names, granularity="most")  # type: ignore[arg-type]
     lines = str(caught.value).splitlines()
     assert lines == [
-        "granularity 'most' was asked for, which is unknown: choose selective, attention, full, offload",
+        "granularity 'most' was asked for, which is unknown: choose selective, attention, full",
         "recompute was asked for visual.blocks.0, which the model lacks: plan with its own config, or give names as "
         "`model.named_modules()` spells them",
         f"recompute was asked for {TEXT}.layers.1 more than once: name each layer once",
@@ -319,15 +319,11 @@ def test_transformers_trainer_trains_to_the_same_weights(tmp_path, dtype):
 
 
 def test_under_ddp_and_fsdp2_gradients_are_bit_equal(tmp_path):
-    """Recomputed and offloaded."""
     results = run_ranks(tmp_path)
-    assert {(r["wrapper"], r["when"], r["granularity"], r["rank"]) for r in results} == {
-        (wrapper, *way, rank) for wrapper in ("ddp", "fsdp2") for way in WAYS for rank in (0, 1)
+    assert {(r["wrapper"], r["when"], r["rank"]) for r in results} == {
+        (wrapper, when, rank) for wrapper in ("ddp", "fsdp2") for when in WAYS for rank in (0, 1)
     }
     for r in results:
         assert r["equal"], r
         assert r["forwards"] == r["wanted"], r
         assert r["gathers"][0] >= r["gathers"][1], r  # recompute gathers no weights a further time
-    # FSDP2's gathered weights are not moved either
-    (moved,) = {r["moved"] for r in results if r["granularity"] == "offload"}
-    assert moved > 0

@@ -1,20 +1,25 @@
-"""Needs torch, Transformers. Families asked and declared: images apart are encoded as together, with gradients."""
+"""Tests of runtime/vision/ (families, seams, selftest): images apart are encoded as together, with gradients.
+
+Needs torch and Transformers."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="runs tiny vision towers")
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
-from shrunk_models import draw_several_images, make_shrunk  # noqa: E402
+from drawn_images import draw_several_images  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
 
+from trimtab.balance.images import TowerCost  # noqa: E402
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.vision import BatchFamily, GridFamily, check_family  # noqa: E402
-from trimtab.runtime.vision.families import find_family  # noqa: E402
+from trimtab.runtime.vision.families import find_family, tower_flops  # noqa: E402
 from trimtab.runtime.vision.seams import find_seams  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
@@ -79,6 +84,27 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
         TrimtabError, match=r"nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
     ):
         find_family(config, of_words)
+
+
+def test_the_cost_of_a_tower_and_of_its_windows_by_hand():
+    gated = SimpleNamespace(hidden_size=10, intermediate_size=30, depth=4, hidden_act="silu", fullatt_block_indexes=[1])
+    # 2 x 4 layers x (4 x 10 x 10 + 3 x 10 x 30); 4 x 10 a pair of patches in the one whole layer, and in the others
+    assert tower_flops(gated) == TowerCost(patch=10400.0, patch_sq=40.0, patch_windowed=120.0)
+    plain = SimpleNamespace(embed_dim=8, mlp_ratio=4, hidden_size=99, num_hidden_layers=2)
+    assert tower_flops(plain) == TowerCost(patch=3072.0, patch_sq=64.0, patch_windowed=0.0)
+    config = SimpleNamespace(**vars(gated), window_size=56, patch_size=14, spatial_merge_size=2)
+    given = {"pixel_values": torch.zeros(120, 1), "image_grid_thw": torch.tensor([[2, 10, 6]])}
+    inputs = GridFamily().read("image", dict(given), config)
+    # sides of 4 patches: 10 = 4 + 4 + 2, 6 = 4 + 2
+    assert (inputs.patches.tolist(), inputs.windowed.tolist()) == ([60, 60], [36 * 20, 36 * 20])
+    whole = GridFamily(frames=False).read("image", dict(given), config)
+    assert (whole.patches.tolist(), whole.windowed.tolist(), whole.entries.tolist()) == ([120], [2 * 36 * 20], [1])
+    # where patches of frames become one, the smallest image is a real one
+    assert GridFamily(frames=False).smallest(whole, config).patches.tolist() == [120]
+    smallest = GridFamily().smallest(inputs, config)
+    assert (smallest.patches.tolist(), smallest.windowed.tolist()) == ([4], [16])
+    images = BatchFamily().read("image", {"pixel_values": torch.zeros(3, 3, 28, 42)}, config)
+    assert images.patches.tolist() == [6, 6, 6]
 
 
 def test_a_declaration_that_does_not_hold_is_found():

@@ -1,5 +1,6 @@
-"""The tower's own forward as the seam. Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
+"""Tests of runtime/vision/ (apply, handle, outputs, seams) with the tower's own forward as the seam.
 
+Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
 pip install 'transformers==4.57.6' && pytest tests/torch/test_vision_towers.py
 """
 

@@ -13,17 +13,23 @@ import transformers
 from rounding import BOUNDS, assert_close
 from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
-from vision_odd_uses import run_odd_uses
+from vision_odd_uses import (
+    fail,
+    features,
+    run_odd_uses,
+    run_uses_of_one_model,
+)
 from vision_runs import (
-    MODES,
     VIDEO_TOKEN,
+    Case,
     fully_shard_model,
     make_case,
     make_rank_case,
     run_both_gathers,
     run_dispatched,
     run_groups,
-    run_matrix,
+    run_mode,
+    run_modes,
     run_routed,
     shard,
     sum_over_ranks,
@@ -88,7 +94,7 @@ def slice_sequence(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any
     return args, kwargs
 
 
-def run_ulysses(rank: int, _folder: str) -> None:
+def run_ulysses(rank: int) -> None:
     """Attention over all tokens by all-to-all, loss of the own tokens, gradients summed: the honest test of the sum."""
     transformers.AttentionInterface.register("ulysses", ulysses_attention)
     num_ranks = dist.get_world_size()
@@ -129,67 +135,58 @@ def run_ulysses(rank: int, _folder: str) -> None:
 # -- conventions, verification, pooling -----------------------------------------------------------------------------
 
 
-def run_conventions(rank: int, _folder: str) -> None:
-    """Every way losses and gradients add up: right, or refused by name; and what verify_vision_dp measures."""
+def own_loss(case: Case, kind: str) -> Tensor:
+    """What a rank back-propagates under a convention."""
     num_ranks = dist.get_world_size()
+    if kind == "replicated":
+        return case.loss(case.forward())
+    mine = shard(dist.get_rank(), num_ranks, case.num_tokens)
+    return case.loss(case.forward(), mine) * (num_ranks if KAPPA_IS_N[kind] else 1)
+
+
+def reduce(case: Case, how: str) -> None:
+    """What a host does to all gradients."""
+    for p in case.model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size() if how == "mean" else 1
+
+
+def run_conventions(rank: int) -> None:
+    """Every way losses and gradients add up that gives the whole gradient; the others are refused by name."""
     case = make_case("qwen3_vl", "images")
     case.loss(case.forward()).backward()
     expected = case.gradients()
-    mine = shard(rank, num_ranks, case.num_tokens)
+    for loss, how in (("sharded", "sum"), ("sharded x N", "mean"), ("replicated", "mean"), ("replicated", "none")):
+        with vision_dp(case.model, loss=loss, reduction=how, timeout_s=60) as handle:
+            own_loss(case, loss).backward()
+            if how == "none":
+                handle.reduce_gradients()
+            else:
+                reduce(case, how)
+            assert_close(case.gradients(), expected, (loss, how), part="visual")
+            host = None if how == "none" else functools.partial(reduce, case, how)
+            check = verify_vision_dp(handle, functools.partial(own_loss, case, loss), reduce_gradients=host)
+            assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
+            assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
+            if how == "none":
+                with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the backward"):
+                    handle.reduce_gradients()  # cleared by the check
+    with pytest.raises(TrimtabError, match="leaves every gradient, of text and of vision, 3 times too small"):
+        vision_dp(case.model, loss="sharded", reduction="mean")
 
-    def own_loss(kind: str) -> Tensor:
-        if kind == "replicated":
-            return case.loss(case.forward())
-        return case.loss(case.forward(), mine) * (num_ranks if KAPPA_IS_N[kind] else 1)
 
-    def reduce(how: str) -> None:
-        for p in case.model.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= num_ranks if how == "mean" else 1
-
-    refused = []
-    for loss in KAPPA_IS_N:
-        for how in ("sum", "mean", "none"):
-            try:
-                handle = vision_dp(case.model, loss=loss, reduction=how, timeout_s=60)
-            except TrimtabError as error:
-                refused.append((loss, how, "leaves every gradient, of text and of vision, " in str(error)))
-                continue
-            with handle:
-                own_loss(loss).backward()
-                if how == "none":
-                    handle.reduce_gradients()
-                    held = [p.grad for p in handle.vision_parameters()]
-                    for p in handle.vision_parameters():
-                        p.grad = None
-                    with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the back"):
-                        handle.reduce_gradients()
-                    for p, gradient in zip(handle.vision_parameters(), held, strict=True):
-                        p.grad = gradient
-                else:
-                    reduce(how)
-                assert_close(case.gradients(), expected, (loss, how), part="visual")
-                host = None if how == "none" else functools.partial(reduce, how)
-                check = verify_vision_dp(handle, functools.partial(own_loss, loss), reduce_gradients=host)
-                assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
-                assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
-    assert refused == [
-        ("sharded", "mean", True),
-        ("sharded", "none", True),
-        ("sharded x N", "sum", True),
-        ("sharded x N", "none", True),
-        ("replicated", "sum", True),
-    ]
-
+def run_verified(rank: int) -> None:
+    """What verify_vision_dp finds where a host does otherwise than declared, and under FSDP2."""
+    num_ranks = dist.get_world_size()
+    case = make_case("qwen3_vl", "images")
     with vision_dp(case.model, loss="sharded", reduction="sum", timeout_s=60) as handle:
         with pytest.raises(TrimtabError, match=r"gradients are 0.3\d+ times the true ones: losses or reduction are"):
-            verify_vision_dp(handle, lambda: own_loss("sharded"), reduce_gradients=lambda: reduce("mean"))
+            verify_vision_dp(handle, lambda: own_loss(case, "sharded"), reduce_gradients=lambda: reduce(case, "mean"))
         with pytest.raises(TrimtabError, match="doing it twice changes them: make the handle with reduction='none'"):
             handle.reduce_gradients()
     with vision_dp(case.model, timeout_s=60) as handle, pytest.raises(TrimtabError, match="known how losses add up"):
-        verify_vision_dp(handle, lambda: own_loss("sharded"))
-
+        verify_vision_dp(handle, lambda: own_loss(case, "sharded"))
     sharded = make_case("qwen3_vl", "images and clip")
     fully_shard_model(sharded.model)
     tokens = shard(rank, num_ranks, sharded.num_tokens)
@@ -197,12 +194,10 @@ def run_conventions(rank: int, _folder: str) -> None:
         check = verify_vision_dp(handle, lambda: num_ranks * sharded.loss(sharded.forward(), tokens))
         assert 0.9 < check.gradient_scale < 1.1, check
         wrong = verify_vision_dp(handle, lambda: sharded.loss(sharded.forward(), tokens), raise_problems=False)
-        assert wrong.gradient_scale == pytest.approx(
-            1.0, rel=0.02
-        )  # kappa is declared: a loss is what it is said to be
+        assert wrong.gradient_scale == pytest.approx(1.0, rel=0.02)  # a loss is what it is said to be
 
 
-def run_pooled(rank: int, _folder: str) -> None:
+def run_pooled(rank: int) -> None:
     """Four micro-batches through one call of the tower: the gradient of four calls."""
     num_ranks = dist.get_world_size()
     cases = [make_rank_case("qwen3_vl", batch) for batch in ("one image", "images and clip", "text", "clip")]
@@ -211,101 +206,96 @@ def run_pooled(rank: int, _folder: str) -> None:
         case.loss(case.forward()).backward()
     expected = cases[0].gradients()
     with vision_dp(cases[0].model, timeout_s=60) as handle:
-        pooled = encode_pooled(handle, [case.inputs for case in cases])
-        assert handle.load.calls == 2  # images, then clips
-        for case, outputs in zip(cases, pooled.outputs, strict=True):
-            inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
-            logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
-            case.loss(logits, shard(rank, num_ranks, case.num_tokens)).backward()
-        pooled.backward()
-        assert_close(sum_over_ranks(cases[0].gradients()), expected)
-        # a rank to whose loss no image contributes takes part in the tower's backward all the same
-        pooled = encode_pooled(handle, [case.inputs for case in cases])
-        for case, outputs in zip(cases, pooled.outputs, strict=True):
-            inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
-            logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
-            if rank == 0:
-                case.loss(logits).backward()
-        pooled.backward()
-        found, expected = ({n: g for n, g in x.items() if "visual" in n} for x in (cases[0].gradients(), expected))
-        assert_close(sum_over_ranks(found), expected)
+        # each rank its part of every loss; then the first all, and the other takes part in the tower's backward alone
+        for parts in ([rank / num_ranks, (rank + 1) / num_ranks], [0.0, 1.0 - rank]):
+            pooled = encode_pooled(handle, [case.inputs for case in cases])
+            for case, outputs in zip(cases, pooled.outputs, strict=True):
+                inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
+                logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
+                own = slice(*(int(part * case.num_tokens) for part in parts))
+                if own.stop:
+                    case.loss(logits, own).backward()
+            pooled.backward()
+            visual = {name: p.grad for name, p in cases[0].model.named_parameters() if "visual" in name}
+            assert_close(sum_over_ranks(visual), {name: expected[name] for name in visual})
+            cases[0].model.zero_grad()
+        assert handle.load.calls == 4  # images, then clips, twice
 
 
 # -- disagreement ---------------------------------------------------------------------------------------------------
 
 
-def run_disagreements(rank: int, _folder: str) -> None:
+def run_disagreements(rank: int) -> None:
     """Whatever one rank does otherwise raises on all, and the group works on; last, a rank that does not come."""
     case = make_case("qwen3_vl", "images")
-    inner, inputs = case.model.model, case.inputs
-    odd = rank == 1
-
-    def features(pixels: Tensor | None = None, **more: Any) -> Any:
-        pixels = inputs["pixel_values"] if pixels is None else pixels
-        return inner.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True, **more)
-
-    alone = features()
+    pixels, odd = case.inputs["pixel_values"], rank == 1
+    alone = features(case)
     with vision_dp(case.model, timeout_s=60):
         with pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with other images"):
-            features(inputs["pixel_values"] + odd)
-        message = "asks the vision tower for the states" if odd else "rank 1 refused what get_image_features was given"
-        with pytest.raises(TrimtabError, match=message):
-            features(**({"output_hidden_states": True} if odd else {}))
+            features(case, pixel_values=pixels + odd)
         case.tower.requires_grad_(not odd)
         with pytest.raises(TrimtabError, match=r"rank 1 of the group has image features of another need of gradients"):
-            features()
+            features(case)
         case.tower.requires_grad_(True)
-        hook = case.tower.register_forward_pre_hook(_fail) if odd else None
+        hook = case.tower.register_forward_pre_hook(fail) if odd else None
         with pytest.raises((TrimtabError, ArithmeticError), match=r"failed on rank 1: that|out of patience"):
-            features()
+            features(case)
         if hook is not None:
             hook.remove()
-        for a, b in zip(features().pooler_output, alone.pooler_output, strict=True):
+        for a, b in zip(features(case).pooler_output, alone.pooler_output, strict=True):
             assert_close(a, b, "features after all that")
-        as_tuple = inner.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=False)
-        assert isinstance(as_tuple, tuple)
-    assert "last_hidden_state" in features()  # the module's own function again
+        assert isinstance(features(case, return_dict=False), tuple)
+    assert "last_hidden_state" in features(case)  # the module's own function again
 
     with vision_dp(case.model, timeout_s=2):
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
-                features()
+                features(case)
         dist.barrier()
         if odd:  # late: it is told as well
             with pytest.raises(TrimtabError, match=r"rank 1 of 2 waited \d s at get_image_features for "):
-                features()
+                features(case)
     with vision_dp(case.model):  # of ten minutes; a rank that leaves is missed at once
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited \d s at get_image_features for "):
-                features()
+                features(case)
     dist.barrier()
-
-
-def _fail(*_: Any) -> None:
-    raise ArithmeticError("out of patience")
 
 
 # -- one start of the processes for many of the above ---------------------------------------------------------------
 
 
-def run_on_two(rank: int, folder: str) -> None:
-    """The last leaves a group that a rank did not come to."""
-    run_matrix(rank, folder, ["qwen2_5_vl"], ["one image"], list(MODES))
-    run_matrix(rank, folder, ["qwen3_vl"], ["images and clip"], list(MODES))
-    run_ulysses(rank, folder)
-    run_pooled(rank, folder)
+def run_in_short(rank: int) -> None:
+    """Each exchange once, a rank without images, and what one rank does otherwise."""
+    run_mode("qwen3_vl", "images and clip", "plain")
+    run_mode("qwen2_5_vl", "one image", "frozen")
+    run_routed("qwen3_vl", "one image")
+    run_dispatched("qwen3_vl", ["text", "images and clip"])
+    run_pooled(rank)
     run_odd_uses(rank)
-    run_disagreements(rank, folder)
 
 
-def run_on_three(rank: int, folder: str) -> None:
-    run_both_gathers(rank, folder)
-    run_routed(rank, folder)
-    for wrapped in ("plain", "fsdp2", "ddp"):
-        run_dispatched(rank, folder, wrapped)
-    run_conventions(rank, folder)
+def run_on_two(rank: int) -> None:
+    """The last leaves a group that a rank did not come to."""
+    run_modes("qwen2_5_vl", "one image")
+    run_modes("qwen3_vl", "images and clip")
+    run_ulysses(rank)
+    run_uses_of_one_model(rank)
+    run_disagreements(rank)
 
 
-def run_on_four(rank: int, folder: str) -> None:
-    for wrapped in ("plain", "fsdp2"):
-        run_groups(rank, folder, wrapped)
+def run_on_three(rank: int) -> None:
+    run_both_gathers()
+    run_routed("qwen2_vl", "images")
+    run_routed("qwen3_vl", "images and clip")
+    per_rank = ["one image", "text", "images and clip"]
+    for wrapped, family in (("plain", "qwen2_5_vl"), ("fsdp2", "qwen3_vl"), ("ddp", "qwen3_vl")):
+        for order in (per_rank, per_rank[::-1], ["text"] * 3):
+            run_dispatched(family, order, wrapped)
+    run_conventions(rank)
+    run_verified(rank)
+
+
+def run_on_four(rank: int) -> None:
+    run_groups(rank, "qwen2_5_vl", "plain")
+    run_groups(rank, "qwen3_vl", "fsdp2")

@@ -28,12 +28,12 @@ from trimtab.runtime.vision.handle import VisionDataParallel
 
 
 def run_odd_uses(rank: int) -> None:
+    """All but `run_uses_of_one_model`, which takes as long as the rest."""
     run_calls_that_differ(rank)
     run_problems_of_one_rank(rank)
     run_a_late_rank(rank)
     run_copies(rank)
     run_handles_over_handles(rank)
-    run_modes(rank)
     run_failed_forward(rank)
     run_verified_dispatch(rank)
     run_many_handles(rank)
@@ -41,8 +41,8 @@ def run_odd_uses(rank: int) -> None:
 
 
 def features(case: Case, **more: Any) -> Any:
-    given = {"pixel_values": case.inputs["pixel_values"], "image_grid_thw": case.inputs["image_grid_thw"], **more}
-    return case.model.model.get_image_features(**given, return_dict=True)
+    given = {"pixel_values": case.inputs["pixel_values"], "image_grid_thw": case.inputs["image_grid_thw"]}
+    return case.model.model.get_image_features(**{**given, "return_dict": True, **more})
 
 
 def run_calls_that_differ(rank: int) -> None:
@@ -76,8 +76,8 @@ def run_problems_of_one_rank(rank: int) -> None:
     case = make_case("qwen2_5_vl", "images")
     told = "rank 1 refused what get_image_features was given: that rank's own message says why"
     with vision_dp(case.model):
-        with pytest.raises((TypeError, TrimtabError), match="missing a required argument" if rank else told):
-            case.model.model.get_image_features(**({"pixels": 1} if rank else _given(case)))
+        with pytest.raises(TrimtabError, match="pixel_values is int, not one tensor" if rank else told):
+            features(case, **({"pixel_values": 1} if rank else {}))
         wrong = {"image_grid_thw": torch.ones(2, 2, dtype=torch.int64)} if rank else {}
         with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else told):
             features(case, **wrong)
@@ -100,10 +100,6 @@ def run_problems_of_one_rank(rank: int) -> None:
             assert len(features(case).pooler_output[0]) == len(wanted[rank])
 
 
-def _given(case: Case) -> dict[str, Any]:
-    return {name: case.inputs[name] for name in ("pixel_values", "image_grid_thw")}
-
-
 def run_a_late_rank(rank: int) -> None:
     """Whom a rank waits for is said long before it gives up, and a rank that comes late is not too late."""
     case = make_case("qwen2_5_vl", "images")
@@ -116,7 +112,7 @@ def run_a_late_rank(rank: int) -> None:
             said.write = lambda text: (io.StringIO.write(said, text), store.set("rank 0 has complained", ""))[0]
         features(case)
     sentence = "trimtab: rank 0 has waited 0.5 s at get_image_features for rank 1 of 2; it gives up after 60 s\n"
-    assert said.getvalue() == ("" if rank else sentence)
+    assert rank or said.getvalue() == sentence  # on a busy machine the other waits as well, and says so
     control.PATIENCE_S = patience
 
 
@@ -154,11 +150,12 @@ def run_handles_over_handles(rank: int) -> None:
                 vision_dp(case.model, **other)
         with pytest.raises(TrimtabError, match=taken):
             vision_heartbeat(case.model)
-    with vision_heartbeat(case.model) as handle:
-        assert vision_heartbeat(case.model) is handle
+    with vision_heartbeat(case.model) as beating:
+        handle.remove()  # once more, and no function of the second handle's goes
+        assert vision_heartbeat(case.model) is beating
         with pytest.raises(TrimtabError, match=taken):
             vision_dp(case.model)
-    _assert_no_trace(case, handle)
+    _assert_no_trace(case, beating)
 
 
 def _assert_no_trace(case: Case, handle: VisionDataParallel) -> None:
@@ -169,7 +166,7 @@ def _assert_no_trace(case: Case, handle: VisionDataParallel) -> None:
         assert not module._forward_hooks
 
 
-def run_modes(rank: int) -> None:
+def run_uses_of_one_model(rank: int) -> None:
     """Evaluation, inference mode, generation, a compiled caller, gradients over several micro-batches."""
     case = make_case("qwen2_5_vl", "images")
     case.loss(case.forward()).backward()
@@ -205,19 +202,19 @@ def run_failed_forward(rank: int) -> None:
     plain = case.forward().detach()
     embedding = case.model.get_input_embeddings()
     with vision_dp(case.model, exchange="dispatch") as handle:
-        hook = embedding.register_forward_pre_hook(_fail)
+        hook = embedding.register_forward_pre_hook(fail)
         with pytest.raises(ArithmeticError):
             case.forward()
         hook.remove()
         assert_close(case.forward(), plain)
-        hook = embedding.register_forward_pre_hook(_fail)
+        hook = embedding.register_forward_pre_hook(fail)
         with pytest.raises(ArithmeticError):
             case.forward()
         hook.remove()
     _assert_no_trace(case, handle)
 
 
-def _fail(*_: Any) -> None:
+def fail(*_: Any) -> None:
     raise ArithmeticError("out of patience")
 
 
@@ -241,10 +238,11 @@ def run_many_handles(rank: int) -> None:
     import psutil
 
     case = make_case("qwen2_5_vl", "one image")
-    files = []
+    files, handles = [], []
     for _ in range(6):
-        with vision_dp(case.model, exchange="dispatch"):
+        with vision_dp(case.model, exchange="dispatch") as handle:
             features(case)
+        handles.append(handle)  # one that is kept holds no connection either
         files.append(psutil.Process().num_fds())
     assert files[-1] <= files[0], files
 

@@ -37,15 +37,9 @@ def layer(
     group=0,
     sent=0.0,
     params=1.0,
-    offload=None,
 ):
-    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing.
-
-    `offload`: the same of a tier behind them.
-    """
+    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing."""
     names = {1: ("none",), 2: ("none", "full"), 3: ("none", "selective", "full"), 4: TIERS}[len(saved)]
-    if offload is not None:
-        saved, names = (*saved, offload), (*names, "offload")
     return LayerCost(
         name=f"layers.{i}",
         tower="language",
@@ -76,9 +70,23 @@ def profile_of(layers) -> Profile:
     )
 
 
-def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **kwargs):
-    limits = {"memory_bytes": memory, "num_microbatches": microbatches, **kwargs}
-    return split_stages(SplitProblem(profile=profile, num_stages=num_stages, work_mean=work, work_max=work, **limits))
+def problem_of(profile, num_stages, num_microbatches, work=ONE[None, None], **ask):
+    """Time at the mean and memory at the largest of `work` (steps, micro-batches, terms); room for all unless said."""
+    limits = {"memory_bytes": 1e18, "num_microbatches": num_microbatches, **ask}
+    mean, most = work.mean(axis=(0, 1)), work.max(axis=(0, 1))
+    return SplitProblem(profile=profile, num_stages=num_stages, work_mean=mean, work_max=most, **limits)
+
+
+def equal_work(num_microbatches):
+    return np.tile(ONE, (1, num_microbatches, 1))
+
+
+def random_work(rng, steps, num_microbatches, spread=0.5):
+    return rng.uniform(1 - spread, 1 + spread, (steps, num_microbatches, 1)) * ONE
+
+
+def split(profile, num_stages, *, memory=1e18, microbatches=8, work=ONE, **ask):
+    return split_stages(problem_of(profile, num_stages, microbatches, work[None, None], memory_bytes=memory, **ask))
 
 
 def assess_stages(profile, stages, *, num_chunks=1, **ask):
@@ -97,12 +105,8 @@ def with_tables(profile, rng):
     return replace(profile, layers=tuple(layers))
 
 
-def random_profile(rng, num_layers, num_groups, num_tiers=3, offload=False):
-    """Layers of a few groups with whole-number costs; some groups offer no recompute.
-
-    `offload`: most of the others may be offloaded too, rather cheaply, and what is not activations is small.
-    """
-    small = 6 if offload else 1
+def random_profile(rng, num_layers, num_groups, num_tiers=3):
+    """Layers of a few groups with whole-number costs; some groups offer no recompute."""
     kinds = []
     for g in range(num_groups):
         forward = int(rng.integers(1, 9))
@@ -113,12 +117,10 @@ def random_profile(rng, num_layers, num_groups, num_tiers=3, offload=False):
             {
                 "forward": forward,
                 "backward": 2 * forward,
-                "state": int(rng.integers(0, 60)) // small,
+                "state": int(rng.integers(0, 60)),
                 "saved": tuple(zip([0, *extra.tolist()], saved.tolist(), strict=True))[:count],
-                "transient": int(rng.integers(0, 30)) // small,
+                "transient": int(rng.integers(0, 30)),
                 "group": g,
             }
         )
-        if offload and count > 1 and rng.random() < 0.8:
-            kinds[-1]["offload"] = (int(rng.integers(0, 3)), int(rng.integers(0, min(saved[0], 12) + 1)))
     return profile_of(layer(i, **kinds[int(rng.integers(num_groups))]) for i in range(num_layers))

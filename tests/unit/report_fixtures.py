@@ -8,66 +8,31 @@ import numpy as np
 from plan_cases import tile_samples
 from plans import small_plan
 
+import export_cases
 from trimtab.costs.devices import find_device
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.plan.decide.assemble import describe_variant
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
-from trimtab.plan.plan import DataFile, ParallelDecision, ScheduleDecision, StageDecision, VariantEstimate
+from trimtab.plan.plan import DataFile, ParallelDecision, ScheduleDecision, StageDecision
 from trimtab.specs import (
-    ImageCounts,
-    LayerSpec,
     ModelSpec,
     Packing,
     ParallelDims,
     Profile,
-    RecomputeChoice,
     Schedule,
-    Stage,
     Timeline,
+    recomputing,
+    stages_between,
 )
 
 GIB = 2**30
 
 
-class _Rule:
-    name = "tiles"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        return ImageCounts(patches=1025, tokens=256, tiles=1, patches_sq=1025**2, patches_windowed=1025**2)
-
-
 def make_model(num_vision: int = 45, num_language: int = 48, name: str = "InternVL-Chat-1.5-26B") -> ModelSpec:
-    def layer(path: str, tower: str, kind: str, params: int) -> LayerSpec:
-        return LayerSpec(
-            name=path,
-            tower=tower,
-            kind=kind,
-            hidden_size=3200,
-            output_size=3200,
-            num_params=params,
-            num_matmul_params=params,
-        )
-
-    layers = [layer("vision_model.embeddings", "vision", "embed", 10_000_000)]
-    layers += [layer(f"vision_model.encoder.layers.{i}", "vision", "block", 123_000_000) for i in range(num_vision)]
-    layers += [layer("mlp1", "projector", "projector", 116_000_000)]
-    layers += [layer("language_model.model.tok_embeddings", "language", "embed", 569_000_000)]
-    layers += [layer(f"language_model.model.layers.{i}", "language", "block", 393_000_000) for i in range(num_language)]
-    layers += [layer("language_model.model.norm", "language", "norm", 6144)]
-    layers += [layer("language_model.output", "language", "head", 569_000_000)]
-    return ModelSpec(name=name, family="internvl_chat", layers=tuple(layers), image_rule=_Rule(), vocab_size=92553)
-
-
-def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    cuts = np.linspace(0, num_layers, num_stages + 1).round().astype(int).tolist()
-    return tuple(Stage(index=i, start=cuts[i], stop=cuts[i + 1]) for i in range(num_stages))
-
-
-def _recompute_third(stage: Stage) -> Stage:
-    layers = tuple(range(stage.start, stage.start + (stage.stop - stage.start) // 3))
-    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),))
+    return replace(export_cases.make_model(num_vision, num_language), name=name)
 
 
 def make_variant(
@@ -92,9 +57,10 @@ def make_variant(
     patches = np.zeros(num_packs) if text_only else np.floor(limits[0] * np.clip(fill - 0.02, 0, 1))
     tokens = np.floor(limits[1] * np.clip(1 - np.abs(rng.normal(0, spread, num_packs)), 0.05, 1.0))
     S = pp * chunks
-    stages = even_stages(len(model.layers), S)
-    if recompute:
-        stages = tuple(_recompute_third(s) if s.index < S // 2 else s for s in stages)
+    stages = stages_between(np.linspace(0, len(model.layers), S + 1).round().astype(int).tolist())
+    if recompute:  # a third of every early stage
+        thirds = {i: "full" for s in stages[: S // 2] for i in range(s.start, s.start + (s.stop - s.start) // 3)}
+        stages = tuple(recomputing(stage, thirds) for stage in stages)
     f = 0.036 / S * 4 * (1 + skew * np.linspace(1, -1, S)) if S > 1 else np.array([0.12])
     weight = np.resize(fill / fill.mean(), num_microbatches)
     forward, none = f[:, None] * weight, np.zeros((S, num_microbatches))
@@ -129,22 +95,6 @@ def make_variant(
     )
 
 
-def _estimate(variant: Variant, num_samples: int) -> VariantEstimate:
-    peak = max(m.total_bytes for m in variant.memory) / GIB
-    return VariantEstimate(
-        name=variant.name,
-        packs=variant.packs,
-        stages=variant.stages_rule,
-        recompute=variant.recompute_rule,
-        step_ms=round(1e3 * float(variant.step_s.mean()), 1),
-        epoch_s=round(variant.epoch_s, 1),
-        samples_per_s=round(num_samples / variant.epoch_s, 1),
-        idle_share=round(variant.idle_share, 4),
-        peak_memory_gib=round(peak, 2),
-        fits=variant.fits,
-    )
-
-
 def make_details(
     model: ModelSpec,
     variants: tuple[Variant, ...],
@@ -157,7 +107,7 @@ def make_details(
 ) -> PlanDetails:
     """The small plan with these variants, on as many stages as the last of them has."""
     last, plan, cap = variants[-1], small_plan(), 80 * GIB
-    pp, rows = last.timeline.num_devices, tuple(_estimate(v, num_samples) for v in variants)
+    pp, rows = last.timeline.num_devices, tuple(describe_variant(v, num_samples) for v in variants)
     names, total = [layer.name for layer in model.layers], last.stage_forward_s + last.stage_backward_s
     inputs = replace(
         plan.inputs,
@@ -208,49 +158,19 @@ def make_details(
 def internvl_details() -> PlanDetails:
     """93 blocks over 4 stages, 16 micro-batches; the baseline does not fit in memory."""
     model = make_model()
+    packs, shape = "balanced, random order", {"pp": 4, "recompute": False}
+    first = make_variant(
+        "baseline", model, **shape, spread=0.35, skew=0.55, seed=1, words=("random, padded", "equal layers", "none")
+    )
+    heavy = tuple(replace(m, saved_bytes=m.saved_bytes * 1.6) for m in first.memory)
+    even, balanced = (packs, "equal layers", "none"), (packs, "balanced", "full")
     variants = (
-        make_variant(
-            "baseline",
-            model,
-            pp=4,
-            spread=0.35,
-            skew=0.55,
-            recompute=False,
-            seed=1,
-            words=("random, padded", "equal layers", "none"),
-        ),
-        make_variant(
-            "balanced packs",
-            model,
-            pp=4,
-            spread=0.004,
-            skew=0.5,
-            recompute=False,
-            words=("balanced, random order", "equal layers", "none"),
-        ),
-        make_variant(
-            "balanced stages",
-            model,
-            pp=4,
-            spread=0.004,
-            skew=0.03,
-            recompute=False,
-            words=("balanced, random order", "balanced", "full"),
-        ),
+        replace(first, memory=heavy, fits=False),
+        make_variant("balanced packs", model, **shape, spread=0.004, skew=0.5, words=even),
+        make_variant("balanced stages", model, **shape, spread=0.004, skew=0.03, words=balanced),
         make_variant("recompute as needed", model, pp=4, spread=0.004, skew=0.02),
     )
-    details = make_details(model, variants)
-    return _over_cap(details)
-
-
-def _over_cap(details: PlanDetails) -> PlanDetails:
-    first = details.variants[0]
-    heavy = tuple(replace(m, saved_bytes=m.saved_bytes * 1.6) for m in first.memory)
-    variants = (replace(first, memory=heavy, fits=False), *details.variants[1:])
-    rows = details.plan.estimates.variants
-    row = replace(rows[0], peak_memory_gib=round(max(m.total_bytes for m in heavy) / GIB, 2), fits=False)
-    estimates = replace(details.plan.estimates, variants=(row, *rows[1:]))
-    return replace(details, variants=variants, plan=replace(details.plan, estimates=estimates))
+    return make_details(model, variants)
 
 
 def tiny_details() -> PlanDetails:

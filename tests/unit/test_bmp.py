@@ -6,31 +6,21 @@ import itertools
 
 import numpy as np
 import pytest
-from partition_cases import layer, profile_of, random_profile
+from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split, simulated_seconds
+from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split
+from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
-from trimtab.partition.stages import SplitProblem
-from trimtab.specs import NUM_WORK_TERMS
 from trimtab.units import MIB
 
 
 def work_of(steps, M):
-    work = np.zeros((steps, M, NUM_WORK_TERMS))
-    work[:, :, 0] = np.random.default_rng(0).uniform(0.5, 1.5, (steps, M))
-    return work
-
-
-def problem_of(profile, P, M, work, **kwargs):
-    mean, most = work.mean(axis=(0, 1)), work.max(axis=(0, 1))
-    kwargs = {"memory_bytes": 1e18, **kwargs}
-    return SplitProblem(profile=profile, num_stages=P, work_mean=mean, work_max=most, num_microbatches=M, **kwargs)
+    return random_work(np.random.default_rng(0), steps, M)
 
 
 def test_the_anchor_divides_the_forward_evenly():
-    work = np.zeros((1, 4, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
+    work = equal_work(4)
     profile = profile_of([layer(i, forward) for i, forward in enumerate([4, 4, 1, 1, 1, 1, 1, 1, 1, 1])])
     assert bmp_anchor(problem_of(profile, 4, 4, work)) == (1, 2, 6)
     assert bmp_anchor(problem_of(profile, 4, 4, work, forbidden_cuts=frozenset({1, 6}))) == (2, 3, 5)
@@ -63,12 +53,12 @@ def test_the_fastest_of_the_best_ranked_is_taken_and_never_beats_the_search():
     for seed in range(5):
         profile, work = random_profile(np.random.default_rng(seed), 14, 4), work_of(2, 6)
         problem = problem_of(profile, 4, 6, work, memory_bytes=1200.0)
-        time_split = simulated_seconds(problem, work)
-        result = bmp_split(problem, time_split, radius=2, num_timed=5)
+        evaluator = Evaluator(problem, work)
+        result = bmp_split(problem, evaluator.makespan_of, radius=2, num_timed=5)
         fitting = [seconds for _, seconds in result.timed if seconds < float("inf")]
         assert len(fitting) == min(5, result.num_candidates)
-        assert result.seconds == min(fitting) == time_split(result.split)
-        assert search_makespan(problem, work).makespan_s <= result.seconds * (1 + 1e-12)
+        assert result.seconds == min(fitting) == evaluator.makespan_of(result.split.stages)
+        assert search_makespan(evaluator).makespan_s <= result.seconds * (1 + 1e-12)
         assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
 
 

@@ -78,8 +78,7 @@ def test_what_deepspeed_cannot_run_is_refused_at_once():
             zero_stage=3,
         )
     assert str(caught.value).splitlines() == [
-        "schedule Interleaved1F1B with 2 chunks a rank was planned, and PipelineModule trains by 1F1B with one: plan "
-        "with 1F1B",
+        "schedule Interleaved1F1B was planned, and PipelineModule does not run it: plan with 1F1B",
         "ZeRO stage 3 was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO stage 1",
         "cp 2 was planned, and PipelineModule has no such axis: plan with cp 1",
     ]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from plan_cases import tile_samples
 
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.errors import TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.reload import find_cluster
+from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.options import PlanOptions
 
 
 @pytest.mark.parametrize(
@@ -21,15 +29,35 @@ from trimtab.errors import TrimtabError
         ("NVIDIA H200", "H200"),
         ("H20", "H20"),
         ("b200", "B200"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "6000-Ada"),
+        ("L40", "L40"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("ascend910b", "Ascend-910B"),
     ],
 )
 def test_a_device_is_found_however_it_is_spelt(said, meant):
     assert find_device(said) is DEVICES[meant]
 
 
-@pytest.mark.parametrize("said", ["V100", "", "H", "A100-40GB", "GB"])
-def test_an_unknown_device_lists_the_known_ones(said):
-    with pytest.raises(TrimtabError, match=r"the table holds A100-80GB, H100-80GB, H200, H20, B200; choose one"):
+@pytest.mark.parametrize(
+    ("said", "near"),
+    [
+        ("V100", "did you mean A100"),
+        ("H", "H100"),
+        ("A1", "did you mean A100-80GB.*A10, A10G"),
+        ("GB", "did you mean GB200, GB300"),
+        ("RTX 4080", "RTX-4090"),
+        ("", "The table holds A100-80GB, .*, TPU-v6e; choose one"),
+    ],
+)
+def test_an_unknown_device_names_those_near_it(said, near):
+    with pytest.raises(TrimtabError, match=rf"no device is called {said!r}: .*{near}"):
         find_device(said)
 
 
@@ -37,10 +65,12 @@ def test_every_device_has_a_source_and_plausible_figures():
     for name, device in DEVICES.items():
         assert device.name == name
         assert device.source
-        # a GPU does 20-400 flop in the time it reads one byte, and holds less than its label's GB
-        assert 20 < device.peak_flops / device.memory_bytes_per_s < 400
-        assert device.link_bytes_per_s < device.memory_bytes_per_s
-        assert 79e9 < device.memory_bytes < 192e9
+        # an accelerator does 30-600 flop in the time it reads one byte, and holds at most the 288 GiB of the largest
+        assert 30 < device.peak_flops / device.memory_bytes_per_s < 600
+        assert 15 < device.memory_bytes_per_s / device.link_bytes_per_s * 10 < 800
+        assert 23e9 < device.memory_bytes < 288 * 2**30
+        assert find_device(name) is device
+    assert len(DEVICES) >= 25
 
 
 def test_a_cluster_is_parsed_from_number_and_device():
@@ -59,8 +89,54 @@ def test_a_cluster_is_parsed_from_number_and_device():
         ("0xH200", "is an empty cluster: give at least one device"),
         ("12xH200", "12 devices do not fill nodes of 8: give a multiple of 8"),
         ("8xV100", "no device is called 'V100'"),
+        ("4xA100-80GB+4xH100", "names 2 kinds of devices.* plan each kind by itself"),
+        ("8xA10,4xL4", "names 2 kinds of devices"),
+        ("8xnone.yaml", "none.yaml should hold the figures of a device and cannot be read"),
     ],
 )
 def test_a_bad_cluster_says_what_to_write(said, message):
     with pytest.raises(TrimtabError, match=message):
         parse_cluster(said)
+
+
+def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "name: Mine\nmemory_bytes: 192GiB\npeak_flops: 300e12\nmemory_bytes_per_s: 2e+12\nlink_bytes_per_s: 1.0e11\n"
+        "source: a letter\n"
+    )
+    cluster = parse_cluster(f"8x{mine}")
+    assert (cluster.num_devices, cluster.device.memory_bytes, cluster.device.peak_flops) == (8, 192 * 2**30, 3e14)
+    details = make_plan(describe("InternVL-Chat-V1-5"), tile_samples(60), cluster, PlanOptions(pp=4, dp=2))
+    write_plan(details, tmp_path / "plan")
+    mine.unlink()
+    assert find_cluster(load_plan(tmp_path / "plan")) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: Mine", "memory_bytes: missing"),
+        ("[1, 2]", "expected an object"),
+        ("name: [", "cannot be read"),
+        (
+            "{name: M, memory_bytes: 64GiB, peak_flops: -1, memory_bytes_per_s: 1, link_bytes_per_s: 1, source: s}",
+            "peak_flops: -1 is no figure of a device",
+        ),
+        ("{name: M, colour: red}", "colour: unknown"),
+    ],
+)
+def test_a_bad_file_of_a_device_says_what_is_wrong(tmp_path, text, told):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(TrimtabError, match=told):
+        find_device(str(tmp_path / "bad.yaml"))
+
+
+def test_the_page_of_devices_shows_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {name} | {device.memory_bytes / 2**30:.1f} | {device.peak_flops / 1e12:g} | "
+        f"{device.memory_bytes_per_s / 1e9:g} | {device.link_bytes_per_s / 1e9:g} | {device.source} |"
+        for name, device in DEVICES.items()
+    ]
+    assert "\n".join(rows) in page

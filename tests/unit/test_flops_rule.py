@@ -58,18 +58,9 @@ def test_flops_of_the_first_case():
     assert round(NOTEBOOK.llm_layer_flops / 1e12, 5) == 1.19507
 
 
-@pytest.mark.parametrize(
-    ("tp", "fp8", "printed"),
-    [
-        (1, False, (91.255, 31.392, 122.647)),
-        (2, False, (45.653, 15.698, 61.350)),
-        (2, True, (45.550, 15.546, 61.095)),
-    ],
-)
-def test_the_memory_estimate_to_the_printed_digit(tp, fp8, printed):
-    first, _last = stage_memory(with_vision(4096), (10, 18), tp=tp, fp8=fp8)
-    sums = (first.vision_bytes, first.llm_bytes, first.vision_bytes + first.llm_bytes)
-    assert tuple(round(x / 1e9, 3) for x in sums) == printed
+def test_fp8_halves_what_products_read():
+    first, _last = stage_memory(with_vision(4096), (10, 18), tp=2, fp8=True)
+    assert (round(first.vision_bytes / 1e9, 3), round(first.llm_bytes / 1e9, 3)) == (45.550, 15.546)
 
 
 def test_projector_and_last_stage_by_the_formulas_of_the_text():
@@ -118,6 +109,7 @@ def test_the_excerpt_of_the_notebook_agrees():
         stage = stage_memory(model, (first, 28 - first), tp=row["tp"], batch=memory["batch"])[0]
         assert round(stage.vision_bytes / 1e9, 3) == row["vision"]
         assert round(stage.llm_bytes / 1e9, 3) == row["llm_first_stage"]
+        assert round((stage.vision_bytes + stage.llm_bytes) / 1e9, 3) == row["first_stage"]
 
 
 def test_a_described_model_is_counted_by_its_own_layers_and_patches():

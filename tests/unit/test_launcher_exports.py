@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import pai_megatron
+from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_bridge import bridge_python, bridge_runs, bridge_warnings
 from trimtab.adapters.megatron_recompute import megatron_ladders
-from trimtab.adapters.ms_swift import swift_arguments, swift_runs, swift_shell, swift_warnings
 from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
@@ -23,6 +21,14 @@ from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> MegatronExport:
     return megatron_flags(decide(model, stages, **options))
+
+
+def bridge(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return megatron_bridge.export(decide(model, stages, **options), None)
+
+
+def swift(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return ms_swift.export(decide(model, stages, **options), None)
 
 
 def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
@@ -80,49 +86,47 @@ def test_a_tied_weight_is_warned_of_and_a_forbidden_cut_refused():
 
 
 def test_bridge_lines_set_the_configuration():
-    export = megatron(MODEL, by_counts(MODEL, 2, 4, 6, recompute={0: full(*VISION, BLOCK)}))
+    export = bridge(MODEL, by_counts(MODEL, 2, 4, 6, recompute={0: full(*VISION, BLOCK)}))
     cfg = SimpleNamespace(model=SimpleNamespace(), train=SimpleNamespace(), ddp=SimpleNamespace())
-    exec(bridge_python(export), {"cfg": cfg})
+    exec(export.text, {"cfg": cfg})
     assert cfg.model.pipeline_model_parallel_layout == "Et*2|t*4|t*6L"
     assert cfg.model.num_layers_in_first_pipeline_stage is None
+    assert cfg.model.account_for_loss_in_pipeline_split is False
     assert (cfg.model.recompute_granularity, cfg.model.recompute_num_layers) == ("full", 1)
     assert (cfg.train.micro_batch_size, cfg.train.global_batch_size) == (1, 16)
     assert cfg.ddp.use_distributed_optimizer is True
-    assert any("recompute of 4 vision layers is planned" in w for w in bridge_warnings(export))
-    assert [c.layers for c in bridge_runs(MODEL, export.runs)[0].recompute] == [(BLOCK,)]
+    assert any("recompute of 4 vision layers is planned" in w for w in export.warnings)
+    assert not [w for w in export.warnings if "deep-copy" in w]
+    assert [c.layers for c in export.runs[0].recompute] == [(BLOCK,)]
     selective = {0: [RecomputeChoice(tier="selective", layers=(BLOCK,))]}
-    exec(bridge_python(megatron(MODEL, by_counts(MODEL, 6, 6, recompute=selective))), {"cfg": cfg})
+    exec(bridge(MODEL, by_counts(MODEL, 6, 6, recompute=selective)).text, {"cfg": cfg})
     assert cfg.model.recompute_modules == ["layernorm", "mlp"]
-
-
-def test_bridge_does_not_warn_of_other_launchers():
-    assert not [w for w in bridge_warnings(megatron(MODEL, by_counts(MODEL, 6, 6))) if "deep-copy" in w]
 
 
 # -- ms-swift -------------------------------------------------------------------------------------------------------
 
 
 def test_swift_is_told_to_leave_out_what_it_does_by_default():
-    given = dict(swift_arguments(megatron(MODEL, by_counts(MODEL, 6, 6), zero_stage=0)))
+    given = swift(MODEL, by_counts(MODEL, 6, 6), zero_stage=0).fields
     assert given["recompute_granularity"] == "none"
     assert given["vit_gradient_checkpointing"] is False
     assert given["use_distributed_optimizer"] is False
-    text = swift_shell(megatron(MODEL, by_counts(MODEL, 0, 12)))
-    words = shlex.split(text.replace("\\\n", " "))
+    words = shlex.split(swift(MODEL, by_counts(MODEL, 0, 12)).text.replace("\\\n", " "))
     assert words[:2] == ["megatron", "sft"]
     assert words[words.index("--pipeline_model_parallel_layout") + 1] == "E|t*12L"
     assert words[words.index("--vit_gradient_checkpointing") + 1] == "false"
 
 
 def test_swift_recomputes_the_whole_tower_or_nothing():
-    export = megatron(MODEL, by_counts(MODEL, 6, 6, recompute={0: full(VISION[0])}))
-    assert dict(swift_arguments(export))["vit_gradient_checkpointing"] is True
-    assert swift_runs(MODEL, export.runs)[0].recompute == tuple(full(*VISION))
-    assert any("recompute of 1 of 4 vision layers" in w for w in swift_warnings(export, 4))
-    assert not [w for w in swift_warnings(export, 1) if "vision layers" in w]
+    export = swift(MODEL, by_counts(MODEL, 6, 6, recompute={0: full(VISION[0])}))
+    assert export.fields["vit_gradient_checkpointing"] is True
+    assert export.runs[0].recompute == tuple(full(*VISION))
+    assert any("recompute of 1 of 4 vision layers" in w for w in export.warnings)
+    whole = swift(MODEL, by_counts(MODEL, 6, 6, recompute={0: full(*VISION)}))
+    assert not [w for w in whole.warnings if "vision layers" in w]
     kept = [RecomputeChoice(tier="attention", layers=(*VISION, BLOCK))]
-    export = megatron(MODEL, by_counts(MODEL, 6, 6, recompute={0: kept}))
-    assert sum("attention" in w for w in swift_warnings(export, 4)) == 2
+    export = swift(MODEL, by_counts(MODEL, 6, 6, recompute={0: kept}))
+    assert sum("attention" in w for w in export.warnings) == 2
 
 
 # -- Pai-Megatron-Patch ---------------------------------------------------------------------------------------------

@@ -8,27 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import ONE, constant, layer, profile_of, random_profile, with_tables
+from partition_cases import ONE, constant, layer, problem_of, profile_of, random_profile, with_tables
 
 from trimtab.partition.peaks import replay_peaks
-from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.specs import NUM_WORK_TERMS, RecomputeChoice, Stage
+from trimtab.partition.stages import split_stages
+from trimtab.specs import RecomputeChoice, Stage
 
 SCHEDULES = [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("ZBVZeroBubble", 2)]
-
-
-def problem_of(profile, num_stages, num_microbatches, schedule="1F1B", num_chunks=1, overhead=0.0):
-    return SplitProblem(
-        profile=profile,
-        num_stages=num_stages,
-        work_mean=ONE,
-        work_max=ONE,
-        memory_bytes=1e15,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        num_chunks=num_chunks,
-        overhead_bytes=overhead,
-    )
 
 
 def with_choices(stages, profile, rng):
@@ -51,13 +37,12 @@ def test_full_packs_reach_what_the_limits_allow_and_smaller_ones_never_more(sche
     for _ in range(20):
         P, M = 2, 2 * int(rng.integers(1, 5))
         profile = with_tables(random_profile(rng, 8, 4, num_tiers=4), rng)
-        problem = problem_of(profile, P, M, schedule, num_chunks, overhead=7.0)
+        problem = problem_of(profile, P, M, schedule=schedule, num_chunks=num_chunks, overhead_bytes=7.0)
         stages = with_choices(split_stages(problem).stages, profile, rng)
         allowed = [memory.total_bytes for memory in problem.assess(stages).memory]
         table = np.arange(3 * 2 * M).reshape(3, 2, M)
         table[2, 1, M // 2 :] = -1
-        work = np.zeros((table.size, NUM_WORK_TERMS))
-        work[:, 0] = 1.0
+        work = np.tile(ONE, (table.size, 1))
         full = replay_peaks(problem, stages, work, table)
         if schedule in ("1F1B", "GPipe"):  # elsewhere not all that is largest comes at once
             assert [peak.memory.total_bytes for peak in full] == pytest.approx(allowed)
@@ -70,10 +55,9 @@ def test_full_packs_reach_what_the_limits_allow_and_smaller_ones_never_more(sche
 def test_a_window_of_micro_batches_is_held_by_hand():
     """Stage 0 of two holds two micro-batches in a row: 1F1B runs F0 F1 B0 F2 B1 ..."""
     profile = profile_of(layer(i, state=100.0, saved=((0.0, 10.0), (1.0, 2.0)), transient=3.0) for i in range(2))
-    problem = problem_of(profile, 2, 4, overhead=5.0)
+    problem = problem_of(profile, 2, 4, overhead_bytes=5.0)
     stages = [Stage(index=0, start=0, stop=1), Stage(index=1, start=1, stop=2)]
-    work = np.zeros((4, NUM_WORK_TERMS))
-    work[:, 0] = 1.0, 2.0, 4.0, 1.0
+    work = np.outer([1.0, 2.0, 4.0, 1.0], ONE)
     table = np.arange(4).reshape(1, 1, 4)
     first, last = replay_peaks(problem, stages, work, table)
     assert (first.memory.state_bytes, first.memory.overhead_bytes) == (100.0, 5.0)
@@ -86,28 +70,10 @@ def test_a_window_of_micro_batches_is_held_by_hand():
     assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 44.0)
 
 
-def test_offloaded_bytes_lie_on_the_host_from_forward_to_backward():
-    profile = profile_of(layer(i, saved=((0.0, 10.0),), offload=(0.5, 2.0), transient=3.0) for i in range(2))
-    problem = problem_of(profile, 2, 4)
-    away = (RecomputeChoice(tier="offload", layers=(0,)),)
-    stages = [Stage(index=0, start=0, stop=1, recompute=away), Stage(index=1, start=1, stop=2)]
-    work = np.zeros((4, NUM_WORK_TERMS))
-    work[:, 0] = 1.0, 2.0, 4.0, 1.0
-    first, last = replay_peaks(problem, stages, work, np.arange(4).reshape(1, 1, 4))
-    # micro-batches 1 and 2 are held together; the device has 2 x (2 + 4), and 3 x 4 beside two times 8 x 4
-    assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 76.0)
-    assert (first.memory.host_bytes, last.memory.host_bytes) == (8.0 * 6, 0.0)
-    work[:, 0] = 1.0
-    first, _ = replay_peaks(problem, stages, work, np.arange(4).reshape(1, 1, 4))
-    planned = problem.assess(stages).memory[0]
-    assert (first.memory.total_bytes, first.memory.host_bytes) == (planned.total_bytes, planned.host_bytes)
-
-
 def test_the_worst_step_and_rank_are_named():
     profile = profile_of([layer(0, saved=((0.0, 10.0),))])
     problem = problem_of(profile, 1, 1)
-    work = np.zeros((6, NUM_WORK_TERMS))
-    work[:, 0] = 1, 2, 1, 1, 5, 1
+    work = np.outer([1, 2, 1, 1, 5, 1], ONE)
     (peak,) = replay_peaks(problem, [Stage(index=0, start=0, stop=1)], work, np.arange(6).reshape(3, 2, 1))
     assert (peak.step, peak.dp_rank, peak.memory.saved_bytes) == (2, 0, 50.0)
 

@@ -13,6 +13,7 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
+from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
@@ -23,7 +24,6 @@ from trimtab.plan.measured.probed import (
     KeptProbe,
     add_transient,
     freed_bytes,
-    full_recompute,
     heaviest_packs,
     probed_profile,
     with_budget,
@@ -194,22 +194,3 @@ def test_counted_tables_and_outputs_outlive_a_probe(found: ReloadedPlan) -> None
     same = profile_setting(case.model, case.cluster, replace(case.options, profile=probed), case.setting.dims)
     assert same.layers == probed.layers
     assert {layer.entry_bytes for layer in same.layers} == {constant(64.0)}
-
-
-def test_offload_is_priced_by_what_was_measured(found: ReloadedPlan) -> None:
-    case = replace(found.case, options=replace(found.case.options, offload=True, host_bytes_per_s=1e9))
-    profile = case.setting.profile
-    heavier = replace(
-        profile,
-        layers=tuple(
-            replace(x, tiers=tuple(replace(t, saved_bytes=tuple(2 * b for b in t.saved_bytes)) for t in x.tiers))
-            for x in profile.layers
-        ),
-        method="probed",
-        optimizer=case.options.optimizer,
-        zero_stage=case.options.zero_stage,
-    )
-    priced = with_profile(case, heavier)
-    again = profile_setting(case.model, case.cluster, priced.options, case.setting.dims)
-    assert [x.tiers for x in priced.setting.profile.layers] == [x.tiers for x in again.layers]
-    assert any(tier.name == "offload" for x in again.layers for tier in x.tiers)

@@ -50,7 +50,7 @@ def test_assumptions_are_said_in_sentences():
     )
     text = "\n".join(profile.assumptions)
     for part in (
-        "70% of peak flop/s",
+        "79% of peak flop/s for a product of 4,096 rows and columns, 76% for 1,024 rows",
         "The 25 heads of the vision tower are padded to 26 for tp 2.",
         "With sdpa attention a pack computes the pairs between its samples too",
         "Weights gathered by ZeRO-3 are not overlapped",
@@ -110,6 +110,13 @@ def spoil(path, change):
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
+
+
+def test_a_profile_that_still_has_the_device_s_host_link_loads(tmp_path):
+    profile = profile_model(small_model(), A100)
+    save_profile(profile, tmp_path / "a.json")
+    spoil(tmp_path / "a.json", lambda d: d["device"].update(host_bytes_per_s=None, host_memory_bytes=2**37))
+    assert load_profile(tmp_path / "a.json") == profile
 
 
 @pytest.mark.parametrize(

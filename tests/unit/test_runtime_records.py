@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_sets import PixelRule, talk, write_jsonl
 
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import SampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes
@@ -75,21 +75,18 @@ def test_files_of_every_kind_together(tmp_path: Path) -> None:
     assert again[7]["name"] == "h"
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
-def test_places_are_saved_and_outlive_a_second_sizing(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow: pip install 'trimtab[data]'")
+def test_places_are_saved_and_outlive_a_second_sizing(tmp_path: Path) -> None:
     files = [write_jsonl(tmp_path / f"{n}.jsonl", [b"[", record(n), b"[", record(n + n)]) for n in "abc"]
     saved = []
     for number, part in enumerate((files[:2], files[2:])):
-        saved.append(tmp_path / f"sizes{number}{suffix}")
+        saved.append(tmp_path / f"sizes{number}.npz")
         save_sizing(size(*part), saved[-1])
     first = load_table(saved[0])
     assert (first.num_files, first.file_index.tolist(), first.line.tolist()) == (2, [0, 0, 1, 1], [2, 4, 2, 4])
     joined = size(*saved).table
     assert names(PlannedRecords(joined, files)) == ["a", "aa", "b", "bb", "c", "cc"]
-    save_sizing(SizingResult(table=joined), tmp_path / f"joined{suffix}")
-    assert names(PlannedRecords(load_table(tmp_path / f"joined{suffix}"), files)) == ["a", "aa", "b", "bb", "c", "cc"]
+    save_sizing(SizingResult(table=joined), tmp_path / "joined.npz")
+    assert names(PlannedRecords(load_table(tmp_path / "joined.npz"), files)) == ["a", "aa", "b", "bb", "c", "cc"]
 
 
 def test_a_clean_file_needs_no_columns_of_places(tmp_path: Path) -> None:
@@ -136,6 +133,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
 
 def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
     from trimtab.costs.devices import parse_cluster
+    from trimtab.files import fingerprint_file
     from trimtab.models.describe import describe
     from trimtab.plan.build import make_plan, write_plan
     from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -144,16 +142,15 @@ def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", *(record(f"b{i}") for i in range(20))])
     model, cluster = describe("Qwen2.5-VL-7B"), parse_cluster("16xA100-80GB")
     options = PlanOptions(dp=2, pp=8, tp=1, max_tokens=200, max_patches=1000)
-    origin = PlanOrigin(data_files=(DataFile(path=str(file), num_bytes=file.stat().st_size, blake2b="0" * 16),))
+    named = DataFile(path=str(file), num_bytes=file.stat().st_size, blake2b=fingerprint_file(file))
+    origin = PlanOrigin(data_files=(named,))
     details = make_plan(model, size(file).table, cluster, options, origin=origin)
     write_plan(details, tmp_path / "plan")
     for records in (open_records(tmp_path / "plan"), open_records(tmp_path / "plan" / "plan.yaml", [file])):
         assert names(records) == ["a", *(f"b{i}" for i in range(20))]
         np.testing.assert_array_equal(records.samples.num_tokens, details.samples.num_tokens)
     file.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(
-        PlanError, match=r"names .*data.jsonl, where no records are: give the data files that were sized"
-    ):
+    with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):
         open_records(tmp_path / "plan")
     assert names(open_records(tmp_path / "plan", [tmp_path / "moved.jsonl"]))[1] == "b0"
 

@@ -1,4 +1,4 @@
-"""Tests of partition/search.py: against complete enumeration, never worse than the start, the bound is one."""
+"""Tests of partition/search.py: near complete enumeration, never worse than the start."""
 
 from __future__ import annotations
 
@@ -6,33 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from partition_cases import layer, profile_of, random_profile
+from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.bound import makespan_bound
-from trimtab.partition.search import search_makespan, top_candidates
+from trimtab.partition.evaluate import Evaluator
+from trimtab.partition.search import search_makespan
 from trimtab.partition.simulate import simulate, stage_times
-from trimtab.partition.stages import SplitProblem, recompute_stages
-from trimtab.specs import NUM_WORK_TERMS, stages_between
-
-
-def problem_of(profile, P, M, work, *, memory=1e18, **kwargs):
-    return SplitProblem(
-        profile=profile,
-        num_stages=P,
-        work_mean=work.mean(axis=(0, 1)),
-        work_max=work.max(axis=(0, 1)),
-        memory_bytes=memory,
-        num_microbatches=M,
-        **kwargs,
-    )
-
-
-def random_work(rng, steps, M, spread=0.5):
-    work = np.zeros((steps, M, NUM_WORK_TERMS))
-    work[:, :, 0] = rng.uniform(1 - spread, 1 + spread, (steps, M))
-    return work
-
+from trimtab.partition.stages import recompute_stages
+from trimtab.specs import stages_between
 
 SHAPES = [("1F1B", 4, 1), ("GPipe", 4, 1), ("ZBH1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2)]
 
@@ -59,102 +40,51 @@ def enumerate_makespans(problem, work, link=None):
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("schedule", "P", "V"), SHAPES)
-def test_search_finds_the_optimum_of_small_instances(schedule, P, V, seed):
+def test_the_search_is_near_the_best_of_all_splits(schedule, P, V, seed):
     rng = np.random.default_rng(seed)
     L, M = int(rng.integers(7, 11)), int(rng.integers(1, 9)) // P * P if V > 1 else int(rng.integers(2, 9))
     M = max(M, P if V > 1 else 1)
     profile = random_profile(rng, L, 4)
     work = random_work(rng, 2, M, spread=0.9)
     tight = V == 1 and seed % 2 == 0
-    problem = problem_of(profile, P, M, work, memory=900 if tight else 1e18, schedule=schedule, num_chunks=V)
+    problem = problem_of(profile, P, M, work, memory_bytes=900 if tight else 1e18, schedule=schedule, num_chunks=V)
     link = None if seed % 4 else 20.0
     every = enumerate_makespans(problem, work, link)
     if not every:
         pytest.skip("nothing fits")
-    result = search_makespan(problem, work, link_bytes_per_s=link, latency_s=0.1 if link else 0.0)
-    assert result.complete
-    assert result.makespan_s == pytest.approx(min(every.values()), rel=1e-9)
-    assert result.makespan_s <= result.start_makespan_s
-    assert result.lower_bound_s <= min(every.values())
+    evaluator = Evaluator(problem, work, link_bytes_per_s=link, latency_s=0.1 if link else 0.0)
+    result = search_makespan(evaluator, keep=5)
+    assert min(every.values()) <= result.makespan_s * (1 + 1e-9)
+    assert result.makespan_s <= min(result.start_makespan_s, 1.05 * min(every.values()))
+    found = {tuple(stage.start for stage in x.split.stages[1:]): x.makespan_s for x in result.candidates}
+    assert len(found) == len(result.candidates) == min(5, len(every))
+    assert list(found.values()) == sorted(found.values())
+    assert found == {cuts: pytest.approx(every[cuts], rel=1e-9) for cuts in found}
     assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("schedule", "P", "V"), SHAPES)
-def test_top_candidates_are_the_best_of_all(schedule, P, V, seed):
-    rng = np.random.default_rng(100 + seed)
-    profile = random_profile(rng, 10, 5)
-    work = random_work(rng, 2, 4)
-    problem = problem_of(profile, P, 4, work, schedule=schedule, num_chunks=V)
-    every = sorted(enumerate_makespans(problem, work).values())
-    found = top_candidates(problem, work, 12)
-    assert [x.makespan_s for x in found] == pytest.approx(every[:12], rel=1e-9)
-    assert len({tuple(stage.start for stage in x.split.stages) for x in found}) == 12
-
-
-def test_top_candidates_of_many_stages_begin_with_what_the_search_finds():
-    rng = np.random.default_rng(5)
-    profile = random_profile(rng, 30, 5)
-    work = random_work(rng, 2, 6)
-    problem = problem_of(profile, 6, 6, work)
-    found = top_candidates(problem, work, 5)
-    result = search_makespan(problem, work)
-    assert not result.complete
-    assert found[0].split.stages == result.split.stages
-    assert [x.makespan_s for x in found] == sorted(x.makespan_s for x in found)
-    assert len(found) == 5
-    assert [x.makespan_s for x in top_candidates(problem, work, 1)] == [result.makespan_s]
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [(s, v) for s, _, v in SHAPES])
-def test_no_split_undercuts_the_bound(schedule, chunks):
-    for seed in range(25):
-        rng = np.random.default_rng(1000 + seed)
-        P = int(rng.integers(1, 5)) if chunks == 1 else int(rng.integers(1, 3))
-        M = int(rng.integers(1, 7)) if schedule != "Interleaved1F1B" else P * int(rng.integers(1, 4))
-        profile = random_profile(rng, int(rng.integers(P * chunks, 8)), 3)
-        work = random_work(rng, 2, M, spread=0.9)
-        memory = float(rng.integers(300, 900)) if chunks == 1 else 1e18
-        problem = problem_of(profile, P, M, work, memory=memory, schedule=schedule, num_chunks=chunks)
-        every = enumerate_makespans(problem, work)
-        if every:
-            assert makespan_bound(problem, work) <= min(every.values())
-
-
-def test_equal_layers_meet_the_bound():
-    profile = profile_of([layer(i) for i in range(64)])
-    work = np.zeros((1, 64, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
-    problem = problem_of(profile, 4, 64, work)
-    result = search_makespan(problem, work)
-    assert result.makespan_s <= (64 + 3) * 16 * 3.0
-    assert 0 <= result.gap < 0.01
 
 
 def test_few_microbatches_want_smaller_late_stages():
     profile = profile_of([layer(i) for i in range(80)])
-    work = np.zeros((1, 4, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
+    work = equal_work(4)
     problem = problem_of(profile, 4, 4, work)
-    result = search_makespan(problem, work)
+    result = search_makespan(Evaluator(problem, work))
     assert result.start_makespan_s == pytest.approx(7 * 60.0)
     assert result.makespan_s < 0.97 * result.start_makespan_s
     sizes = [stage.stop - stage.start for stage in result.split.stages]
     assert sizes[0] > sizes[-1]
     assert not result.split.exact
-    again = search_makespan(problem, work)
+    again = search_makespan(Evaluator(problem, work))
     assert again.split.stages == result.split.stages
 
 
 def test_sends_move_the_cut_to_where_little_is_sent():
     layers = [layer(i, sent=1000.0 if i in (3, 4) else 10.0) for i in range(10)]
-    work = np.zeros((1, 4, NUM_WORK_TERMS))
-    work[:, :, 0] = 1.0
+    work = equal_work(4)
     problem = problem_of(profile_of(layers), 2, 4, work)
-    free = search_makespan(problem, work).split.stages[0].stop
-    dear = search_makespan(problem, work, link_bytes_per_s=10.0).split.stages[0].stop
+    free = search_makespan(Evaluator(problem, work)).split.stages[0].stop
+    dear = search_makespan(Evaluator(problem, work, link_bytes_per_s=10.0)).split.stages[0].stop
     assert free == 5
     assert dear not in (4, 5)
 
@@ -166,17 +96,17 @@ def test_forbidden_cuts_and_interleaving_are_respected():
     forbidden = frozenset({5, 6, 7, 13})
     for schedule, chunks in (("1F1B", 1), ("Interleaved1F1B", 2)):
         problem = problem_of(profile, 4, 8, work, forbidden_cuts=forbidden, schedule=schedule, num_chunks=chunks)
-        result = search_makespan(problem, work)
+        result = search_makespan(Evaluator(problem, work))
         assert not forbidden & {stage.start for stage in result.split.stages}
         assert len(result.split.stages) == 4 * chunks
-        assert result.lower_bound_s <= result.makespan_s <= result.start_makespan_s
+        assert result.makespan_s <= result.start_makespan_s
 
 
 def test_work_of_the_wrong_shape_is_refused():
     profile = profile_of([layer(i) for i in range(4)])
-    work = np.ones((1, 4, NUM_WORK_TERMS))
+    work = equal_work(4)
     problem = problem_of(profile, 2, 4, work)
     with pytest.raises(
         PartitionError, match=r"shape \(1, 3, 7\) cannot be simulated with 4 micro-batches.*give \(steps, 4, 7\)"
     ):
-        search_makespan(problem, work[:, :3])
+        Evaluator(problem, work[:, :3])

@@ -1,4 +1,4 @@
-"""Tests of partition/simulate.py and schedules.py: dependencies, known makespans, memory in flight, many steps."""
+"""Tests of partition/ (simulate, schedules, replay, backward): dependencies, known makespans, memory, many steps."""
 
 from __future__ import annotations
 
@@ -135,13 +135,6 @@ def test_in_flight_counts_are_the_published_ones():
         assert (np.diff(counts) <= 0).all()
 
 
-@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 1), (4, 4), (4, 11), (7, 3), (16, 64)])
-def test_equal_stages_take_the_closed_form(P, M):
-    times = times_of(np.full((P, M), 2.0), np.full((P, M), 3.0))
-    for schedule in ("1F1B", "GPipe"):
-        assert simulate(times, schedule=schedule).makespan_s == pytest.approx((M + P - 1) * 5.0)
-
-
 @pytest.mark.parametrize(("P", "V", "M"), [(2, 2, 2), (4, 2, 8), (4, 3, 12), (8, 4, 32), (3, 1, 6)])
 def test_interleaving_divides_the_bubble_by_the_chunks(P, V, M):
     times = times_of(np.full((P * V, M), 2.0 / V), np.full((P * V, M), 4.0 / V))
@@ -197,22 +190,6 @@ def test_weight_gradients_come_from_the_profile_or_by_flops():
     assert times.weight_s == pytest.approx(2 * (0.7 + 1.0))
 
 
-def test_one_stage_is_the_sum_and_sends_nothing():
-    times = times_of([[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]], [[9.0, 9.0, 9.0]])
-    assert simulate(times).makespan_s == 21.0
-    chunks = times_of([[1.0], [2.0]], [[3.0], [4.0]], [[9.0], [9.0]])
-    assert simulate(chunks, schedule="Interleaved1F1B", num_devices=1).makespan_s == 10.0
-
-
-def test_a_worked_case_with_sends():
-    # P 2, M 2, f 1, b 2, send .5: stage 1 forwards at 1.5, backward ends 4.5, stage 0 receives at 5 and ends at 7;
-    # stage 1 runs its second pair from 4.5 to 7.5, stage 0 its last backward from 8 to 10
-    line = simulate(times_of(np.ones((2, 2)), np.full((2, 2), 2.0), np.full((2, 2), 0.5)))
-    assert line.makespan_s == pytest.approx(10.0)
-    last = np.flatnonzero((line.stage == 0) & (line.kind == 1) & (line.microbatch == 1))
-    assert line.start_s[last] == pytest.approx(8.0)
-
-
 def test_stage_times_price_recompute_and_sends():
     profile = profile_of([layer(i, 1.0, 2.0, saved=((0, 10), (0.5, 1)), sent=100.0 * (i + 1)) for i in range(4)])
     recompute = (RecomputeChoice(tier="full", layers=(1, 3)),)
@@ -225,8 +202,6 @@ def test_stage_times_price_recompute_and_sends():
     assert times.send_forward_s.tolist() == [[2.25, 4.25], [0.0, 0.0]]
     assert times.send_backward_s.tolist() == [[0.0, 0.0], [2.25, 4.25]]
     assert stage_times(profile, stages, work).send_forward_s.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    by_link = stage_times(profile, stages, work, link_bytes_per_s=[25.0])
-    assert by_link.send_forward_s[0].tolist() == [4.0, 8.0]
 
 
 @pytest.mark.parametrize("schedule", ALL)

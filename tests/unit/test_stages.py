@@ -1,4 +1,4 @@
-"""Tests of partition/stages.py (with tiers, cuts, layer_table, assess, schedules): optimum, memory, messages."""
+"""Tests of partition/ (stages, tiers, hull, cuts, layer_table, assess, baselines): optimum, memory, messages."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from partition_cases import ONE, assess_stages, layer, profile_of, random_profile, split, with_tables
+from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
-from trimtab.partition.stages import SplitProblem, chunk_room, recompute_stages
+from trimtab.partition.stages import chunk_room, recompute_stages
 from trimtab.specs import RecomputeChoice, Stage
 
 
 def stage_options(profile, start, stop, *, split_backward=False):
-    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient, host bytes; state."""
+    """Every tier choice of the stage: arrays of time, saved bytes, recomputed layers, transient; state."""
     own = profile.layers[start:stop]
-    time_, saved, recomputed, transient, host = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1), np.zeros(1)
+    time_, saved, recomputed, transient = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1)
     for x in own:
         extra = np.array([t.extra_backward_s[0] for t in x.tiers])
         size = np.array([t.saved_bytes[0] for t in x.tiers])
-        away = np.array([t.name == "offload" for t in x.tiers])
-        # its tensors are there once more, and where they come from the host those of another layer too
-        again = x.transient_bytes[0] + (0 if split_backward else (size[0] - size) * (1 + away))
+        again = x.transient_bytes[0] + (0 if split_backward else size[0] - size)  # its tensors are there once more
         time_ = np.add.outer(time_, x.forward_s[0] + x.backward_s[0] + extra).ravel()
         saved = np.add.outer(saved, size).ravel()
         recomputed = np.add.outer(recomputed, np.arange(len(x.tiers)) > 0).ravel()
         transient = np.maximum.outer(transient, np.broadcast_to(again, size.shape)).ravel()
-        host = np.add.outer(host, (size[0] - size) * away).ravel()
-    return time_, saved, recomputed, transient, host, sum(x.state_bytes for x in own)
+    return time_, saved, recomputed, transient, sum(x.state_bytes for x in own)
 
 
 def held_by(schedule, num_stages, M):
@@ -42,7 +39,7 @@ def held_by(schedule, num_stages, M):
     return [M if schedule == "GPipe" else min(P - i, M) for i in range(P)], [0] * P
 
 
-def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf):
+def brute_force(profile, num_stages, memory, held, forbidden):
     """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
     L = len(profile.layers)
     base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
@@ -50,11 +47,11 @@ def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf
     in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
-            times, saved, recomputed, transient, host, state = stage_options(profile, a, b, split_backward=any(pending))
+            times, saved, recomputed, transient, state = stage_options(profile, a, b, split_backward=any(pending))
             entry = sum(profile.layers[a].entry_bytes)
             whole, saved = entry + sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b]), entry + saved
             size = state + in_flight[i] * saved + pending[i] * whole + transient
-            fits = np.flatnonzero((size <= memory) & ((in_flight[i] + pending[i]) * host <= host_memory))
+            fits = np.flatnonzero(size <= memory)
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
     splits = []
     for inner in itertools.combinations([c for c in range(1, L) if c not in forbidden], num_stages - 1):
@@ -76,26 +73,24 @@ def brute_force(profile, num_stages, memory, held, forbidden, host_memory=np.inf
 
 
 @pytest.mark.parametrize("block", range(10))
-@pytest.mark.parametrize("offload", [False, True])
-def test_split_equals_brute_force_on_a_thousand_instances(block, offload):
-    """Four kinds of layers, four tiers; or five, and host memory from none to more than is needed."""
-    rng = np.random.default_rng(block + 100 * offload)
-    num_infeasible = num_offloaded = 0
+def test_split_equals_brute_force_on_a_thousand_instances(block):
+    """Four kinds of layers, four tiers."""
+    rng = np.random.default_rng(block)
+    num_infeasible = 0
     for _ in range(100):
-        L, M = (int(rng.integers(*ends)) for ends in (((3, 7), (3, 9)) if offload else ((2, 7), (1, 6))))
-        P = int(rng.integers(1, min(L, 3 if offload else 4) + 1))
-        profile = random_profile(rng, L, 4, num_tiers=4, offload=offload)
+        L, M = int(rng.integers(2, 7)), int(rng.integers(1, 6))
+        P = int(rng.integers(1, min(L, 4) + 1))
+        profile = random_profile(rng, L, 4, num_tiers=4)
         if rng.random() < 0.5:
             profile = with_tables(profile, rng)
         schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))
         free = split(profile, P, microbatches=M, schedule=schedule)
         memory = int(rng.uniform(0.3, 1.0) * max(device.total_bytes for device in free.memory))
-        host_memory = int(rng.choice([0, 40, 100, 200, 10**6])) if offload else 0
         forbidden = frozenset(int(c) for c in range(1, L) if rng.random() < 0.15)
         if L - len(forbidden) < P:
             forbidden = frozenset()
-        expected = brute_force(profile, P, memory, held_by(schedule, P, M), forbidden, host_memory)
-        ask = {"microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden, "host_bytes": host_memory}
+        expected = brute_force(profile, P, memory, held_by(schedule, P, M), forbidden)
+        ask = {"microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden}
         if expected is None:
             num_infeasible += 1
             with pytest.raises(PartitionError, match="do not fit"):
@@ -103,69 +98,51 @@ def test_split_equals_brute_force_on_a_thousand_instances(block, offload):
             continue
         result = split(profile, P, memory=memory, **ask)
         assert result.exact
-        chosen = sum(stage.num_recomputed() + stage.num_offloaded() for stage in result.stages)
+        chosen = sum(stage.num_recomputed() for stage in result.stages)
         assert (result.bottleneck_s, sum(result.recompute_s), chosen) == pytest.approx(expected, rel=1e-9)
         assert max(device.total_bytes for device in result.memory) <= memory
-        assert max(device.host_bytes for device in result.memory) <= host_memory
         assert [s.start for s in result.stages[1:]] == [s.stop for s in result.stages[:-1]]
         assert not forbidden & {s.start for s in result.stages}
         assert result.lower_bound_s <= result.bottleneck_s * (1 + 1e-12)
-        num_offloaded += any(stage.num_offloaded() for stage in result.stages)
     assert 0 < num_infeasible < 90
-    assert (num_offloaded > 5) == offload
 
 
-@pytest.mark.parametrize("host_at", [None, "last", "any"])
 @pytest.mark.parametrize("U", [1, 2, 3])
-def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U, host_at):
-    """`host_at`: which upgrade takes host memory, the one whose backward needs the most room or any."""
+def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
     from trimtab.partition.hull import tier_table
     from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
 
     rng = np.random.default_rng(5)
-    num_short = 0
     for _ in range(100):
-        C = int(rng.integers(1, 5 if host_at is None else 4))
+        C = int(rng.integers(1, 5))
         gain, cost = np.cumsum(rng.integers(1, 60, (2, C, U)), axis=2)
-        host, room = np.zeros((C, U), np.int64), 0
         num_alike = rng.integers(0, 5 if U == 3 else 7, C)
-        if host_at is None:
-            single = rng.random(C) < 0.3
-            gain[single, 1:] = cost[single, 1:] = 0
-        else:
-            at = U - 1 if host_at == "last" else int(rng.integers(0, U))
-            host[:, at] = np.where(rng.random(C) < 0.8, gain[:, at], 0)
-            cost[:, at] = np.where(host[:, at] > 0, rng.integers(1, 60, C), cost[:, at])
-            room = int(rng.integers(0, 1 + int((num_alike * host.max(axis=1)).sum())))
+        single = rng.random(C) < 0.3
+        gain[single, 1:] = cost[single, 1:] = 0
         need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()) + 20)))
         # every count of every class
-        saved, paid, used = np.zeros((3, 1), int)
+        saved, paid = np.zeros((2, 1), int)
         for g in range(C):
             numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
             numbers = numbers[(numbers.sum(axis=1) <= num_alike[g]) & (numbers[:, gain[g] == 0] == 0).all(axis=1)]
-            saved, paid, used = (
-                np.add.outer(total, numbers @ values[g]).ravel()
-                for total, values in ((saved, gain), (paid, cost), (used, host))
+            saved, paid = (
+                np.add.outer(total, numbers @ values[g]).ravel() for total, values in ((saved, gain), (paid, cost))
             )
-        enough = saved >= need
-        fitting = paid[enough & (used <= room)]
+        enough = paid[saved >= need]
         counts = np.zeros((C, U), np.int64)
-        tiers = tier_table(gain, cost, np.zeros_like(host), host)
+        tiers = tier_table(gain, cost, np.zeros_like(gain))
         every = allowed(tiers, 0)
-        found = least_extra(tiers, num_alike, every, need, 10**12, room, counts)
-        if not len(fitting):
+        found = least_extra(tiers, num_alike, every, need, 10**12, counts)
+        if not len(enough):
             assert found == IMPOSSIBLE
             continue
-        least = int(fitting.min())
+        least = int(enough.min())
         assert found == least == (counts * cost).sum()
         assert (counts * gain).sum() >= need
-        assert (counts * host).sum() <= room
         assert (counts.sum(axis=1) <= num_alike).all()
         for slack in (0, 3, 40):
-            assert least_extra(tiers, num_alike, every, need, least + slack, room, counts) == least
-        assert least_extra(tiers, num_alike, every, need, least - 1, room, counts) == IMPOSSIBLE
-        num_short += least > paid[enough].min()
-    assert (num_short > 3) == (host_at is not None)
+            assert least_extra(tiers, num_alike, every, need, least + slack, counts) == least
+        assert least_extra(tiers, num_alike, every, need, least - 1, counts) == IMPOSSIBLE
 
 
 def test_ties_recompute_least_and_then_even_out_memory():
@@ -253,17 +230,9 @@ def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
 
 
 def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight_hold():
-    problem = SplitProblem(
-        profile=profile_of([layer(i, saved=((0.0, 10.0),), transient=0.0) for i in range(4)]),
-        num_stages=2,
-        num_chunks=2,
-        work_mean=ONE,
-        work_max=ONE,
-        memory_bytes=1010.0,
-        overhead_bytes=10.0,
-        num_microbatches=4,
-        schedule="Interleaved1F1B",
-    )
+    profile = profile_of([layer(i, saved=((0.0, 10.0),)) for i in range(4)])
+    ask = {"schedule": "Interleaved1F1B", "num_chunks": 2, "memory_bytes": 1010.0, "overhead_bytes": 10.0}
+    problem = problem_of(profile, 2, 4, **ask)
     found = problem.assess([Stage(index=i, start=i, stop=i + 1) for i in range(4)])
     assert found.devices == (0, 1, 0, 1)
     assert found.in_flight == (4, 3, 2, 1)
@@ -276,14 +245,12 @@ def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight
 def test_recompute_stages_keeps_the_cuts():
     rng = np.random.default_rng(8)
     profile = random_profile(rng, 9, 3)
-    problem = SplitProblem(
-        profile=profile, num_stages=3, work_mean=ONE, work_max=ONE, memory_bytes=500.0, num_microbatches=4
-    )
+    problem = problem_of(profile, 3, 4, memory_bytes=500.0)
     stages = [Stage(index=i, start=3 * i, stop=3 * i + 3) for i in range(3)]
     result = recompute_stages(problem, stages)
     assert [(s.start, s.stop) for s in result.stages] == [(0, 3), (3, 6), (6, 9)]
     for i, stage in enumerate(result.stages):
-        times, saved, _, transient, _, state = stage_options(profile, stage.start, stage.stop)
+        times, saved, _, transient, state = stage_options(profile, stage.start, stage.stop)
         fits = state + (3 - i) * saved + transient <= 500.0
         assert result.forward_s[i] + result.backward_s[i] == pytest.approx(times[fits].min())
 

@@ -8,7 +8,6 @@ import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters.torch_pipelining import export
-from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice
 
 MODEL = make_model(tied=True)
@@ -36,9 +35,7 @@ def test_virtual_stages_go_round_or_come_back(schedule, ranks):
     assert [stage["rank"] for stage in found.fields["stages"]] == ranks
 
 
-def test_one_rank_needs_no_warning_and_an_unknown_schedule_is_refused():
+def test_one_rank_needs_no_warning():
     alone = export(decide(MODEL, cut(MODEL)), None)
     assert alone.warnings == ()
     assert alone.fields["tied"] == []
-    with pytest.raises(UnsupportedPlanError, match="schedule DualPipe was planned, and torch"):
-        export(decide(MODEL, cut(MODEL), schedule="DualPipe"), None)

@@ -117,8 +117,8 @@ def test_all_problems_come_at_once_with_the_price():
         )
     lines = str(caught.value).splitlines()
     assert lines[0].endswith("export with --fit FOLDER (the best plan without such cuts takes 1.50 x as long a step)")
-    assert lines[1] == "the plan makes a cut that the model forbids (DeepStack): move it"
-    assert lines[2].startswith("schedule ZBH1 was planned, and torchtitan's")
+    assert lines[1] == "the plan cuts stages before layers.1, which the model forbids (DeepStack): move the cut"
+    assert lines[2].startswith("schedule ZBH1 was planned, and torchtitan does not run it: plan with 1F1B or GPipe or")
     assert lines[3].startswith("lm_head shares the weight of embed_tokens, and torchtitan refuses tied weights")
     assert lines[4] == "tp 3 does not divide the language model's 8 attention heads: choose a tp that does"
     with pytest.raises(UnsupportedPlanError, match="without such cuts nothing fits these degrees"):

@@ -37,20 +37,19 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
     `tied`: whether the head shares the embedding's weight, as `ModelSpec.tied` has settled it.
     """
     model_type = config.get("model_type")
-    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
-    if not known and model_type != REMOTE:
+    if model_type == REMOTE:
+        with torch.device("meta"):
+            chat: torch.nn.Module = transformers.InternVLForConditionalGeneration(chat_config(config))
+        return chat.to(DTYPES[dtype])
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise UnsupportedPlanError(
             f"model_type {model_type!r} has remote code only, which is never executed here: compare the same model in "
             "Transformers' own format"
         )
     outer = {key: value for key, value in config.items() if key != "model_type"}
-    model: torch.nn.Module
+    settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
     with torch.device("meta"):
-        if model_type == REMOTE:
-            model = transformers.InternVLForConditionalGeneration(chat_config(config)).to(DTYPES[dtype])
-        else:
-            settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
-            model = transformers.AutoModelForImageTextToText.from_config(settings, dtype=DTYPES[dtype])
+        model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_config(settings, dtype=DTYPES[dtype])
     return model
 
 

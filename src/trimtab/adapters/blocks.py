@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from trimtab.options import RecomputedTier, Tower
-from trimtab.specs import AttentionSpec, ModelSpec, RecomputeChoice, Stage
+from trimtab.specs import AttentionSpec, ModelSpec, Stage, tiers_of
 
 TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
 """From what holds least to what holds most."""
@@ -40,6 +39,12 @@ def head_problems(model: ModelSpec, tp: int) -> list[str]:
     return problems
 
 
+def padded_heads(model: ModelSpec, tp: int) -> list[tuple[int, int]]:
+    """Head counts of the vision tower that tp does not divide, each with the next one that it does."""
+    counts = sorted({x.num_heads for x in attentions(model, "vision")})
+    return [(count, -(-count // tp) * tp) for count in counts if count % tp]
+
+
 def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
     return model.layers[index].tower == tower and model.layers[index].kind == "block"
 
@@ -51,13 +56,7 @@ def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tupl
 
 def recomputed_blocks(model: ModelSpec, stage: Stage, tower: Tower = "language") -> dict[int, RecomputedTier]:
     """Those that the stage recomputes, each with its tier."""
-    return {i: choice.tier for choice in stage.recompute for i in choice.layers if is_block(model, i, tower)}
-
-
-def recomputing(stage: Stage, layers: Iterable[int], tier: RecomputedTier = "full") -> Stage:
-    """The stage with recompute of these layers by one tier, and of no other."""
-    chosen = tuple(sorted(layers))
-    return replace(stage, recompute=(RecomputeChoice(tier=tier, layers=chosen),) if chosen else ())
+    return {i: tier for i, tier in tiers_of(stage).items() if is_block(model, i, tower)}
 
 
 def has_other_kinds(model: ModelSpec, planned: Iterable[int], taken: Iterable[int]) -> bool:
@@ -67,7 +66,7 @@ def has_other_kinds(model: ModelSpec, planned: Iterable[int], taken: Iterable[in
 
 def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:
     """Recomputed layers of each tier."""
-    return Counter(choice.tier for stage in stages for choice in stage.recompute for _ in choice.layers)
+    return Counter(tier for stage in stages for tier in tiers_of(stage).values())
 
 
 def lost_tiers(counts: Mapping[RecomputedTier, int], layers: str, instead: str) -> list[str]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
-from trimtab.adapters.running import Decided, Exported, Target
-from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.adapters.blocks import count_by_tier, lost_tiers
+from trimtab.adapters.running import Decided, Exported, Target, refuse, schedule_problems
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import Stage
+from trimtab.specs import Stage, recomputing, tiers_of
 
 _MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.
 
@@ -63,19 +62,14 @@ class PlannedPipelineModule(PipelineModule):
 
 def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with all of their recompute in full."""
-    return tuple(recomputing(stage, (i for c in stage.recompute for i in c.layers)) for stage in stages)
+    return tuple(recomputing(stage, dict.fromkeys(tiers_of(stage), "full")) for stage in stages)
 
 
 def export(plan: Decided, _price: float | None) -> Exported:
     """A Python module to save beside the training script."""
     model, stages, dims = plan.model, plan.stages, plan.dims
-    schedule, num_chunks, zero_stage = plan.schedule, plan.num_chunks, plan.zero_stage
-    problems: list[str] = []
-    if schedule != "1F1B" or num_chunks > 1:
-        problems.append(
-            f"schedule {schedule} with {num_chunks} chunks a rank was planned, and PipelineModule trains by 1F1B with "
-            "one: plan with 1F1B"
-        )
+    zero_stage = plan.zero_stage
+    problems = schedule_problems(plan, "PipelineModule", ["1F1B"])
     if zero_stage > 1:
         problems.append(
             f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
@@ -83,8 +77,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
         )
     if dims.cp > 1:
         problems.append(f"cp {dims.cp} was planned, and PipelineModule has no such axis: plan with cp 1")
-    if problems:
-        raise UnsupportedPlanError(join_problems(problems))
+    refuse(problems)
 
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
@@ -93,7 +86,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
             f"pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
         )
     runs = deepspeed_runs(stages)
-    recompute = sorted(i for stage in runs for choice in stage.recompute for i in choice.layers)
+    recompute = sorted(i for stage in runs for i in tiers_of(stage))
     parts = [*(stage.start for stage in stages), len(model.layers)]
     config = {
         "train_micro_batch_size_per_gpu": 1,

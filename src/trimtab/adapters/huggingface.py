@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.adapters.blocks import TIERS, recomputing
-from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs
-from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.adapters.blocks import TIERS
+from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs, refuse
 from trimtab.models.families.known import family_of
 from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible, fastest_fitting
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.specs import ModelSpec, Stage
+from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
 
 _APPLY = """from trimtab.runtime.recompute.apply import apply
 
@@ -56,11 +55,10 @@ def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainS
     Blocks count from the model's first, whatever stage they are on.
     """
     blocks = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
-    yield PlainSetting(every_n_layers=None, stages=tuple(recomputing(stage, ()) for stage in stages))
+    yield PlainSetting(every_n_layers=None, stages=tuple(replace(stage, recompute=()) for stage in stages))
     for n in range(1, 2 if family_of(model.family).is_remote_code else len(blocks) + 1):
-        chosen = blocks[::n]
-        runs = tuple(recomputing(stage, (i for i in chosen if stage.start <= i < stage.stop)) for stage in stages)
-        yield PlainSetting(every_n_layers=n, stages=runs)
+        chosen: dict[int, RecomputedTier] = dict.fromkeys(blocks[::n], "full")
+        yield PlainSetting(every_n_layers=n, stages=tuple(recomputing(stage, chosen) for stage in stages))
 
 
 def export(plan: Decided, _price: float | None) -> Exported:
@@ -74,8 +72,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
         )
     if dims.cp > 1:
         problems.append(f"cp {dims.cp} was planned, which this export cannot say for Transformers: plan with cp 1")
-    if problems:
-        raise UnsupportedPlanError(join_problems(problems))
+    refuse(problems)
     warnings = []
     if dims.tp > 1:
         warnings.append(
@@ -88,12 +85,9 @@ def export(plan: Decided, _price: float | None) -> Exported:
             "the embeddings' results need gradients, so that in most families a frozen vision tower is recomputed and "
             "back-propagated for nothing; the lines of this export leave it alone"
         )
-    names = [layer.name for layer in plan.model.layers]
-    chosen: dict[RecomputedTier, list[str]] = {tier: [] for tier in TIERS}
-    for stage in stages:
-        for choice in stage.recompute:
-            chosen[choice.tier] += [names[i] for i in choice.layers]
-    modules = {tier: fold_modules(found) for tier, found in chosen.items() if found}
+    chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
+    named = {tier: [plan.model.layers[i].name for i in chosen if chosen[i] == tier] for tier in TIERS}
+    modules = {tier: fold_modules(found) for tier, found in named.items() if found}
     text = "# the plan recomputes nothing: leave activation_checkpointing off"
     if modules:
         text = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))

@@ -7,83 +7,68 @@ it cannot say either. Field names checked against megatron-bridge 0.3.1 by tests
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
+from trimtab.adapters.blocks import recomputed_blocks
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_recompute import Setting, megatron_ladders
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, Stage, recomputing
 
 _TRAIN = {"micro_batch_size": "cfg.train", "global_batch_size": "cfg.train", "use_distributed_optimizer": "cfg.ddp"}
+_LAYOUT = "cfg.model.pipeline_model_parallel_layout"
 
 
-def bridge_fields(export: MegatronExport) -> tuple[tuple[str, Setting], ...]:
-    """Dotted fields of a `ConfigContainer` and their values.
+def export(plan: Decided, price: float | None) -> Exported:
+    """Assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
     `cfg.model` is the provider of the whole model. Its vision tower needs no clearing for the Qwen families: it is
     Hugging Face's class, or its configuration is made afresh. Recompute of the tower is not carried: no field says it.
     """
-    return tuple((f"{_TRAIN.get(name, 'cfg.model')}.{name}", setting) for name, setting in export.settings)
-
-
-def bridge_runs(model: ModelSpec, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """These stages without recompute of the vision tower."""
-    return tuple(replace(stage, recompute=tuple(_language_alone(model, stage))) for stage in stages)
-
-
-def _language_alone(model: ModelSpec, stage: Stage) -> Iterator[RecomputeChoice]:
-    for choice in stage.recompute:
-        layers = tuple(i for i in choice.layers if model.layers[i].tower == "language")
-        if layers:
-            yield replace(choice, layers=layers)
-
-
-def bridge_python(export: MegatronExport) -> str:
-    """Lines to run between the recipe that makes `cfg` and the training that takes it."""
-    lines = []
-    for name, setting in bridge_fields(export):
-        value = list(setting) if isinstance(setting, tuple) else setting
-        lines.append(f"{name} = {value!r}")
-    if any(name == "pipeline_model_parallel_layout" for name, _ in export.settings):
-        lines += [
-            "cfg.model.num_layers_in_first_pipeline_stage = None",
-            "cfg.model.num_layers_in_last_pipeline_stage = None",
-            "cfg.model.account_for_embedding_in_pipeline_split = False",
-            "cfg.model.account_for_loss_in_pipeline_split = False",
-        ]
-    return "\n".join(lines)
-
-
-def bridge_warnings(export: MegatronExport) -> tuple[str, ...]:
-    """Those of the export that hold here, and what this launcher adds."""
-    warnings = [w for w in export.warnings if "launchers that deep-copy" not in w]
-    if any(name == "pipeline_model_parallel_layout" for name, _ in export.settings):
-        warnings.append(
-            "recipes that train with pp 1 leave cfg.model.pipeline_dtype None: set it to the weights' dtype"
-        )
-    if export.vision_fields:
-        fields = dict(export.vision_fields)
-        if fields["recompute_granularity"] is not None:
-            warnings.append(
-                f"recompute of {fields['recompute_num_layers']} vision layers is planned, and a provider has no field "
-                "for the tower alone: check the memory of the first rank"
-            )
-        warnings.append(
-            "Nemotron-VL's provider copies the language model's configuration, split included, for its tower; those of "
-            "the Qwen families do not"
-        )
-    return tuple(warnings)
-
-
-def export(plan: Decided, price: float | None) -> Exported:
-    """Assignments to a recipe's `cfg`."""
     flags = megatron_flags(plan, price)
+    fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in flags.settings.items()}
+    values: dict[str, Setting | list[str] | None] = {
+        name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
+    }
+    if _LAYOUT in fields:
+        values |= dict.fromkeys(
+            ("cfg.model.num_layers_in_first_pipeline_stage", "cfg.model.num_layers_in_last_pipeline_stage")
+        )
+        values |= dict.fromkeys(
+            (
+                "cfg.model.account_for_embedding_in_pipeline_split",
+                "cfg.model.account_for_loss_in_pipeline_split",
+            ),
+            False,
+        )
     return Exported(
-        text=bridge_python(flags),
-        fields=dict(bridge_fields(flags)),
-        runs=bridge_runs(plan.model, flags.runs),
-        warnings=bridge_warnings(flags),
+        text="\n".join(f"{name} = {value!r}" for name, value in values.items()),
+        fields=fields,
+        runs=_without_tower(plan.model, flags.runs),
+        warnings=tuple(_warnings(flags, has_layout=_LAYOUT in fields)),
+    )
+
+
+def _without_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """These stages without recompute of the vision tower."""
+    return tuple(recomputing(stage, recomputed_blocks(model, stage)) for stage in stages)
+
+
+def _warnings(flags: MegatronExport, *, has_layout: bool) -> Iterator[str]:
+    """Those of the flags that hold here, and what this launcher adds."""
+    yield from (w for w in flags.warnings if "launchers that deep-copy" not in w)
+    if has_layout:
+        yield "recipes that train with pp 1 leave cfg.model.pipeline_dtype None: set it to the weights' dtype"
+    if not flags.vision_fields:
+        return
+    if flags.vision_fields["recompute_granularity"] is not None:
+        yield (
+            f"recompute of {flags.vision_fields['recompute_num_layers']} vision layers is planned, and a provider has "
+            "no field for the tower alone: check the memory of the first rank"
+        )
+    yield (
+        "Nemotron-VL's provider copies the language model's configuration, split included, for its tower; those of the "
+        "Qwen families do not"
     )
 
 
@@ -92,7 +77,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
         for ladder in megatron_ladders(model, stages):
-            if all(way == bridge_runs(model, way) for way in ladder):
+            if all(way == _without_tower(model, way) for way in ladder):
                 yield ladder
 
     return Expressible(

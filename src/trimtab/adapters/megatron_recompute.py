@@ -12,18 +12,20 @@ from dataclasses import replace
 
 from trimtab.adapters.blocks import (
     MEANINGS,
-    attentions,
     blocks_of,
     has_other_kinds,
     is_block,
     lost_tiers,
+    padded_heads,
     recomputed_blocks,
-    recomputing,
 )
-from trimtab.specs import ModelSpec, ParallelDims, Stage
+from trimtab.options import RecomputedTier
+from trimtab.specs import ModelSpec, ParallelDims, Stage, recomputing
 from trimtab.units import format_count
 
 Setting = int | str | bool | tuple[str, ...]
+_FULL: RecomputedTier = "full"
+VisionSetting = int | str | bool | None
 
 
 def norm_cuts(model: ModelSpec) -> list[int]:
@@ -40,8 +42,8 @@ def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list
     for vision in ((), tower) if tower else ((),):
         yield [
             tuple(
-                recomputing(stage, (vision if s == 0 else ()) + blocks_of(model, stage)[:number])
-                for s, stage in enumerate(stages)
+                recomputing(stage, dict.fromkeys((*vision, *blocks_of(model, stage)[:number]), _FULL))
+                for stage in stages
             )
             for number in range(most + 1)
         ]
@@ -112,30 +114,21 @@ def language_recompute(
 
 def as_run(model: ModelSpec, stages: Sequence[Stage], recompute: dict[str, Setting]) -> tuple[Stage, ...]:
     """The stages with the recompute that `recompute` sets; selective modules count as the plan's selective tier."""
-    result: list[Stage] = []
-    tower = tuple(recomputed_blocks(model, stages[0], "vision"))
-    for s, stage in enumerate(_norm_beside_head(model, stages)):
-        blocks = blocks_of(model, stage)
+    tower = dict.fromkeys(recomputed_blocks(model, stages[0], "vision"), _FULL)
+    result = []
+    for stage in _norm_beside_head(model, stages):
+        language: dict[int, RecomputedTier] = {}
         if recompute.get("recompute_granularity") == "full":
-            number = recompute["recompute_num_layers"]
-            assert isinstance(number, int)
-            chosen = recomputing(stage, (tower if s == 0 else ()) + blocks[:number])
-        else:
-            chosen = recomputing(stage, tower if s == 0 else ())
-            if recompute and blocks:
-                selected = recomputing(stage, blocks, "selective").recompute
-                chosen = replace(chosen, recompute=(*chosen.recompute, *selected))
-        result.append(chosen)
+            language = dict.fromkeys(blocks_of(model, stage)[: int(str(recompute["recompute_num_layers"]))], _FULL)
+        elif recompute:
+            language = dict.fromkeys(blocks_of(model, stage), "selective")
+        result.append(recomputing(stage, tower | language))
     return tuple(result)
 
 
 def _norm_beside_head(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    norms = norm_cuts(model)
-    moved = {cut: cut - 1 for cut in norms}
-    return tuple(
-        Stage(index=x.index, start=moved.get(x.start, x.start), stop=moved.get(x.stop, x.stop), recompute=x.recompute)
-        for x in stages
-    )
+    moved = {cut: cut - 1 for cut in norm_cuts(model)}
+    return tuple(replace(x, start=moved.get(x.start, x.start), stop=moved.get(x.stop, x.stop)) for x in stages)
 
 
 def _num_experts(model: ModelSpec, index: int) -> int:
@@ -143,15 +136,13 @@ def _num_experts(model: ModelSpec, index: int) -> int:
     return 0 if mlp is None else mlp.num_experts or 0
 
 
-def vision_fields(
-    model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]
-) -> tuple[tuple[str, int | str | bool | None], ...]:
+def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]) -> dict[str, VisionSetting]:
     """Fields that launchers copy from the language model into the vision tower, and their right values there."""
     num_layers = len(model.indices("vision", "block"))
     if num_layers == 0:
-        return ()
+        return {}
     chosen = recomputed_blocks(model, first, "vision")
-    fields: dict[str, int | str | bool | None] = {
+    fields: dict[str, VisionSetting] = {
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
@@ -172,15 +163,13 @@ def vision_fields(
             "and compare the number of parameters that Megatron prints for the first rank"
         )
     warnings += lost_tiers(Counter(chosen.values()), "vision layers", "the vision fields recompute them in full")
-    heads = sorted({a.num_heads for a in attentions(model, "vision") if a.num_heads % dims.tp})
-    for count in heads:
-        padded = -(-count // dims.tp) * dims.tp
+    for count, padded in padded_heads(model, dims.tp):
         fields |= {"num_attention_heads": padded, "num_query_groups": padded}
         warnings.append(
             f"the vision tower's {count} attention heads do not divide by tp {dims.tp}: pad them to {padded} with zero "
             "weights, as Megatron-LM's InternViT does, or run the tower with tp 1"
         )
-    return tuple(fields.items())
+    return fields
 
 
 def warn_of_tied(model: ModelSpec, tp: int, warnings: list[str]) -> None:

@@ -8,78 +8,52 @@ tests/integration/test_megatron_launchers.py.
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from collections.abc import Sequence
 
-from trimtab.adapters.megatron import MegatronExport, can_run, megatron_flags
-from trimtab.adapters.megatron_recompute import Setting
+from trimtab.adapters.megatron import can_run, megatron_flags
 from trimtab.adapters.running import Decided, Exported, Target
-from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+from trimtab.options import RecomputedTier
+from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
 
-
-def swift_arguments(export: MegatronExport) -> tuple[tuple[str, Setting], ...]:
-    """Arguments and their values, with those whose defaults would add something to the plan.
-
-    ms-swift recomputes core attention, the vision tower, and shards the optimizer unless told otherwise.
-    """
-    given = dict(export.settings)
-    given.setdefault("use_distributed_optimizer", False)
-    given.setdefault("recompute_granularity", "none")
-    vision = dict(export.vision_fields)
-    if vision:
-        given["vit_gradient_checkpointing"] = vision["recompute_granularity"] is not None
-    return tuple(given.items())
-
-
-def swift_runs(model: ModelSpec, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """These stages with recompute of all vision blocks where one of them recomputes."""
-    tower = set(model.indices("vision", "block"))
-    chosen = [
-        {i for choice in stage.recompute if choice.tier != "selective" for i in choice.layers} for stage in stages
-    ]
-    if not tower & set().union(*chosen):
-        return stages
-    result = []
-    for stage, full in zip(stages, chosen, strict=True):
-        layers = tuple(sorted(full | {i for i in tower if stage.start <= i < stage.stop}))
-        others = tuple(choice for choice in stage.recompute if choice.tier == "selective")
-        own = (RecomputeChoice(tier="full", layers=layers),) if layers else ()
-        result.append(replace(stage, recompute=(*own, *others)))
-    return tuple(result)
-
-
-def swift_shell(export: MegatronExport) -> str:
-    """The arguments as lines of a shell command, quoted; the model and the data are the user's own."""
-    lines = ["megatron sft"]
-    for name, setting in swift_arguments(export):
-        words = (
-            setting if isinstance(setting, tuple) else (str(setting).lower() if isinstance(setting, bool) else setting,)
-        )
-        lines.append(" ".join((f"--{name}", *(shlex.quote(str(word)) for word in words))))
-    return " \\\n    ".join(lines)
-
-
-def swift_warnings(export: MegatronExport, num_vision_layers: int) -> tuple[str, ...]:
-    """Those of the export that hold here, and what this launcher adds."""
-    warnings = [w for w in export.warnings if "launchers that deep-copy" not in w and "pad them to" not in w]
-    vision = dict(export.vision_fields)
-    number = vision.get("recompute_num_layers")
-    if isinstance(number, int) and number < num_vision_layers:
-        warnings.append(
-            f"recompute of {number} of {num_vision_layers} vision layers is planned, and ms-swift recomputes the tower "
-            "as a whole or not at all: all of it is, which holds less and takes longer"
-        )
-    return tuple(warnings)
+_FULL: RecomputedTier = "full"
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """Arguments of `megatron sft`."""
+    """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
+
+    ms-swift recomputes core attention, the vision tower, and shards the optimizer unless told otherwise. The model and
+    the data are the user's own.
+    """
     flags = megatron_flags(plan, price)
+    given = dict(flags.settings)
+    given.setdefault("use_distributed_optimizer", False)
+    given.setdefault("recompute_granularity", "none")
+    if flags.vision_fields:
+        given["vit_gradient_checkpointing"] = flags.vision_fields["recompute_granularity"] is not None
+    lines = ["megatron sft"]
+    for name, setting in given.items():
+        words = setting if isinstance(setting, tuple) else (setting,)
+        values = [str(word).lower() if isinstance(word, bool) else str(word) for word in words]
+        lines.append(f"--{name} {shlex.join(values)}")
+    warnings = [w for w in flags.warnings if "launchers that deep-copy" not in w and "pad them to" not in w]
+    number, tower = flags.vision_fields.get("recompute_num_layers"), plan.model.indices("vision", "block")
+    if isinstance(number, int) and number < len(tower):
+        warnings.append(
+            f"recompute of {number} of {len(tower)} vision layers is planned, and ms-swift recomputes the tower as a "
+            "whole or not at all: all of it is, which holds less and takes longer"
+        )
     return Exported(
-        text=swift_shell(flags),
-        fields=dict(swift_arguments(flags)),
-        runs=swift_runs(plan.model, flags.runs),
-        warnings=swift_warnings(flags, len(plan.model.indices("vision", "block"))),
+        text=" \\\n    ".join(lines),
+        fields=given,
+        runs=_whole_tower(plan.model, flags.runs) if number else flags.runs,
+        warnings=tuple(warnings),
     )
+
+
+def _whole_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """These stages with full recompute of all vision blocks."""
+    tower = dict.fromkeys(model.indices("vision", "block"), _FULL)
+    return tuple(recomputing(stage, tiers_of(stage) | tower) for stage in stages)
 
 
 TARGET = Target(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
-from trimtab.adapters.blocks import count_by_tier, lost_tiers, recomputing
+from trimtab.adapters.blocks import blocks_of, count_by_tier, lost_tiers
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks
-from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
+from trimtab.errors import UnsupportedPlanError
+from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, Stage
+from trimtab.specs import ModelSpec, Stage, recomputing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _OWN = {  # arguments that a plan does not decide, by position
@@ -41,7 +43,7 @@ def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
 def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     """Recompute nowhere, or of every block of both towers."""
     return [
-        tuple(recomputing(stage, ()) for stage in stages),
+        tuple(replace(stage, recompute=()) for stage in stages),
         tuple(_recompute_all(model, stage) for stage in stages),
     ]
 
@@ -55,13 +57,11 @@ def export(plan: Decided, price: float | None) -> Exported:
         flags = megatron_flags(plan, price)
     except UnsupportedPlanError as error:
         problems.append(str(error))
-    blocks = model.indices("language", "block")
-    counts = [sum(stage.start <= i < stage.stop for i in blocks) for stage in stages]
+    counts = [len(blocks_of(model, stage)) for stage in stages]
     if flags is not None:
         problems += _uneven(counts, price)
-    if problems:
-        raise UnsupportedPlanError(join_problems(problems))
-    assert flags is not None
+    refuse(problems)
+    assert flags is not None, "else there was a problem"
 
     recompute = any(stage.recompute for stage in stages)
     runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in flags.runs)
@@ -133,7 +133,8 @@ def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[
 
 
 def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
-    return recomputing(stage, (i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"))
+    tiers: dict[int, RecomputedTier] = {i: "full" for i, layer in enumerate(model.layers) if layer.kind == "block"}
+    return recomputing(stage, tiers)
 
 
 def _can_run(model: ModelSpec, pp: int) -> Expressible:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.errors import PartitionError, UnsupportedPlanError
-from trimtab.options import RecomputedTier, Tower
+from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
+from trimtab.options import RecomputedTier, ScheduleName, Tower
+from trimtab.partition.schedules import check_schedule
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import (
     Expressible,
@@ -15,7 +16,6 @@ from trimtab.plan.decide.expressible import (
     mean_step_s,
     overfull_ranks,
     rank_bytes,
-    recompute_offloaded,
     relative_time,
     replan,
 )
@@ -32,11 +32,20 @@ class Decided:
     model: ModelSpec
     stages: tuple[Stage, ...]  # every layer once, in forward order; stage s runs on pipeline rank s mod pp
     dims: ParallelDims
-    schedule: str
+    schedule: ScheduleName
     num_microbatches: int
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
+
+    def __post_init__(self) -> None:
+        pp, num_chunks = self.dims.pp, self.num_chunks
+        check_schedule(self.schedule, num_devices=pp, num_chunks=num_chunks, num_microbatches=self.num_microbatches)
+        if len(self.stages) != pp * num_chunks:
+            raise PartitionError(
+                f"{len(self.stages)} stages were planned, and pp {pp} with {num_chunks} chunks a rank has "
+                f"{pp * num_chunks}: make them equal"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +75,45 @@ class Target:
 
 def decided(found: ReloadedPlan) -> Decided:
     """The decisions of a plan that was read back."""
-    case = found.case
+    case, schedule = found.case, found.case.options.schedule
+    assert schedule != "auto", "a plan says which one was chosen"
     return Decided(
         model=case.model,
         stages=found.stages,
         dims=case.setting.dims,
-        schedule=case.options.schedule,
+        schedule=schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.zero_stage,
         frozen_towers=case.options.frozen_towers,
     )
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """`UnsupportedPlanError` with all of the problems, if there are any."""
+    if problems:
+        raise UnsupportedPlanError(join_problems(problems))
+
+
+def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> list[str]:
+    """A sentence where the framework runs other schedules alone."""
+    if plan.schedule in known:
+        return []
+    return [f"schedule {plan.schedule} was planned, and {framework} does not run it: plan with {' or '.join(known)}"]
+
+
+def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[str]:
+    """Cuts that the framework cannot make, with the rest of the sentence, and those that the model forbids."""
+    model, starts, problems = plan.model, {stage.start for stage in plan.stages}, []
+    reason = model.forbidden_cut_reason or "the plan was made without these cuts"
+    for cuts, said in (
+        (unsupported, why),
+        (model.forbidden_cuts - unsupported, f"which the model forbids ({reason}): move the cut"),
+    ):
+        names = ", ".join(model.layers[cut].name for cut in sorted(cuts & starts))
+        if names:
+            problems.append(f"the plan cuts stages before {names}, {said}")
+    return problems
 
 
 def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
@@ -131,13 +168,6 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     """
     case, planned = found.case, found.stages
     said = []
-    num_offloaded = sum(stage.num_offloaded() for stage in planned)
-    if num_offloaded:
-        found = replace(found, stages=recompute_offloaded(planned))
-        said.append(
-            f"{num_offloaded} layers are planned with offload to host memory, and are exported as recomputed in full, "
-            "which holds no more and takes other time"
-        )
     try:
         exported = target.export(decided(found), None)
     except UnsupportedPlanError:

@@ -7,15 +7,15 @@ this one is ours, plain enough for JSON. Class names checked against torch 2.13 
 from __future__ import annotations
 
 import json
-from typing import cast
 
+from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.running import Decided, Exported, Target
-from trimtab.errors import UnsupportedPlanError
 from trimtab.options import ScheduleName
 from trimtab.partition.schedules import device_of_stage
 from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import tiers_of
 
-SCHEDULE_CLASSES: dict[str, str] = {
+SCHEDULE_CLASSES: dict[ScheduleName, str] = {
     "1F1B": "Schedule1F1B",
     "GPipe": "ScheduleGPipe",
     "Interleaved1F1B": "ScheduleInterleaved1F1B",
@@ -33,25 +33,18 @@ def export(plan: Decided, _price: float | None) -> Exported:
     stages the gradients are to be summed after every step.
     """
     model, dims = plan.model, plan.dims
-    if plan.schedule not in SCHEDULE_CLASSES:
-        raise UnsupportedPlanError(
-            f"schedule {plan.schedule} was planned, and torch.distributed.pipelining has "
-            f"{', '.join(SCHEDULE_CLASSES)}: plan with one of them"
-        )
-    name = cast(ScheduleName, plan.schedule)
     names = [layer.name for layer in model.layers]
     stages: list[dict[str, object]] = []
     held: dict[str, int] = {}
     for stage in plan.stages:
-        tiers: dict[str, list[str]] = {"full": [], "selective": [], "attention": []}
-        for choice in stage.recompute:
-            tiers[choice.tier] += [names[i] for i in choice.layers]
+        chosen = sorted(tiers_of(stage).items())
+        tiers = {tier: [names[i] for i, own in chosen if own == tier] for tier in TIERS}
         modules = names[stage.start : stage.stop]
         held |= dict.fromkeys(modules, stage.index)
         stages.append(
             {
                 "stage": stage.index,
-                "rank": device_of_stage(name, stage.index, num_devices=dims.pp, num_chunks=plan.num_chunks),
+                "rank": device_of_stage(plan.schedule, stage.index, num_devices=dims.pp, num_chunks=plan.num_chunks),
                 "modules": modules,
                 "recompute": tiers["full"],
                 "recompute_selective": tiers["selective"],

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from trimtab.adapters.blocks import TIERS, blocks_of, head_problems, lost_tiers, recomputing
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks, price_without_cuts
-from trimtab.errors import UnsupportedPlanError, join_problems
+from trimtab.adapters.blocks import TIERS, head_problems, lost_tiers
+from trimtab.adapters.running import (
+    Decided,
+    Exported,
+    Target,
+    cut_problems,
+    full_blocks,
+    price_without_cuts,
+    refuse,
+    schedule_problems,
+)
 from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
+from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing, tiers_of
 
 _POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
 _ATTENTION_POLICY = '''from dataclasses import dataclass
@@ -43,17 +52,30 @@ def titan_unsupported_cuts(model: ModelSpec) -> frozenset[int]:
 def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     """Recompute of no block, or of every language block, keeping attention or nothing."""
     return [
-        tuple(recomputing(stage, ()) for stage in stages),
-        *(tuple(recomputing(stage, blocks_of(model, stage), tier) for stage in stages) for tier in TIERS[1::-1]),
+        tuple(replace(stage, recompute=()) for stage in stages),
+        *(_recompute_all(model, stages, tier) for tier in TIERS[1::-1]),
     ]
 
 
 def export(plan: Decided, price: float | None) -> Exported:
     """Lines for a config function, behind `cfg = ...`: parallelism, local batch size and the recompute policy."""
     model, stages, dims, zero_stage = plan.model, plan.stages, plan.dims, plan.zero_stage
-    problems = _problems(model, stages, dims, plan.schedule, price)
-    if problems:
-        raise UnsupportedPlanError(join_problems(problems))
+    problems = [
+        *cut_problems(
+            plan,
+            titan_unsupported_cuts(model),
+            "and torchtitan keeps the vision encoder whole beside the embedding: export with --fit FOLDER"
+            + price_without_cuts(price),
+        ),
+        *schedule_problems(plan, "torchtitan", _SCHEDULES),
+    ]
+    if model.tied and dims.pp > 1:
+        owner, borrower = model.tied[0]
+        problems.append(
+            f"{borrower} shares the weight of {owner}, and torchtitan refuses tied weights with pipeline parallelism: "
+            "plan with pp 1, or untie them"
+        )
+    refuse([*problems, *head_problems(model, dims.tp)])
     names = titan_names(model)
     parts = [[name for i in range(stage.start, stage.stop) for name in names[i]] for stage in stages]
     warnings: list[str] = []
@@ -134,38 +156,10 @@ def titan_names(model: ModelSpec) -> list[tuple[str, ...]]:
     return names
 
 
-def _problems(
-    model: ModelSpec, stages: Sequence[Stage], dims: ParallelDims, schedule: str, price: float | None
-) -> list[str]:
-    problems: list[str] = []
-    starts = {stage.start for stage in stages}
-    cuts = sorted(titan_unsupported_cuts(model) & starts)
-    if cuts:
-        problems.append(
-            f"the plan cuts stages before {', '.join(model.layers[cut].name for cut in cuts)}, and torchtitan keeps "
-            f"the vision encoder whole beside the embedding: export with --fit FOLDER{price_without_cuts(price)}"
-        )
-    forbidden = sorted((model.forbidden_cuts - titan_unsupported_cuts(model)) & starts)
-    if forbidden and model.forbidden_cut_reason:
-        problems.append(f"the plan makes a cut that the model forbids ({model.forbidden_cut_reason}): move it")
-    if schedule not in _SCHEDULES:
-        problems.append(
-            f"schedule {schedule} was planned, and torchtitan's pipeline_parallel_schedule knows of ours "
-            f"{', '.join(_SCHEDULES)}: plan with one of them"
-        )
-    if model.tied and dims.pp > 1:
-        owner, borrower = model.tied[0]
-        problems.append(
-            f"{borrower} shares the weight of {owner}, and torchtitan refuses tied weights with pipeline parallelism: "
-            "plan with pp 1, or untie them"
-        )
-    return [*problems, *head_problems(model, dims.tp)]
-
-
 def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> tuple[str | None, tuple[Stage, ...]]:
     """One policy for every block of every stage; what it adds to the plan, or leaves out of it, is a warning."""
     blocks = set(model.indices("language", "block"))
-    chosen = {i: choice.tier for stage in stages for choice in stage.recompute for i in choice.layers}
+    chosen = {i: tier for stage in stages for i, tier in tiers_of(stage).items()}
     inside = {i: tier for i, tier in chosen.items() if i in blocks}
     outside = len(chosen) - len(inside)
     if outside:
@@ -174,7 +168,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
             "blocks alone: check the memory of the first rank"
         )
     if not inside:
-        return None, tuple(recomputing(stage, ()) for stage in stages)
+        return None, tuple(replace(stage, recompute=()) for stage in stages)
     tiers = Counter(inside.values())
     tier = next(t for t in TIERS if tiers[t])  # which holds no more than any block is planned to
     if tier == "selective":
@@ -189,7 +183,13 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
         )
     del tiers[tier]
     warnings += lost_tiers(tiers, "blocks", f"one torchtitan policy serves all ({_POLICIES[tier]})")
-    return _POLICIES[tier], tuple(recomputing(stage, blocks_of(model, stage), tier) for stage in stages)
+    return _POLICIES[tier], _recompute_all(model, stages, tier)
+
+
+def _recompute_all(model: ModelSpec, stages: Sequence[Stage], tier: RecomputedTier) -> tuple[Stage, ...]:
+    """Every language block, by one tier."""
+    tiers = dict.fromkeys(model.indices("language", "block"), tier)
+    return tuple(recomputing(stage, tiers) for stage in stages)
 
 
 def _tiers(layer: LayerSpec) -> tuple[RecomputedTier, ...]:

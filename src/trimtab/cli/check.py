@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from trimtab.plan.measured.check_memory import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
+OWN_LOOP = "trimtab"  # `trimtab train`
 if TYPE_CHECKING:
     Framework = str
 else:
-    Framework = Literal[tuple(FRAMEWORKS)]
+    Framework = Literal[OWN_LOOP, *FRAMEWORKS]
 
 
 def check(
@@ -100,7 +101,7 @@ def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str]
                 "--memory too"
             )
         return check_plan(plan), None
-    problems = check_plan(plan, model=find_traced_model(plan, config).model)
+    problems = check_plan(plan, model=find_traced_model(plan, config)[1])
     try:
         counted = check_memory(plan, config=config)
     except TrimtabError as error:
@@ -158,6 +159,11 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
 
     found = reload_plan(plan)
     try:
+        if framework == OWN_LOOP:
+            from trimtab.runtime.layout import read_layout
+
+            read_layout(found.plan)
+            return [], []
         exported = export_plan(found, find_target(framework))
     except UnsupportedPlanError as error:
         return str(error).splitlines(), []

@@ -1,7 +1,8 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -75,17 +76,22 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         raise SampleError(
             f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
         )
+    reading = sizing.reading
+    if reading.tokenizer is None and model.origin is not None and model.origin.config is not None:
+        given = Path(model.origin.config)
+        beside = (given if given.is_dir() else given.parent) / "tokenizer.json"
+        reading = replace(reading, tokenizer=beside if beside.is_file() else None)
     workers = sizing.workers or os.cpu_count() or 1
     map_chunks: MapChunks = map_in_order
     if sizing.engine == "ray":
         from trimtab.adapters.ray_data import count_cpus, map_on_ray
 
         workers, map_chunks = sizing.workers or count_cpus(), map_on_ray
-    with progress("sizing") as advance:
+    with progress("sizing, bytes") as advance:
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            **asdict(sizing.reading),
+            **asdict(reading),
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
             unique_ids=not sizing.number_ids,
@@ -101,6 +107,16 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     return result
 
 
+def _unlike(saved: str, own: str) -> tuple[str, str]:
+    """What two image rules, as they were written down, say otherwise: limits by their names, or the kinds of rule."""
+    told = [dict(re.findall(r"(\w+)='?([^,'()]+)", rule)) for rule in (saved, own)]
+    if saved.partition("(")[0] != own.partition("(")[0]:
+        told = [{"the rule": rule.get("name", "another")} for rule in told]
+    names = [name for name in told[0] if told[0][name] != told[1].get(name)]
+    first, second = (", ".join(f"{name} {rule.get(name)}" for name in names) for rule in told)
+    return first, second
+
+
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
@@ -114,13 +130,15 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     results = [load_sizing(path) for path in tables]
     for path, result in zip(tables, results, strict=True):
         if result.image_rule not in (None, repr(model.image_rule)):
+            sized, counts = _unlike(result.image_rule, repr(model.image_rule))
             raise SampleError(
-                f"{path} was sized by the image rule {result.image_rule}, and {model.name} counts images by "
-                f"{model.image_rule}: size the data for this model, with the same --max-tiles or --max-pixels"
+                f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
+                "model, with the same --max-tiles or --max-pixels"
             )
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),
         bad=tuple(bad for result in results for bad in result.bad),
         assumptions=tuple(dict.fromkeys(sentence for result in results for sentence in result.assumptions)),
         image_rule=results[0].image_rule,
+        files=tuple(file for result in results for file in result.files) if all(r.files for r in results) else (),
     )

@@ -31,6 +31,7 @@ def demo(
     """Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
+    from trimtab.demo.write_model import write_model
     from trimtab.models.describe import describe
     from trimtab.models.images.tiles import DynamicTiling
     from trimtab.options import ReadingOptions
@@ -56,6 +57,7 @@ def demo(
     )
     details = plan_with_progress(spec, sized.table, devices, PlanOptions(seed=seed), origin)
     files = {"data": data.data, "sizes": out / "sizes.npz", **write_all(details, out / "plan")}
+    files["model"] = write_model(out / "model", data.folder)
     if as_json:
         print_json({**plan_json(details, files), "data": str(data.data)})
         return

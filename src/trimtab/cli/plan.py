@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.check import Framework
+from trimtab.cli.check import OWN_LOOP, Framework
 from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
@@ -43,21 +43,25 @@ def plan(
     data: DataArgument,
     cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
-    images: ImageOptions,
-    sizing: SizingOptions,
+    target: Annotated[
+        Framework | None,
+        typer.Option("--for", help="Only what this framework can run; trimtab: what `trimtab train` can."),
+    ] = None,
+    as_json: JsonOption = False,
     options: PlanOptions,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
+    ] = 8,
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote."
+            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote.",
+            rich_help_panel="Plan options",
         ),
     ] = None,
-    target: Annotated[
-        Framework | None, typer.Option("--for", help="Only cuts that this framework can express.")
-    ] = None,
+    sizing: SizingOptions,
+    images: ImageOptions,
     refining: RefineOptions,
-    as_json: JsonOption = False,
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
     from trimtab.cli.data import size_data
@@ -69,10 +73,14 @@ def plan(
 
     model = images.describe(config)
     if target is not None:
-        model = _cut_for(target, model, options)
+        model, options = _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
     sized = size_data(model, data, sizing)
+    if target == OWN_LOOP:
+        from trimtab.runtime.training.target import refuse_data
+
+        refuse_data(sized.table, data)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
         data_files=data_files(data),
@@ -80,6 +88,10 @@ def plan(
         assumptions=sized.assumptions,
     )
     details = plan_with_progress(model, sized.table, devices, replace(options, profile=saved), origin)
+    if target == OWN_LOOP:
+        from trimtab.runtime.layout import read_layout
+
+        read_layout(details.plan)
     paths = write_all(details, out)
     if refining.refine is not None:
         details = _refined(out, refining.model_dir or Path(config), refining.refine, refining, sizing.reading)
@@ -97,18 +109,26 @@ def plan(
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 
 
-def _cut_for(target: Framework, model: "ModelSpec", options: PlanOptions) -> "ModelSpec":
-    """The model with the cuts that the framework cannot express forbidden."""
-    from trimtab.adapters.frameworks import find_target
+def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> tuple["ModelSpec", PlanOptions]:
+    """The model without the cuts, and the options without the choices, that the framework cannot express."""
     from trimtab.errors import PlanError
+    from trimtab.plan.decide.expressible import within_choices
 
     if options.schedule == "auto":
         raise PlanError(
             f"--schedule auto was asked for with --for {target}, which runs some schedules alone (Megatron's: 1F1B and "
             "Interleaved1F1B): give --schedule one that it has"
         )
-    forbidden = find_target(target).can(model, options.pp or 1).forbidden_cuts
-    return replace(model, forbidden_cuts=model.forbidden_cuts | forbidden)
+    if target == OWN_LOOP:
+        from trimtab.runtime.training.target import can_train
+
+        can = can_train(model)
+    else:
+        from trimtab.adapters.frameworks import find_target
+
+        can = find_target(target).can(model, options.pp or 1)
+    narrowed = replace(model, forbidden_cuts=model.forbidden_cuts | can.forbidden_cuts)
+    return narrowed, within_choices(options, can, target)
 
 
 def _refined(

@@ -18,7 +18,7 @@ def size(
     model: Annotated[str, typer.Option(help="config.json, its folder, or a shipped description.")],
     images: ImageOptions,
     sizing: SizingOptions,
-    out: Annotated[Path | None, typer.Option(help="Save the table here: .parquet or .npz.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the table here: a file.npz.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""

@@ -13,6 +13,8 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
+    BlockOrder,
+    block_order,
     check_schedule,
     devices_of_stages,
     peak_in_flight,
@@ -31,7 +33,6 @@ class DeviceMemory:
     saved_bytes: float  # activations of all micro-batches in flight at the worst moment
     transient_bytes: float  # the most one layer's backward needs: its workspace, and what it computes again
     overhead_bytes: float  # what the caller set aside: context, allocator, communication buffers
-    host_bytes: float = 0.0  # of offloaded layers, in host memory: no part of the device's total
 
     @property
     def total_bytes(self) -> float:
@@ -54,13 +55,15 @@ class SplitResult:
     exact: bool  # bottleneck_s is the minimum over all splits and recompute choices under the cap
 
     @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device."""
+        return max(device.total_bytes for device in self.memory)
+
+    @property
     def imbalance(self) -> float:
         """Slowest stage / mean stage - 1."""
         total = sum(self.forward_s) + sum(self.backward_s)
         return self.bottleneck_s * len(self.stages) / total - 1.0 if total > 0 else 0.0
-
-
-OFFLOAD_BUFFERS = 2.0  # while an offloaded layer's backward runs: its own bytes, and as many for the layer before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +81,6 @@ class SplitProblem:
     num_chunks: int = 1  # virtual stages of a device
     recompute: RecomputeMode = "auto"
     overhead_bytes: float = 0.0
-    host_bytes: float = math.inf  # of host memory for one device's offloaded layers
 
     def __post_init__(self) -> None:
         L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
@@ -93,8 +95,6 @@ class SplitProblem:
                 f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
                 "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
             )
-        if not self.host_bytes >= 0:
-            raise PartitionError(f"{self.host_bytes} bytes of host memory cannot hold anything: give 0 or more")
         runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
         if runs < P * V:
             raise PartitionError(
@@ -102,17 +102,26 @@ class SplitProblem:
                 f"choose at most {runs} stages"
             )
 
+    @property
+    def order(self) -> BlockOrder:
+        """What each device runs."""
+        return block_order(
+            self.schedule,
+            num_devices=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+        )
+
     def assess(self, stages: Sequence[Stage]) -> SplitResult:
         """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
         Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
         what its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is
         the workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its
-        tier saves: layers are computed again one at a time. An offloaded layer holds that twice, its own and what comes
-        back for the layer before it meanwhile; until its backward ends it takes as much of host memory, for each
-        micro-batch. Not counted there: a row of its input where its norm keeps another copy (RMSNorm in separate
-        operations). Where weight gradients run apart, a micro-batch whose backward has begun holds everything until
-        they are done, recomputed or not (see `peak_saved_bytes`), so that nothing computed again comes on top.
+        tier saves: layers are computed again one at a time. Not counted there: a row of its input where its norm keeps
+        another copy (RMSNorm in separate operations). Where weight gradients run apart, a micro-batch whose backward
+        has begun holds everything until they are done, recomputed or not (see `peak_saved_bytes`), so that nothing
+        computed again comes on top.
         """
         profile, schedule = self.profile, self.schedule
         mean, most = np.asarray(self.work_mean, np.float64), np.asarray(self.work_max, np.float64)
@@ -134,9 +143,8 @@ class SplitProblem:
         # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
         once = splits_backward(schedule)  # then nothing computed again comes on top
         held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
-        saved, whole, transient, away = map(np.concatenate, zip(*held, strict=True))
+        saved, whole, transient = map(np.concatenate, zip(*held, strict=True))
         peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
-        host_peaks = peak_saved_bytes(away, schedule, **shape, pending_bytes=away)
         state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
         return SplitResult(
             stages=tuple(stages),
@@ -150,7 +158,6 @@ class SplitProblem:
                     saved_bytes=float(peaks[d]),
                     transient_bytes=float(transient[devices == d].max()),
                     overhead_bytes=float(self.overhead_bytes),
-                    host_bytes=float(host_peaks[d]),
                 )
                 for d in range(P)
             ),
@@ -167,39 +174,27 @@ class StageBytes(NamedTuple):
     saved: FloatArray  # (n,) held from forward to backward, with what the stage's first layer enters with
     whole: FloatArray  # (n,) the same if nothing is recomputed: held from a backward of the inputs to that of weights
     transient: FloatArray  # (n,) beside them while the stage computes
-    host: FloatArray  # (n,) in host memory from forward to backward
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
     """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted in `whole` alone."""
-    saved, whole, transient, host = np.zeros((4, len(work)))
+    saved, whole, transient = np.zeros((3, len(work)))
     alike = Counter(
-        (
-            tier.name,
-            *(tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes),
-        )
+        (tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes)
         for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
     )
-    for (tier_name, held, everything, *moments), number in alike.items():
+    for (held, everything, *moments), number in alike.items():
         kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
         workspace = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
-        freed = np.maximum(full - kept, 0.0)
         saved, whole = saved + number * kept, whole + number * full
-        again = 0.0 if once else freed * times_again(tier_name)
+        again = 0.0 if once else np.maximum(full - kept, 0.0)
         transient = np.maximum(transient, np.maximum(workspace, 0.0) + again)
-        if tier_name == "offload":
-            host = host + number * freed
     if entry := profile.layers[stage.start].entry_bytes:
         enters_with = np.maximum(work @ np.array(entry), 0.0)
         saved, whole = saved + enters_with, whole + enters_with
-    return StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient, host=host)
+    return StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient)
 
 
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
     """(num_layers,) bytes that a stage holds more when it begins with the layer, of one micro-batch."""
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
-
-
-def times_again(tier_name: str) -> float:
-    """How often a layer's backward holds what `tier_name` does not save: computed again, or fetched."""
-    return OFFLOAD_BUFFERS if tier_name == "offload" else 1.0

@@ -1,4 +1,4 @@
-"""Splits as launchers make them, to stand beside ours: equal block counts."""
+"""Splits as launchers make them, to stand beside ours: equal block counts, and one switch of recompute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from trimtab.errors import PartitionError
-from trimtab.specs import Profile, Stage, stages_between
+from trimtab.options import RecomputedTier
+from trimtab.specs import Profile, Stage, recomputing, stages_between
 
 
 def even_stages(
@@ -35,6 +36,12 @@ def even_stages(
     each, left = divmod(len(blocks), num_stages)
     starts = [i * each + min(i, left) for i in range(1, num_stages)]
     return stages_between(_allowed([blocks[k] for k in starts], len(profile.layers), forbidden_cuts))
+
+
+def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages with full recompute of every layer that can."""
+    able: dict[int, RecomputedTier] = {i: "full" for i, layer in enumerate(profile.layers) if layer.tier("full")}
+    return tuple(recomputing(stage, able) for stage in stages)
 
 
 def _allowed(inner: Sequence[int], num_layers: int, forbidden_cuts: frozenset[int]) -> list[int]:

@@ -14,9 +14,8 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitProblem, SplitResult
-from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.stages import recompute_stages
-from trimtab.specs import FloatArray, IntArray, stages_between
+from trimtab.specs import FloatArray, IntArray, Stage, stages_between
 from trimtab.units import MIB
 
 MAX_CANDIDATES = 5_000_000
@@ -49,12 +48,12 @@ class BmpResult:
 
 
 def bmp_split(
-    problem: SplitProblem, time_split: Callable[[SplitResult], float], *, radius: int = 3, num_timed: int = 10
+    problem: SplitProblem, time_stages: Callable[[Sequence[Stage]], float], *, radius: int = 3, num_timed: int = 10
 ) -> BmpResult:
-    """The fastest by `time_split` of the `num_timed` best-ranked candidates that fit the memory.
+    """The fastest by `time_stages` of the `num_timed` best-ranked candidates that fit the memory.
 
-    `time_split` gives seconds of a step: `simulated_seconds`, or a run on the devices. A candidate's recompute is ours
-    (exact, stage by stage); the paper decides it afterwards by hand. Heuristic: the rank adds milliseconds to MiB.
+    `time_stages` gives seconds of a step: `Evaluator.makespan_of`, or a run on the devices. A candidate's recompute is
+    ours (exact, stage by stage); the paper decides it afterwards by hand. Heuristic: the rank adds milliseconds to MiB.
     Raises `PartitionError` where no candidate fits.
     """
     anchor = bmp_anchor(problem)
@@ -69,7 +68,7 @@ def bmp_split(
         except PartitionError:
             timed.append((candidate, float("inf")))
             continue
-        splits.append((split, time_split(split)))
+        splits.append((split, time_stages(split.stages)))
         timed.append((candidate, splits[-1][1]))
     if not splits:
         raise PartitionError(
@@ -85,18 +84,6 @@ def bmp_split(
         splits=tuple(split for split, _ in splits),
         num_candidates=len(candidates),
     )
-
-
-def simulated_seconds(
-    problem: SplitProblem,
-    work: FloatArray,
-    *,
-    link_bytes_per_s: float | Sequence[float] | None = None,
-    latency_s: float = 0.0,
-) -> Callable[[SplitResult], float]:
-    """What times a split by its mean makespan over the steps `work` (steps, num_microbatches, len(WORK_TERMS))."""
-    evaluator = Evaluator(problem, work, link_bytes_per_s=link_bytes_per_s, latency_s=latency_s)
-    return lambda split: evaluator.makespan_of(split.stages)
 
 
 def bmp_anchor(problem: SplitProblem) -> tuple[int, ...]:

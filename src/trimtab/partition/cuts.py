@@ -1,7 +1,7 @@
 """Compiled: can S stages cover the model within a time and a memory limit, how far do they reach, which cuts tie best.
 
 K *segments* are runs of layers between two allowed cuts; a stage is an interval [a, b) of them, never empty, and costs
-    time(i, a, b) = max over forms j of tail[j, i, b] - head[j, i, a] + weight[j, i] * extra(i, a, b)
+    time[b] - time[a] + extra(i, a, b)
 where extra is the least recompute time (module `tiers`) for which
     state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient <= cap[i],
 `saved` by the chosen tiers and `whole` without recompute, `entry[a]` in both, `transient` the most that one layer's
@@ -33,7 +33,6 @@ from trimtab.partition.tiers import (
     TierTable,
     allowed,
     clear,
-    host_bytes_of,
     least_extra,
     relax,
     round_up,
@@ -42,6 +41,7 @@ from trimtab.specs import IntArray
 
 SUMS = np.dtype(
     [
+        ("time", np.int64),  # composite, forward and backward on the first tiers
         ("state", np.int64),  # bytes
         ("saved_first", np.int64),  # bytes of one micro-batch, every layer on its first (cheapest) tier
         ("saved_least", np.int64),  # the same on its smallest tier
@@ -54,7 +54,6 @@ ROOM = np.dtype(
         ("in_flight", np.int64),  # micro-batches, at least 0
         ("pending", np.int64),  # further ones that hold everything
         ("cap", np.int64),  # bytes
-        ("host", np.int64),  # bytes of host memory for one micro-batch
     ]
 )
 
@@ -62,9 +61,6 @@ ROOM = np.dtype(
 class Pipeline(NamedTuple):
     """One split problem in integers."""
 
-    head: IntArray  # (J, S, K + 1) composite time before each allowed cut
-    tail: IntArray  # (J, S, K + 1)
-    weight: IntArray  # (J, S) of the recompute time
     sums: Records  # (K + 1,) of SUMS: of the layers before each allowed cut
     rooms: Records  # (S,) of ROOM
     num_alike: IntArray  # (K + 1, C) layers of each class before each allowed cut
@@ -73,16 +69,9 @@ class Pipeline(NamedTuple):
 
 
 @inner
-def _most_extra(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> int:
+def _time_left(pipeline: Pipeline, a: int, b: int, limit: int) -> int:
     """The recompute time that `limit` leaves to the stage; negative when it is too slow without any."""
-    most = np.int64(IMPOSSIBLE)
-    for j in range(pipeline.head.shape[0]):
-        left = limit - (pipeline.tail[j, i, b] - pipeline.head[j, i, a])
-        if left < 0:
-            return np.int64(-1)
-        if pipeline.weight[j, i] > 0:
-            most = min(most, left // pipeline.weight[j, i])
-    return most
+    return limit - (pipeline.sums[b].time - pipeline.sums[a].time)
 
 
 @inner
@@ -136,7 +125,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
 
     For each transient that some upgrade of its layers brings about: the least time with the upgrades that need no more.
     """
-    most = _most_extra(pipeline, i, a, b, limit)
+    most = _time_left(pipeline, a, b, limit)
     if most < 0:
         return np.int64(IMPOSSIBLE)
     lowest = first_transient(pipeline, a, b)
@@ -169,7 +158,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
         need = _bytes_to_free(pipeline, i, a, b, transient)
         if need == IMPOSSIBLE:
             break
-        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), pipeline.rooms[i].host, trial)
+        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
         if extra != IMPOSSIBLE:
             best = extra
             for g in range(counts.shape[0]):
@@ -182,7 +171,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
 def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> bool:
     """Whether `stage_extra` finds a choice; bounds settle most calls, and no stage is solved exactly twice."""
     # 1. nothing to recompute, or nothing that helps
-    most = _most_extra(pipeline, i, a, b, limit)
+    most = _time_left(pipeline, a, b, limit)
     if most < 0:
         return False
     lowest = first_transient(pipeline, a, b)
@@ -196,14 +185,12 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     # 3. a bound from below is too much, or a choice is cheap enough
     alike = _count_alike(pipeline, a, b)
     every = allowed(tiers, np.int64(IMPOSSIBLE))
-    if relax(tiers, np.int64(0), alike, every, need) * (1.0 - 1e-14) > most:
+    if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
         return False
     need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
     if need != IMPOSSIBLE:
         clear(counts)
-        if round_up(tiers, alike, every, need, counts) <= most and (
-            not tiers.uses_host or host_bytes_of(tiers, counts) <= pipeline.rooms[i].host
-        ):
+        if round_up(tiers, alike, every, need, counts) <= most:
             return True
     # 4. exactly, whatever the limit where the result is remembered
     extra = stage_extra(pipeline, tiers, i, a, b, np.int64(IMPOSSIBLE // 2) if remembers else limit, counts)

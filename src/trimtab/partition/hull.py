@@ -11,21 +11,15 @@ from trimtab.partition.tiers import STEP, UPGRADE, TierTable
 from trimtab.specs import IntArray
 
 
-def tier_table(gain: IntArray, cost: IntArray, reach: IntArray, host: IntArray) -> TierTable:
+def tier_table(gain: IntArray, cost: IntArray, reach: IntArray) -> TierTable:
     """Hull steps of the upgrades (C, U); ties in cost per byte keep the order of the classes."""
     upgrades = np.zeros(gain.shape, UPGRADE)
-    for name, values in (("gain", gain), ("cost", cost), ("reach", reach), ("host", host)):
+    for name, values in (("gain", gain), ("cost", cost), ("reach", reach)):
         upgrades[name] = values
-    cheapest = [step.slope for step in _hull_steps(gain.tolist(), cost.tolist())]
-    prices = _host_prices(gain, cost, host, cheapest)
-    steps = [_hull_steps(gain.tolist(), (cost + price * host).tolist()) for price in prices]
     return TierTable(
         upgrades=upgrades,
         levels=np.unique(upgrades["reach"][gain > 0]),
-        uses_host=bool((host > 0).any()),
-        price=np.array(prices),
-        first_step=np.cumsum([0, *map(len, steps)]),
-        steps=np.array([step[1:] for steps_at in steps for step in steps_at], STEP),
+        steps=np.array([step[1:] for step in _hull_steps(gain.tolist(), cost.tolist())], STEP),
     )
 
 
@@ -38,37 +32,21 @@ class _Step(NamedTuple):
     upgrade: int
     start: int
     gain: int
-    cost: float
+    cost: int
 
 
-def _hull_steps(gain: Sequence[Sequence[int]], cost: Sequence[Sequence[float]]) -> list[_Step]:
-    """Every step, cheapest per byte first."""
+def _hull_steps(gain: Sequence[Sequence[int]], cost: Sequence[Sequence[int]]) -> list[_Step]:
+    """Every step, cheapest per byte first; a class's gains rise up to its first 0."""
     steps: list[_Step] = []
     for g, (gains, costs) in enumerate(zip(gain, cost, strict=True)):
         for p in range(1, sum(x > 0 for x in gains) + 1):
-            points: list[tuple[int, float]] = [(0, 0), *zip(gains[:p], costs[:p], strict=True)]
+            points = [(0, 0), *zip(gains[:p], costs[:p], strict=True)]
             at = 0
-            while True:  # the hull's next corner: least cost per byte from here, the furthest of equals
-                bytes_at, cost_at = points[at]
-                further = [k for k in range(1, p + 1) if points[k][0] > bytes_at]
-                if not further:
-                    break
-                to = min(further, key=lambda k: ((points[k][1] - cost_at) / (points[k][0] - bytes_at), -points[k][0]))
-                more, added = points[to][0] - bytes_at, points[to][1] - cost_at
-                steps.append(_Step(added / more, g, p, to - 1, at - 1, more, added))
-                at = to
+            while at < p:  # the hull's next corner: least cost per byte from here, the furthest of equals
+                ways = []
+                for to in range(p, at, -1):
+                    more, added = points[to][0] - points[at][0], points[to][1] - points[at][1]
+                    ways.append(_Step(added / more, g, p, to - 1, at - 1, more, added))
+                steps.append(min(ways, key=lambda way: way.slope))
+                at = steps[-1].upgrade + 1
     return sorted(steps, key=lambda step: step[:4])
-
-
-def _host_prices(gain: IntArray, cost: IntArray, host: IntArray, slopes: list[float]) -> list[float]:
-    """0, and the prices at which offload of some class costs as much per byte as some step without a price.
-
-    Where one host memory is short and one class offloads, the best price is among them.
-    """
-    prices = {0.0}
-    taken = host > 0
-    for bytes_freed, seconds, bytes_taken in zip(
-        gain[taken].tolist(), cost[taken].tolist(), host[taken].tolist(), strict=True
-    ):
-        prices |= {(slope * bytes_freed - seconds) / bytes_taken for slope in slopes}
-    return sorted(price for price in prices if price >= 0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
-from trimtab.partition.assess import SplitProblem, entry_bytes, times_again
+from trimtab.partition.assess import SplitProblem, entry_bytes
 from trimtab.partition.cuts import ROOM, SUMS, Pipeline
 from trimtab.partition.hull import tier_table
 from trimtab.partition.schedules import peak_in_flight, peak_pending
@@ -32,10 +32,8 @@ class LayerTable:
     """Integers per layer; `positions[k]` is the layer before which the k-th allowed cut lies."""
 
     positions: IntArray  # (K + 1,)
-    tick_s: float
     scale: int  # composite units of a tick
-    forward: IntArray  # (L,) composite
-    backward: IntArray  # (L,) composite, with the first tier's extra
+    time: IntArray  # (L,) composite: forward, backward and the first tier's extra
     state: IntArray  # (L,) bytes
     transient: IntArray  # (L,) bytes of its backward beside what is saved, on the first tier
     workspace: IntArray  # (L,) the same where what is computed again is counted elsewhere
@@ -55,9 +53,7 @@ class LayerTable:
     @property
     def longest(self) -> int:
         """Composite time that no stage exceeds."""
-        return int(
-            (self.forward + self.backward).sum() + len(self.forward) * self.tiers.upgrades["cost"].max(initial=0)
-        )
+        return int(self.time.sum() + len(self.time) * self.tiers.upgrades["cost"].max(initial=0))
 
     def prefix(self, values: IntArray) -> IntArray:
         """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
@@ -78,21 +74,16 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     S = len(held)
     sums = np.zeros(len(table.positions), SUMS)
-    for name in ("state", "saved_first", "saved_least", "whole"):
+    for name in ("time", "state", "saved_first", "saved_least", "whole"):
         sums[name] = table.prefix(getattr(table, name))
     sums["entry"] = np.append(table.entry, 0)[table.positions]
     rooms = np.zeros(S, ROOM)
     rooms["in_flight"], rooms["pending"] = held - pending, pending
     rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
-    rooms["host"] = min(problem.host_bytes / problem.num_chunks, MAX_BYTES) // np.maximum(held, 1)
     transient = table.workspace if pending.any() else table.transient
-    times = np.tile(table.prefix(table.forward + table.backward), (1, S, 1))
     one_hot = (table.layer_class[:, None] == np.arange(len(table.tiers.upgrades))).astype(np.int64)
     remembered = (S, len(table.positions), len(table.positions))
     return Pipeline(
-        head=times,
-        tail=times,
-        weight=np.ones((1, S), np.int64),
         sums=sums,
         rooms=rooms,
         num_alike=table.prefix(one_hot),
@@ -101,8 +92,8 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     )
 
 
-def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
-    """Seconds at `work_mean`, bytes (rounded up) at `work_max`; `time_weight` is the largest factor put on times."""
+def layer_table(problem: SplitProblem) -> LayerTable:
+    """Seconds at `work_mean`, bytes (rounded up) at `work_max`."""
     profile, layers, forbidden_cuts = problem.profile, problem.profile.layers, problem.forbidden_cuts
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward = profile.matrix("forward_s") @ mean
@@ -118,7 +109,7 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
     longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
-    tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS + math.ceil(math.log2(time_weight))) if longest > 0 else 1.0
+    tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS) if longest > 0 else 1.0
     scale = len(layers) + 1
 
     def composite(seconds: FloatArray | float) -> IntArray:
@@ -133,8 +124,7 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
             tier=tier,
             cost=int(composite(seconds)) + (tier.name != "none"),
             saved=math.ceil(saved),
-            reach=math.ceil(rooms[kind] + times_again(tier.name) * freed),
-            host=math.ceil(freed) if tier.name == "offload" else 0,
+            reach=math.ceil(rooms[kind] + freed),
         )
 
     rooms = [room for _, room in kinds]
@@ -149,15 +139,13 @@ def layer_table(problem: SplitProblem, *, time_weight: int = 1) -> LayerTable:
     layer_class, upgrade = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
-        tick_s=tick_s,
         scale=scale,
-        forward=composite(forward),
-        backward=composite(backward) + np.array([rung.cost for rung in first], np.int64),
+        time=composite(forward) + composite(backward) + np.array([rung.cost for rung in first], np.int64),
         state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
         transient=np.array([rung.reach for rung in first], np.int64),
         workspace=np.ceil(workspace).astype(np.int64),
         saved_first=saved_first,
-        saved_least=np.array([min(rung.saved for rung in ladder) for ladder in ladders], np.int64),
+        saved_least=np.array([ladder[-1].saved for ladder in ladders], np.int64),
         whole=np.maximum(saved_first, [math.ceil(whole[kind]) for kind in kind_of]),
         entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
@@ -174,34 +162,27 @@ class _Rung:
     tier: RecomputeTier
     cost: int  # composite time
     saved: int  # bytes kept of a micro-batch
-    reach: int  # bytes of its backward beside them: workspace, and what is there once more
-    host: int
+    reach: int  # bytes of its backward beside them: workspace, and what is computed again
 
 
 def _useful(rungs: Sequence[_Rung]) -> list[_Rung]:
-    """The cheapest tier, then those worth their price, by what their backward needs.
-
-    Of those that cost more, only the ones that save more than all before; offload displaces none: it takes host
-    memory, and its backward needs more room than any.
-    """
+    """The cheapest tier, then of those that cost more the ones that save more than all before; so `reach` rises."""
     chosen: list[_Rung] = []
-    least = math.inf
     for rung in sorted(rungs, key=lambda x: (x.cost, x.saved)):
-        if rung.saved < least:
+        if not chosen or rung.saved < chosen[-1].saved:
             chosen.append(rung)
-            least = least if rung.tier.name == "offload" else rung.saved
-    return [chosen[0], *sorted(chosen[1:], key=lambda x: (x.reach, -x.saved))]
+    return chosen
 
 
 def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, IntArray]:
-    """(layers,) class of each layer, -1 without upgrades; (4, classes, upgrades): gain, price, reach, host of each."""
-    alike: dict[tuple[tuple[int, int, int, int], ...], int] = {}
+    """(layers,) class of each layer, -1 without upgrades; (3, classes, upgrades): gain, price, reach of each."""
+    alike: dict[tuple[tuple[int, int, int], ...], int] = {}
     layer_class = np.full(len(ladders), -1, np.int64)
     for i, (start, *more) in enumerate(ladders):
         if more:
-            key = tuple((start.saved - x.saved, x.cost - start.cost, x.reach, x.host) for x in more)
+            key = tuple((start.saved - x.saved, x.cost - start.cost, x.reach) for x in more)
             layer_class[i] = alike.setdefault(key, len(alike))
-    upgrade = np.zeros((4, len(alike), max(map(len, alike), default=1)), np.int64)
+    upgrade = np.zeros((3, len(alike), max(map(len, alike), default=1)), np.int64)
     for key, g in alike.items():
         upgrade[:, g, : len(key)] = np.array(key).T
     return layer_class, upgrade

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.partition.assess import DeviceMemory, SplitProblem, stage_bytes
-from trimtab.partition.schedules import BACKWARD, FORWARD, block_order, devices_of_stages, splits_backward
+from trimtab.partition.schedules import BACKWARD, FORWARD, splits_backward
 from trimtab.specs import FloatArray, IntArray, Stage
 
 
@@ -31,36 +31,33 @@ def replay_peaks(
 
     As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
     hold, a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
-    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`. Host memory is the most
-    of any step and rank.
+    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`.
     """
     P, V, M = problem.num_stages, problem.num_chunks, problem.num_microbatches
     profile, split = problem.profile, splits_backward(problem.schedule)
     assert table.shape[2] == M, "the schedule has another number of micro-batches"
     packs = table.reshape(-1, M)  # an empty slot is -1, the last row of what follows
     work = np.vstack([work, np.zeros((1, work.shape[1]))])
-    order = block_order(problem.schedule, num_devices=P, num_chunks=V, num_microbatches=M)
-    devices = devices_of_stages(problem.schedule, num_devices=P, num_chunks=V)
+    order = problem.order
     result = []
     for device in range(P):
-        numbers = [s for s in range(P * V) if devices[s] == device]
+        numbers = [s for s in range(P * V) if order.device[s] == device]
         own = {s: stage_bytes(profile, stages[s], work, once=split) for s in numbers}
         state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
         held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
-        saved_then, away, away_most = np.zeros((3, len(packs)))
+        saved_then = np.zeros(len(packs))
         blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
         for stage, microbatch, kind in blocks:
             which, pack = own[int(stage)], packs[:, microbatch]
             if kind == FORWARD:
-                held, away = held + which.saved[pack], away + which.host[pack]
-                away_most = np.maximum(away_most, away)
+                held = held + which.saved[pack]
             elif kind == BACKWARD and split:
                 held = held + (which.whole - which.saved)[pack]
             now = held + which.transient[pack]
             saved_then = np.where(now > most, held, saved_then)
             most = np.maximum(most, now)
             if kind != FORWARD and not (kind == BACKWARD and split):
-                held, away = held - (which.whole if split else which.saved)[pack], away - which.host[pack]
+                held = held - (which.whole if split else which.saved)[pack]
         worst = int(most.argmax())
         result.append(
             ReplayedPeak(
@@ -69,7 +66,6 @@ def replay_peaks(
                     saved_bytes=float(saved_then[worst]),
                     transient_bytes=float(most[worst] - saved_then[worst]),
                     overhead_bytes=float(problem.overhead_bytes),
-                    host_bytes=float(away_most.max()),
                 ),
                 step=worst // table.shape[1],
                 dp_rank=worst % table.shape[1],

@@ -36,6 +36,7 @@ class BlockOrder:
     stage: npt.NDArray[np.int32]
     microbatch: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]  # FORWARD, BACKWARD (with split backwards: of the inputs alone), WEIGHT
+    device: IntArray  # (S,) that runs each stage
 
 
 def splits_backward(schedule: ScheduleName) -> bool:
@@ -130,7 +131,12 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
                 blocks.append((own[device, chunk], microbatch, what))
         rows.append(np.array(blocks).T)
     stage, which, kind = np.stack(rows, axis=1)
-    return BlockOrder(stage=stage.astype(np.int32), microbatch=which.astype(np.int32), kind=kind.astype(np.int8))
+    return BlockOrder(
+        stage=stage.astype(np.int32),
+        microbatch=which.astype(np.int32),
+        kind=kind.astype(np.int8),
+        device=devices_of_stages(schedule, num_devices=P, num_chunks=V),
+    )
 
 
 def _alternating(schedule: ScheduleName, device: int, P: int, V: int, M: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,6 @@ from trimtab.partition.schedules import (
     WEIGHT,
     BlockOrder,
     block_order,
-    devices_of_stages,
     splits_backward,
 )
 from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, chosen_tiers, evaluate
@@ -43,23 +42,21 @@ def stage_times(
     stages: Sequence[Stage],
     work: FloatArray,
     *,
-    link_bytes_per_s: float | Sequence[float] | None = None,
+    link_bytes_per_s: float | None = None,
     latency_s: float = 0.0,
 ) -> StageTimes:
     """Times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
 
     A send takes latency + output_bytes of the stage's last layer / link rate; the gradient, of the activation's shape
-    and type, takes as long on its way back. `link_bytes_per_s` is one rate, or one for each of the S - 1 boundaries;
-    None: sends cost nothing.
+    and type, takes as long on its way back. `link_bytes_per_s` None: sends cost nothing.
     """
     seconds = [profile.matrix("forward_s"), profile.matrix("backward_s"), weight_matrix(profile)]
     layers = [np.array([x[stage.start : stage.stop].sum(axis=0) for stage in stages]) for x in seconds]
     recompute = [np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0) for stage in stages]
     send_forward, send_backward = np.zeros((2, len(stages), len(work)))
     if link_bytes_per_s is not None and len(stages) > 1:
-        rates = np.broadcast_to(np.asarray(link_bytes_per_s, np.float64), (len(stages) - 1,))
         sent = evaluate(profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]], work).T
-        send_forward[:-1] = send_backward[1:] = latency_s + sent / rates[:, None]
+        send_forward[:-1] = send_backward[1:] = latency_s + sent / link_bytes_per_s
     return StageTimes(
         forward_s=np.ascontiguousarray(evaluate(layers[0], work).T),
         backward_s=np.ascontiguousarray(evaluate(layers[1] + np.array(recompute), work).T),
@@ -90,9 +87,8 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
     order = _order(schedule, S, P, M)
-    device = devices_of_stages(schedule, num_devices=P, num_chunks=S // P)
     end = np.zeros((3, S, M))
-    makespan = replay(order.stage, order.microbatch, order.kind, device, costs.seconds, costs.sends, end)
+    makespan = replay(order.stage, order.microbatch, order.kind, order.device, costs.seconds, costs.sends, end)
     assert np.isfinite(makespan), "no schedule deadlocks"
     stage, microbatch, kind = order.stage.flatten(), order.microbatch.flatten(), order.kind.flatten()
     ends = end[kind, stage, microbatch]
@@ -104,7 +100,7 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
         end_s=ends,
         num_devices=P,
         makespan_s=float(makespan),
-        stage_devices=tuple(device.tolist()),
+        stage_devices=tuple(order.device.tolist()),
     )
 
 
@@ -132,9 +128,9 @@ def simulate_steps(
         )
     P = S if num_devices is None else num_devices
     order = _order(schedule, S, P, table.shape[2])
-    device = devices_of_stages(schedule, num_devices=P, num_chunks=S // P)
     slots = np.require(table, np.int64, ["C", "W"])
-    makespans = replay_steps(order.stage, order.microbatch, order.kind, device, costs.seconds, costs.sends, slots)
+    blocks = (order.stage, order.microbatch, order.kind, order.device)
+    makespans = replay_steps(*blocks, costs.seconds, costs.sends, slots)
     result: FloatArray = makespans.max(axis=1) + all_reduce_s
     return result
 

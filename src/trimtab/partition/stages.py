@@ -13,7 +13,7 @@ from trimtab.errors import PartitionError
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
 from trimtab.partition.assess import SplitResult
-from trimtab.specs import FloatArray, IntArray, RecomputeChoice, Stage
+from trimtab.specs import FloatArray, IntArray, Stage, recomputing
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:  # numba comes with these: only when something is solved
@@ -25,8 +25,8 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
-    see `SplitProblem.assess`; it stays within `memory_bytes`, and what it offloads within `host_bytes`. `num_stages`
-    devices hold `num_chunks` virtual stages each.
+    see `SplitProblem.assess`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual
+    stages each.
 
     Exact for 1F1B, GPipe and ZBH1, up to rounding every layer's time to 1e-12 of the whole; ties go to the least
     recompute time in sum, then to the smallest fullest device, then to earlier cuts. With several chunks a device:
@@ -51,7 +51,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
         return replace(result, exact=True)
     free = _solve_capped(problem, np.full(problem.num_stages * problem.num_chunks, np.inf))
     assert free is not None, "without a cap every split is feasible"
-    if max(device.total_bytes for device in free.memory) <= problem.memory_bytes:
+    if free.peak_bytes <= problem.memory_bytes:
         return replace(free, exact=True)
     found = [_solve_capped(problem, rooms) for rooms in (chunk_room(problem), chunk_room(problem, like=free))]
     fitting = [result for result in found if result is not None]
@@ -97,7 +97,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
         return None
     start, stop = int(table.positions[first]), int(table.positions[last])
-    by_tier: dict[RecomputedTier, list[int]] = {"selective": [], "attention": [], "full": [], "offload": []}
+    tiers: dict[int, RecomputedTier] = {}
     for i in range(start, stop):
         g, tier = int(table.layer_class[i]), table.first_tier[i]
         for k in reversed(range(counts.shape[1])):
@@ -106,13 +106,8 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
                 tier = table.upgrades[i][k]
                 break
         if tier.name != "none":
-            by_tier[tier.name].append(i)
-    return Stage(
-        index=index,
-        start=start,
-        stop=stop,
-        recompute=tuple(RecomputeChoice(tier=name, layers=tuple(which)) for name, which in by_tier.items() if which),
-    )
+            tiers[i] = tier.name
+    return recomputing(Stage(index=index, start=start, stop=stop), tiers)
 
 
 def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:

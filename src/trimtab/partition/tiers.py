@@ -4,9 +4,7 @@ Layers that offer the same tiers form a class; only how many of a class take whi
 *upgrades* of its first tier, each with the bytes that it saves (gain) and the composite time that it costs. A *prefix*
 p allows a class its first p upgrades. A *step* is one edge of the convex hull of a class's upgrades under a prefix:
 taking steps in order of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole
-choice (Sinha and Zoltners 1979, "The multiple-choice knapsack problem"). An upgrade that offloads also takes host
-memory, of which a stage has so much. The relaxation leaves that aside, or gives it a price: costs then rise by price x
-bytes of it, and what the room is worth is taken off (Lagrange: a bound whatever the price).
+choice (Sinha and Zoltners 1979, "The multiple-choice knapsack problem").
 
 Example: 3 alike layers whose one upgrade saves 4 MB and costs 3 ms, 2 alike layers whose one upgrade saves 6 MB and
 costs 5 ms; 13 MB are needed. Steps by cost per byte: 3/4, then 5/6. Relaxation: 3 layers save 12 MB for 9 ms, a sixth
@@ -22,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.compiled import compiled, inlined, inner
-from trimtab.specs import FloatArray, IntArray
+from trimtab.specs import IntArray
 
 IMPOSSIBLE = 2**62
 
@@ -31,7 +29,6 @@ UPGRADE = np.dtype(
         ("gain", np.int64),  # bytes of one layer and micro-batch
         ("cost", np.int64),  # composite time units
         ("reach", np.int64),  # bytes that the backward of one such layer needs beside what is saved
-        ("host", np.int64),  # bytes that one layer and micro-batch take of host memory
     ]
 )
 STEP = np.dtype(
@@ -41,25 +38,22 @@ STEP = np.dtype(
         ("upgrade", np.int64),  # where the step leads
         ("start", np.int64),  # the upgrade where it begins; -1: the first tier
         ("gain", np.int64),  # from there
-        ("cost", np.float64),  # from there, host memory at its price
+        ("cost", np.int64),  # from there
     ]
 )
 Records = npt.NDArray[np.void]
 
 
 class TierTable(NamedTuple):
-    """Upgrades of every class, and the hull steps of all classes and prefixes at each price of host memory.
+    """Upgrades of every class, and the hull steps of all classes and prefixes.
 
-    upgrades            u = 0        u = 1               steps (price 0 first, cheapest per byte first)
+    upgrades            u = 0        u = 1               steps (cheapest per byte first)
         class 0      4 MB, 3 ms   9 MB, 8 ms                 class 0, prefix 1: none -> 0, 4 MB, 3 ms
         class 1      6 MB, 5 ms       -                      class 0, prefix 2: none -> 0; 0 -> 1, 5 MB, 5 ms ...
     """
 
     upgrades: Records  # (C, U) of UPGRADE, in the order of `reach`; gain 0 where there is none
     levels: IntArray  # (V,) the different values of `reach`, rising
-    uses_host: bool  # whether any upgrade takes host memory
-    price: FloatArray  # (N,) of a byte of host memory, in composite time; the first is 0
-    first_step: IntArray  # (N + 1,) price n has steps first_step[n] .. first_step[n + 1] - 1
     steps: Records  # (H,) of STEP
 
 
@@ -76,16 +70,6 @@ def allowed(tiers: TierTable, transient: int) -> IntArray:
 
 
 @inner
-def within_host(tiers: TierTable, prefix: IntArray, num_alike: IntArray, room: int) -> IntArray:
-    """(C,) `prefix` without its last upgrades as long as `room` bytes of host memory do not hold one such layer."""
-    found = prefix.copy()
-    for g in range(prefix.shape[0]):
-        while num_alike[g] > 0 and found[g] > 0 and tiers.upgrades[g, found[g] - 1].host > room:
-            found[g] -= 1
-    return found
-
-
-@inner
 def clear(counts: IntArray) -> None:
     """Nothing chosen."""
     for g in range(counts.shape[0]):
@@ -94,23 +78,10 @@ def clear(counts: IntArray) -> None:
 
 
 @inner
-def host_bytes_of(tiers: TierTable, counts: IntArray) -> int:
-    """Host memory that a choice takes."""
-    total = np.int64(0)
-    for g in range(counts.shape[0]):
-        for u in range(counts.shape[1]):
-            total += counts[g, u] * tiers.upgrades[g, u].host
-    return total
-
-
-@inner
-def relax(tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, need: int) -> float:
-    """Least cost of saving `need` bytes, layers divisible; inf if impossible.
-
-    At price number `price`, before what the room is worth is taken off; price 0 leaves host memory aside.
-    """
+def relax(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int) -> float:
+    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
     cost, rest = 0.0, float(need)
-    for h in range(tiers.first_step[price], tiers.first_step[price + 1]):
+    for h in range(tiers.steps.shape[0]):
         step = tiers.steps[h]
         g = step.layer_class
         if num_alike[g] == 0 or prefix[g] != step.prefix:
@@ -123,17 +94,6 @@ def relax(tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, n
     return np.inf
 
 
-@inlined
-def best_price(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, room: int) -> int:
-    """The number of the price that bounds best from below."""
-    best, found = -np.inf, np.int64(0)
-    for v in range(tiers.price.shape[0]):
-        bound = relax(tiers, v, num_alike, prefix, need) - tiers.price[v] * room
-        if bound > best:
-            best, found = bound, np.int64(v)
-    return found
-
-
 @inner
 def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, counts: IntArray) -> int:
     """Cost of the relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum.
@@ -141,17 +101,16 @@ def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int,
     Adds the choice to `counts`.
     """
     cost, rest = np.int64(0), np.int64(need)
-    for h in range(tiers.first_step[0], tiers.first_step[1]):
+    for h in range(tiers.steps.shape[0]):
         step = tiers.steps[h]
         g, u = step.layer_class, step.upgrade
         if num_alike[g] == 0 or prefix[g] != step.prefix:
             continue
         layers = min(num_alike[g], -(-rest // step.gain))
-        cost += layers * tiers.upgrades[g, u].cost
         counts[g, u] += layers
         if step.start >= 0:
-            cost -= layers * tiers.upgrades[g, step.start].cost
             counts[g, step.start] -= layers
+        cost += layers * step.cost
         rest -= layers * step.gain
         if rest <= 0:
             return cost
@@ -159,61 +118,24 @@ def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int,
 
 
 @inlined
-def round_within_host(
-    tiers: TierTable, price: int, num_alike: IntArray, prefix: IntArray, need: int, room: int, counts: IntArray
-) -> int:
-    """Cost of a choice that host memory holds; a heuristic, `IMPOSSIBLE` where it does not save enough."""
-    # 1. what the steps at that price offload, as far as there is room
-    others, rest, left, cost = num_alike.copy(), np.int64(need), np.int64(room), np.int64(0)
-    covered = np.int64(0)
-    for h in range(tiers.first_step[price], tiers.first_step[price + 1]):
-        step = tiers.steps[h]
-        g, u = step.layer_class, step.upgrade
-        if num_alike[g] == 0 or prefix[g] != step.prefix or covered >= need:
-            continue
-        layers = min(num_alike[g], -(-(need - covered) // step.gain))
-        covered += layers * step.gain
-        upgrade = tiers.upgrades[g, u]
-        if upgrade.host > 0:
-            layers = min(layers, left // upgrade.host)
-            counts[g, u] += layers
-            others[g] -= layers
-            left -= layers * upgrade.host
-            rest -= layers * upgrade.gain
-            cost += layers * upgrade.cost
-    # 2. `round_up` of the other layers, none of which offloads
-    if rest > 0:
-        more = round_up(tiers, others, within_host(tiers, prefix, others, np.int64(0)), rest, counts)
-        if more == IMPOSSIBLE:
-            return np.int64(IMPOSSIBLE)
-        cost += more
-    return cost if host_bytes_of(tiers, counts) <= room else np.int64(IMPOSSIBLE)
-
-
-@inlined
 def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntArray:
     """(n, 2) class and upgrade of each number to be chosen, in the order in which branches choose.
 
-    First what takes host memory, then a class at a time, small classes first, strongest upgrade first.
+    A class at a time, small classes first, strongest upgrade first.
     """
     C, U = tiers.upgrades.shape
     items = np.empty((C * U, 2), np.int64)
-    weaker = prefix.copy()
     order = np.empty(C, np.int64)
-    n = 0
     for g in range(C):
-        if num_alike[g] > 0 and prefix[g] > 0 and tiers.upgrades[g, prefix[g] - 1].host > 0:
-            weaker[g] -= 1
-            items[n, 0], items[n, 1] = g, weaker[g]
-            n += 1
         k = g  # insertion sort by number of layers
         while k > 0 and num_alike[order[k - 1]] > num_alike[g]:
             order[k] = order[k - 1]
             k -= 1
         order[k] = g
+    n = 0
     for k in range(C):
         g = order[k]
-        for u in range(weaker[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
+        for u in range(prefix[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
             items[n, 0], items[n, 1] = g, u
             n += 1
     return items[:n]
@@ -221,28 +143,20 @@ def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntA
 
 @inlined
 def _branch_and_bound(
-    tiers: TierTable,
-    price: int,
-    num_alike: IntArray,
-    prefix: IntArray,
-    need: int,
-    host_room: int,
-    best: int,
-    counts: IntArray,
+    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, best: int, counts: IntArray
 ) -> int:
     """The least cost below `best`, its choice in `counts`; `IMPOSSIBLE` and `counts` as they were if there is none.
 
-    Depth first, over `chosen[level]` layers that take item `level`, from none upwards. `price`: number of the price of
-    host memory at which branches are bounded a second time; 0: not.
+    Depth first, over `chosen[level]` layers that take item `level`, from none upwards.
     """
     items = _list_items(tiers, num_alike, prefix)
     n = len(items)
-    chosen, rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    room, outer_prefix = np.zeros(n, np.int64), np.zeros(n, np.int64)  # before the item; the prefix of its class
+    chosen, rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)  # before the item
+    outer_prefix = np.zeros(n, np.int64)  # of the item's class
     free, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
     found = np.int64(IMPOSSIBLE)
     level = 0
-    chosen[0], rest[0], room[0], outer_prefix[0] = -1, need, host_room, open_prefix[items[0, 0]]
+    chosen[0], rest[0], outer_prefix[0] = -1, need, open_prefix[items[0, 0]]
     while level >= 0:
         # 1. one layer more on this item
         g, u = items[level, 0], items[level, 1]
@@ -253,10 +167,9 @@ def _branch_and_bound(
         if level + 1 == n:  # the last number in closed form: fewer do not save enough, more cost more
             chosen[level] = max(chosen[level], -(-rest[level] // upgrade.gain))
         cost = spent[level] + chosen[level] * upgrade.cost
-        left_room = room[level] - chosen[level] * upgrade.host
         left = rest[level] - chosen[level] * upgrade.gain
         # 2. too many, too expensive, or enough saved: back to the item before
-        too_many = chosen[level] > free[g] or cost >= best or left_room < 0
+        too_many = chosen[level] > free[g] or cost >= best
         if too_many or left <= 0:
             if not too_many:
                 best = found = cost
@@ -269,52 +182,38 @@ def _branch_and_bound(
         # 3. can what is left (the class's other layers under its weaker upgrades, the classes to come) do better?
         free[g] -= chosen[level]
         open_prefix[g] = u
-        holds = within_host(tiers, open_prefix, free, left_room) if tiers.uses_host else open_prefix
-        below = (cost + relax(tiers, np.int64(0), free, holds, left)) * (1.0 - 1e-14)
-        if price > 0 and below <= best - 1:
-            at_price = (cost + relax(tiers, price, free, holds, left)) * (1.0 - 1e-13)
-            below = max(below, at_price - tiers.price[price] * left_room * (1.0 + 1e-13))
-        if below > best - 1:
+        if (cost + relax(tiers, free, open_prefix, left)) * (1.0 - 1e-14) > best - 1:
             continue
         level += 1
-        rest[level], spent[level], chosen[level], room[level] = left, cost, -1, left_room
+        rest[level], spent[level], chosen[level] = left, cost, -1
         outer_prefix[level] = open_prefix[items[level, 0]]
     return found
 
 
 @compiled
 def least_extra(
-    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, host_room: int, counts: IntArray
+    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, counts: IntArray
 ) -> int:
     """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
 
-    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take, `host_room` the bytes of host
-    memory for one micro-batch. Exact: the relaxation with slack for its rounding is never above a whole choice, so a
-    branch is dropped only when it cannot undercut the best choice known, or host memory does not hold it. Microseconds
-    where the seconds per byte differ; exponential in the number of classes at worst.
+    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take. Exact: the relaxation with slack
+    for its rounding is never above a whole choice, so a branch is dropped only when it cannot undercut the best choice
+    known. Microseconds where the seconds per byte differ; exponential in the number of classes at worst.
     """
     clear(counts)
     if need <= 0:
         return np.int64(0)
     # 1. a bound from below: too much already?
-    if tiers.uses_host:
-        prefix = within_host(tiers, prefix, num_alike, host_room)
-    bound = relax(tiers, np.int64(0), num_alike, prefix, need)
+    bound = relax(tiers, num_alike, prefix, need)
     if bound * (1.0 - 1e-14) > limit:
         return np.int64(IMPOSSIBLE)
     # 2. a choice: as good as the bound already?
-    best, price = round_up(tiers, num_alike, prefix, need, counts), np.int64(0)
-    if tiers.uses_host and host_bytes_of(tiers, counts) > host_room:
-        price = best_price(tiers, num_alike, prefix, need, host_room)
-        clear(counts)
-        best = round_within_host(tiers, price, num_alike, prefix, need, host_room, counts)
+    best = round_up(tiers, num_alike, prefix, need, counts)
     found = best <= limit
     if found and best <= bound:
         return best
     # 3. anything better than both
-    better = _branch_and_bound(
-        tiers, price, num_alike, prefix, need, host_room, best if found else np.int64(limit + 1), counts
-    )
+    better = _branch_and_bound(tiers, num_alike, prefix, need, best if found else np.int64(limit + 1), counts)
     if better != IMPOSSIBLE:
         return better
     return best if found else np.int64(IMPOSSIBLE)

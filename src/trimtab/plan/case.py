@@ -128,5 +128,4 @@ def split_problem(
         num_chunks=options.num_chunks,
         recompute=options.recompute,
         overhead_bytes=budget.reserve_bytes,
-        host_bytes=budget.host_bytes,
     )

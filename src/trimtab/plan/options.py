@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]
 Weights = Sequence[tuple[str, float]]  # source name, weight
 
-_MOST_BYTES = 2.0**60
-
 
 def parse_share(text: str) -> float:
     """ "6%" or "0.06" as 0.06."""
@@ -90,7 +88,7 @@ class PlanOptions:
         None
     )
     global_batch: Annotated[
-        int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1)
+        int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1, common=True)
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
@@ -98,23 +96,13 @@ class PlanOptions:
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
     )
+    fills_pipeline: bool = False  # 1F1B with at least as many micro-batches as stages, as torch's own schedule asks
     method: Annotated[PlanMethod, Option("How packs are made.")] = "balanced"
     order: Annotated[Order, ORDER] = "random"
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
     recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
-    offload: Annotated[bool, Option("Layers may also keep activations in host memory, where its link pays.")] = False
-    host_bytes_per_s: Annotated[
-        float | None,
-        Option(
-            "Bytes/s between a device and its host, one direction, as in 50GB.", flag="--host-link", read=parse_bytes
-        ),
-    ] = None  # None: the device table's
-    host_memory_bytes: Annotated[
-        int | None,
-        Option("Host memory for what one device offloads, as in 128GiB.", flag="--host-memory", read=parse_bytes),
-    ] = None  # None: half the device's share of a published server
     memory_bytes: Annotated[
         int | None,
         Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes),
@@ -168,7 +156,6 @@ class PlanOptions:
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         problems += self.vision.problems()
-        problems += self._tier_problems()
         if not 0 <= self.reserve < 1:
             problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
         problems += self._schedule_problems()
@@ -196,25 +183,6 @@ class PlanOptions:
             )
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
-        return problems
-
-    def _tier_problems(self) -> list[str]:
-        problems = []
-        for name, value in (
-            ("host_bytes_per_s", self.host_bytes_per_s),
-            ("host_memory_bytes", self.host_memory_bytes),
-        ):
-            if value is None:
-                continue
-            if not 0 < value <= _MOST_BYTES:
-                problems.append(f"{name} {value} was asked for, and no machine has that: give a size, as in 50GB")
-            if not self.offload:
-                problems.append(f"{name} {value} was given without offload, which alone uses it: give --offload too")
-        if self.offload and self.recompute != "auto":
-            problems.append(
-                f"offload was asked for with recompute {self.recompute}, which leaves no choice between layers: "
-                "give --recompute auto"
-            )
         return problems
 
     @property

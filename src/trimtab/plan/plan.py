@@ -25,6 +25,7 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.specs import DeviceSpec
 
 PLAN_VERSION = "1.0"
 BASELINE = "baseline"  # the name of the variant that a plan is told against
@@ -96,8 +97,7 @@ class ClusterInput:
     latency_s: float
     memory_bytes: int
     reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
-    host_bytes_per_s: float | None = None  # link to host memory, one direction; null: layers may not be offloaded
-    host_memory_bytes: int | None = None  # for one device's offloaded layers
+    device_figures: DeviceSpec | None = None  # of a device from the user's own file; null: a table or profile has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class StageDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeDecision:
-    """Layers whose activations are computed again in the backward, or offloaded; layers not listed keep theirs."""
+    """Layers whose activations are computed again in the backward; layers not listed keep theirs."""
 
     stage: int
     granularity: RecomputedTier
@@ -233,7 +233,6 @@ class StageEstimate:
     activations_gib: float
     transient_gib: float
     reserve_gib: float
-    host_gib: float = 0.0  # of host memory, for what the device offloads; no part of memory_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,6 @@ def _decisions(details: PlanDetails) -> str:
     parallel, schedule = details.plan.decisions.parallel, details.plan.decisions.schedule
     recompute = sum(stage.num_recomputed() for stage in details.variants[-1].stages)
     vision = details.plan.decisions.vision_data_parallel
-    offloaded = sum(stage.num_offloaded() for stage in details.variants[-1].stages)
     pairs = (
         ("Data parallel", f"{parallel.dp}"),
         ("Pipeline parallel", f"{parallel.pp}"),
@@ -156,7 +155,6 @@ def _decisions(details: PlanDetails) -> str:
         ("Micro-batches", f"{schedule.num_microbatches} per rank and step"),
         ("Virtual stages", f"{schedule.num_chunks} per device"),
         ("Recompute", f"{recompute} of {len(details.model.layers)} layers"),
-        *((("Offload", f"{offloaded} of {len(details.model.layers)} layers"),) if offloaded else ()),
         *((("Images shared", vision_words(vision)),) if vision is not None else ()),
     )
     return section("Decisions", "", facts(pairs, look="two"))

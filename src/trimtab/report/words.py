@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
 from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage
+from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
 
 MAX_TEXT = 400  # characters of a text from outside that are shown
@@ -132,10 +133,7 @@ def _name_of(layer: LayerSpec) -> str:
 
 def describe_recompute(stage: Stage) -> str:
     """How many of a stage's layers recompute, by tier: "full 7, selective 3 of 24"."""
-    counts: dict[str, int] = {}
-    for choice in stage.recompute:
-        counts[choice.tier] = counts.get(choice.tier, 0) + len(choice.layers)
-    text = ", ".join(f"{tier} {count}" for tier, count in counts.items() if count)
+    text = ", ".join(f"{tier} {count}" for tier, count in Counter(tiers_of(stage).values()).items())
     return f"{text} of {stage.stop - stage.start}" if text else "none"
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 
 from trimtab.files import blake2b, write_atomically
 from trimtab.samples.records import Chunk
-from trimtab.samples.table import (
-    COLUMNS,
-    UNREADABLE,
-    Part,
-    bad_from_dict,
-    pack_arrays,
-    pack_strings,
-    unpack_arrays,
-    unpack_strings,
-)
+from trimtab.samples.table import UNREADABLE, Part, bad_from_dict, pack_arrays, unpack_arrays
 
 
 def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
@@ -30,50 +21,17 @@ def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
 
 def save_part(path: Path, part: Part) -> None:
     """Write one finished chunk, whole or not at all."""
-    names = [name for name in part.ids or () if name is not None]
-    has_id = np.array([name is not None for name in part.ids or ()], np.bool_)
-    meta: dict[str, object] = {
-        "num_lines": part.num_lines,
-        "has_ids": part.ids is not None,
-        "tokens_exact": part.tokens_exact,
-        "source_names": None if part.source is None else list(part.source_names),
-        "bad": [dataclasses.asdict(sample) for sample in part.bad],
-    }
-    source = np.empty(0, np.int32) if part.source is None else part.source
-    assert part.image_patches is not None, "a sizing pass counts every image"
-    numbers = {"numbers": part.numbers, "image_patches": part.image_patches, "lines": part.lines}
-    others = {"has_id": has_id, "source": source, **pack_strings("id", names)}
-    write_atomically(path, pack_arrays({**numbers, **others}, meta))
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in values.items() if name not in arrays}
+    write_atomically(path, pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad]}))
 
 
 def load_part(path: Path) -> Part | None:
-    """The chunk saved there; None where there is none or it cannot be trusted, and it is sized again."""
+    """The chunk saved there; None where there is none or it is damaged (every array has a checksum): sized again."""
     try:
-        arrays, meta = unpack_arrays(path.read_bytes())
-        numbers, lines, has_id = arrays["numbers"], arrays["lines"], arrays["has_id"]
-        if numbers.dtype != np.int64 or numbers.shape != (len(lines), len(COLUMNS)) or lines.dtype != np.int64:
-            return None
-        images = arrays["image_patches"]
-        if images.dtype != np.int64 or images.shape != (numbers[:, 0].sum(),):
-            return None
-        names = iter(unpack_strings("id", arrays))
-        ids = tuple(next(names) if own else None for own in has_id.tolist()) if meta["has_ids"] else None
-        if ids is not None and len(ids) != len(lines):
-            return None
-        source, source_names = arrays["source"], meta["source_names"]
-        if source_names is not None and (source.dtype != np.int32 or source.shape != lines.shape):
-            return None
-        return Part(
-            numbers=numbers,
-            image_patches=images,
-            lines=lines,
-            ids=ids,
-            bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
-            num_lines=meta["num_lines"],
-            source=None if source_names is None else source,
-            source_names=tuple(map(str, source_names or ())),
-            patch_unit="patches",
-            tokens_exact=meta["tokens_exact"],
-        )
+        arrays, plain = unpack_arrays(path.read_bytes())
+        lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+        return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})
     except UNREADABLE:
         return None

@@ -1,4 +1,4 @@
-"""Sample tables: joined from parts, saved as Parquet or .npz, loaded again."""
+"""Sample tables: joined from parts, saved as .npz, loaded again."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ import numpy.typing as npt
 from trimtab.errors import SampleError
 from trimtab.files import write_atomically
 from trimtab.samples.problems import BadKind, BadSample, shorten
-from trimtab.specs import IntArray, SampleTable
+from trimtab.specs import ImageCounts, IntArray, SampleTable
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
 TABLE_VERSION = "1"
 # columns that may be absent
 _PLACE_TYPES: dict[str, type[np.signedinteger[Any]]] = {"file_index": np.int32, "line": np.int64}
 _IMAGES = "image_patches"
-_META_KEY = b"trimtab_table"
 _Arrays = dict[str, npt.NDArray[Any]]
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, zipfile.BadZipFile)
@@ -39,6 +38,10 @@ class SizingResult:
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
     image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
+    files: tuple[tuple[str, str], ...] = ()  # path and `fingerprint_file` of every file that was sized, in order
+
+    def __repr__(self) -> str:
+        return f"SizingResult, {len(self.bad)} samples left out, of a {self.table!r}"
 
     @property
     def num_read(self) -> int:
@@ -67,6 +70,12 @@ class Part:
     def num_read(self) -> int:
         """Samples in the stretch."""
         return len(self.lines) + len(self.bad)
+
+
+def numbers_of(images: Sequence[ImageCounts], num_tokens: int) -> tuple[int, ...]:
+    """A sample's row of `COLUMNS`."""
+    sums = (sum(c.patches for c in images), sum(c.patches_sq for c in images), sum(c.patches_windowed for c in images))
+    return len(images), sums[0], num_tokens, sums[1], sums[2]
 
 
 def source_names_of(files: Sequence[Path]) -> list[str]:
@@ -168,25 +177,25 @@ def load_table(path: Path) -> SampleTable:
 
 def table_bytes(table: SampleTable) -> bytes:
     """A table as the content of an .npz file; equal tables give equal bytes."""
-    return _sizing_bytes(SizingResult(table=table), ".npz")
+    return _sizing_bytes(SizingResult(table=table))
 
 
 def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
     """What `table_bytes` made; `origin` names it in errors."""
-    return _parse_sizing(lambda: _unpack_npz(content), origin).table
+    return _parse_sizing(lambda: content, origin).table
 
 
 def save_sizing(result: SizingResult, path: Path) -> None:
-    """Write table, bad samples and assumptions as .parquet (needs pyarrow) or .npz; whole or not at all.
+    """Write table, bad samples and assumptions as .npz; whole or not at all.
 
-    The same result gives the same bytes with the same version of pyarrow or numpy.
+    The same result gives the same bytes with the same version of numpy.
     """
-    if path.suffix not in (".parquet", ".npz"):
-        raise SampleError(f"a table cannot be saved as {path.name}: end the name in .parquet or .npz")
-    write_atomically(path, _sizing_bytes(result, path.suffix))
+    if path.suffix != ".npz":
+        raise SampleError(f"a table cannot be saved as {path.name}: end the name in .npz")
+    write_atomically(path, _sizing_bytes(result))
 
 
-def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
+def _sizing_bytes(result: SizingResult) -> bytes:
     table = result.table
     meta = {
         "version": TABLE_VERSION,
@@ -199,30 +208,24 @@ def _sizing_bytes(result: SizingResult, suffix: str) -> bytes:
         "image_rule": result.image_rule,
         "assumptions": list(result.assumptions),
         "bad": [asdict(sample) for sample in result.bad],
+        **({"files": result.files} if result.files else {}),
     }
     arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
     arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
-    if suffix == ".npz":
-        images = {} if table.image_patches is None else {_IMAGES: table.image_patches}
-        return pack_arrays(arrays | images | pack_strings("id", table.ids or ()), meta)
-    return _parquet_bytes(arrays, table.ids, table.image_patches, meta)
+    if table.image_patches is not None:
+        arrays[_IMAGES] = table.image_patches
+    return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
 
 
 def load_sizing(path: Path) -> SizingResult:
     """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`."""
-    if path.suffix == ".npz":
-        return _parse_sizing(lambda: _unpack_npz(path.read_bytes()), str(path))
-    return _parse_sizing(lambda: _read_parquet(path), str(path))
+    return _parse_sizing(path.read_bytes, str(path))
 
 
-def _unpack_npz(content: bytes) -> tuple[_Arrays, list[str], dict[str, Any]]:
-    arrays, meta = unpack_arrays(content)
-    return arrays, unpack_strings("id", arrays), meta
-
-
-def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]], origin: str) -> SizingResult:
+def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
     try:
-        arrays, names, meta = read()
+        arrays, meta = unpack_arrays(read())
+        names = unpack_strings("id", arrays)
         if meta.get("version") != TABLE_VERSION:
             raise ValueError(f"table version {meta.get('version')!r} is not {TABLE_VERSION!r}")
         columns = {name: _integers(arrays[name], np.int64) for name in COLUMNS}
@@ -261,11 +264,27 @@ def _parse_sizing(read: Callable[[], tuple[_Arrays, list[str], dict[str, Any]]],
             bad=tuple(bad_from_dict(sample) for sample in meta["bad"]),
             assumptions=tuple(map(str, meta["assumptions"])),
             image_rule=None if meta.get("image_rule") is None else str(meta["image_rule"]),
+            files=_sized_files(meta),
         )
     except UNREADABLE as error:
         raise SampleError(
             f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
         ) from None
+
+
+def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
+    """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _sized_files(json.loads(file["meta"].tobytes()))
+    except UNREADABLE as error:
+        raise SampleError(
+            f"{path} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
+        ) from None
+
+
+def _sized_files(meta: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(path), str(fingerprint)) for path, fingerprint in meta.get("files", ()))
 
 
 def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:
@@ -275,16 +294,8 @@ def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:
 
 
 def is_saved_table(path: Path) -> bool:
-    """Whether the file was written by `save_sizing`, judged by suffix and Parquet metadata."""
-    if path.suffix != ".parquet":
-        return path.suffix == ".npz"
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return _META_KEY in (pyarrow.parquet.read_schema(path).metadata or {})
-    except (OSError, pyarrow.ArrowException):
-        return False
+    """Whether the file was written by `save_sizing`."""
+    return path.suffix == ".npz"
 
 
 def _add_up(images: IntArray, num_images: IntArray, num_patches: IntArray) -> bool:
@@ -350,40 +361,3 @@ def pack_strings(name: str, strings: Sequence[str]) -> _Arrays:
 def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[str]:
     block, ends = arrays[f"{name}_utf8"].tobytes(), arrays[f"{name}_ends"].tolist()
     return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
-
-
-def _parquet_bytes(
-    arrays: _Arrays, ids: Sequence[str] | None, image_patches: IntArray | None, meta: Mapping[str, Any]
-) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {"id": pyarrow.array(ids, pyarrow.string())} if ids is not None else {}
-    columns |= {name: pyarrow.array(values) for name, values in arrays.items()}
-    if image_patches is not None:  # a list a sample
-        ends = np.concatenate([[0], np.cumsum(arrays["num_images"])])
-        columns[_IMAGES] = pyarrow.LargeListArray.from_arrays(ends, image_patches)
-    table = pyarrow.table(columns).replace_schema_metadata({_META_KEY: json.dumps(meta, sort_keys=True).encode()})
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, compression="zstd", row_group_size=1 << 20)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-def _read_parquet(path: Path) -> tuple[_Arrays, list[str], dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(str(error)) from None
-    metadata = (table.schema.metadata or {}).get(_META_KEY)
-    if metadata is None:
-        raise ValueError("it lacks the metadata of a sample table")
-    meta = json.loads(metadata)
-    present = [name for name in _PLACE_TYPES if name in table.column_names]
-    arrays = {name: table.column(name).to_numpy() for name in (*COLUMNS, "source", *present)}
-    if _IMAGES in table.column_names:
-        arrays[_IMAGES] = table.column(_IMAGES).combine_chunks().flatten().to_numpy()
-    return arrays, table.column("id").to_pylist() if meta["has_ids"] else [], meta

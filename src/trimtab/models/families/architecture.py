@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from trimtab.specs import AttentionSpec, LayerKind, LayerSpec, MlpSpec, Tower
+from trimtab.specs import LayerKind, LayerSpec, Tower
 
 NormKind = Literal["layer_norm", "rms_norm"]
 
@@ -47,39 +47,18 @@ def rotary_bytes(rotated: int) -> int:
 
 
 def named_layer(
-    name: str,
-    tower: Tower,
-    kind: LayerKind,
-    weights: Weights,
-    *,
-    hidden_size: int,
-    output_size: int | None = None,
-    rows: float = 1.0,
-    rows_out: float | None = None,
-    norm: NormKind | None = None,
-    layer_scale: bool = False,
-    attention: AttentionSpec | None = None,
-    mlp: MlpSpec | None = None,
-    extra_bytes: int = 0,
-    beside: tuple[str, ...] = (),
+    name: str, tower: Tower, kind: LayerKind, weights: Weights, *, hidden_size: int, **more: Any
 ) -> LayerSpec:
-    """A LayerSpec; the rows that leave are as many and as wide as those that enter unless said otherwise."""
+    """A LayerSpec; rows that leave are as wide as those that enter, and as many, unless `more` of its fields differ."""
+    same = {"output_size": hidden_size, "rows_out_per_input": more.get("rows_per_input", 1.0)}
     return LayerSpec(
         name=name,
         tower=tower,
         kind=kind,
         hidden_size=hidden_size,
-        output_size=hidden_size if output_size is None else output_size,
         num_params=weights.num_params,
         num_matmul_params=weights.num_matmul_params,
-        rows_per_input=rows,
-        rows_out_per_input=rows if rows_out is None else rows_out,
-        norm=norm,
-        layer_scale=layer_scale,
-        attention=attention,
-        mlp=mlp,
-        extra_bytes=extra_bytes,
-        beside=beside,
+        **{**same, **more},
     )
 
 

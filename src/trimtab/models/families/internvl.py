@@ -100,12 +100,14 @@ def _read_vit(vision: Fields, grid: tuple[int, int]) -> list[LayerSpec]:
         else "layer_norm",
         qkv_bias=vision.flag("qkv_bias"),
         qk_norm=vision.flag("qk_normalization"),
-        layer_scale=True,
+        layer_scale=vision.flag("layer_scale", absent=True),  # no published InternViT is without
     )
     H, patch, N = block.hidden_size, vision.pair("patch_size"), grid[0] * grid[1]
     embed = linear(read_channels(vision) * patch[0] * patch[1], H, bias=True) + vector(H) + vector((N + 1) * H)
     name = "vision_model.embeddings"
-    first = named_layer(name, "vision", "embed", embed, hidden_size=H, rows=N / (N + 1), rows_out=1.0)
+    first = named_layer(
+        name, "vision", "embed", embed, hidden_size=H, rows_per_input=N / (N + 1), rows_out_per_input=1.0
+    )
     return [first, *numbered("vision_model.encoder.layers", [block] * vision.layers("num_hidden_layers"))]
 
 
@@ -140,7 +142,7 @@ def _projector(config: Fields, width: int, grid: tuple[int, int], hidden_size: i
         norm(M, "layer_norm") + linear(M, hidden_size, bias=True) + linear(hidden_size, hidden_size, bias=True),
         hidden_size=M,
         output_size=hidden_size,
-        rows=N / (S * S) / (N + 1),
+        rows_per_input=N / (S * S) / (N + 1),
         norm="layer_norm",
     )
 

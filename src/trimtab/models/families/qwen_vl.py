@@ -167,7 +167,14 @@ def _merger(
     weights = norm(M if norm_after_merge else hidden_size, norm_kind)
     weights += linear(M, M, bias=True) + linear(M, out, bias=True)
     return named_layer(
-        name, "projector", "projector", weights, hidden_size=M, output_size=out, rows=1 / merge**2, norm=norm_kind
+        name,
+        "projector",
+        "projector",
+        weights,
+        hidden_size=M,
+        output_size=out,
+        rows_per_input=1 / merge**2,
+        norm=norm_kind,
     )
 
 

@@ -1,55 +1,15 @@
-"""Rules at work: on many images at once, under a user's own limits, on images that share a sample."""
+"""Rules at work: under a user's own limits, on images that share a sample."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
-from trimtab.errors import ConfigError, ImageError, join_problems
+from trimtab.errors import ConfigError
 from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.tiles import DynamicTiling
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
-from trimtab.specs import AskedRule, ImageRule, ImageRuleBySample, IntArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CountColumns:
-    """`ImageCounts` of many images, one column per field."""
-
-    patches: IntArray
-    tokens: IntArray
-    tiles: IntArray
-    patches_sq: IntArray
-    patches_windowed: IntArray
-
-
-def count_many(rule: ImageRule, widths: npt.ArrayLike, heights: npt.ArrayLike) -> CountColumns:
-    """Counts of image i from (widths[i], heights[i]); every distinct size is counted once.
-
-    Raises one `ImageError` that names all sizes that cannot be counted.
-    """
-    sizes = np.stack([_whole_numbers(widths), _whole_numbers(heights)], axis=1)
-    distinct, inverse = np.unique(sizes, axis=0, return_inverse=True)
-    table = np.zeros((len(distinct), 5), np.int64)
-    problems = []
-    if isinstance(rule, AskedRule):
-        rule.prepare([(width, height) for width, height in distinct.tolist()])
-    for row, (width, height) in enumerate(distinct.tolist()):
-        try:
-            c = rule.count(width, height)
-        except ImageError as error:
-            problems.append(str(error))
-        else:
-            table[row] = c.patches, c.tokens, c.tiles, c.patches_sq, c.patches_windowed
-    if problems:
-        raise ImageError(join_problems(problems))
-    patches, tokens, tiles, patches_sq, patches_windowed = np.ascontiguousarray(table[inverse.reshape(-1)].T)
-    return CountColumns(
-        patches=patches, tokens=tokens, tiles=tiles, patches_sq=patches_sq, patches_windowed=patches_windowed
-    )
+from trimtab.specs import ImageRule, ImageRuleBySample
 
 
 def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: int | None = None) -> ImageRule:
@@ -82,16 +42,6 @@ def rule_in_sample(rule: ImageRule, num_images: int) -> ImageRule:
     Only LLaVA-OneVision's rule tells samples apart, see `AnyRes.in_sample`.
     """
     return rule.in_sample(num_images) if isinstance(rule, ImageRuleBySample) else rule
-
-
-def _whole_numbers(values: npt.ArrayLike) -> IntArray:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ImageError(
-            f"cannot count images of sizes with shape {array.shape} and type {array.dtype}: "
-            "widths and heights are two columns of whole numbers: pass integer arrays"
-        )
-    return array.astype(np.int64)
 
 
 def _no_such_limit(rule: ImageRule, what: str, value: int, whose: str) -> ConfigError:

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
-from trimtab.plan.decide.budget import host_bytes_per_s, host_memory_bytes
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.decide.work import price_samples
 from trimtab.plan.file.details import PlanDetails, Variant
@@ -45,7 +45,7 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_seconds, round_digits, round_gib
+from trimtab.units import format_number, format_seconds, round_digits, round_gib
 
 SAMPLES_FILE = "samples.npz"
 PROFILE_FILE = "profile.json"
@@ -117,6 +117,7 @@ def describe_inputs(
 ) -> Inputs:
     model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
     source = dict.fromkeys(("config", "preprocessor", "max_pixels", "max_tiles"))
+    published = DEVICES.get(cluster.device.name) == cluster.device
     if model.origin is not None:
         source = same_fields(model.origin, ModelInput)
     return Inputs(
@@ -143,10 +144,9 @@ def describe_inputs(
             | {
                 "device": cluster.device.name,
                 "device_blake2b": device_fingerprint(cluster.device),
+                "device_figures": None if published or PROFILE_FILE in files else cluster.device,
                 "memory_bytes": budget.total_bytes,
                 "reserve_bytes": budget.reserve_bytes,
-                "host_bytes_per_s": host_bytes_per_s(cluster.device, options) if options.offload else None,
-                "host_memory_bytes": host_memory_bytes(cluster.device, options) if options.offload else None,
             }
         ),
         training=TrainingInput(
@@ -218,17 +218,16 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
                 activations_gib=round_gib(held.saved_bytes),
                 transient_gib=round_gib(held.transient_bytes),
                 reserve_gib=round_gib(held.overhead_bytes),
-                host_gib=round_gib(held.host_bytes),
             )
             for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
         ),
         balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
-        variants=tuple(_describe_variant(variant, num_packed) for variant in variants),
+        variants=tuple(describe_variant(variant, num_packed) for variant in variants),
         vision_data_parallel=with_memory(case, ours.stages, variants[-2].stages),
     )
 
 
-def _describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
+def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
     peak = max(device.total_bytes for device in variant.memory)
     return VariantEstimate(
         name=variant.name,
@@ -259,7 +258,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     misfit = "" if baseline.fits else "; does not fit the memory"
     return (
         f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}, "
-        f"about {per_step:.3g} samples a step; "
+        f"about {format_number(per_step)} samples a step; "
         f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
         f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute{misfit}) would take "

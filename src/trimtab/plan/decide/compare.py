@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.balance.packing import pack_samples
 from trimtab.options import RecomputeMode
-from trimtab.partition.baselines import even_stages
+from trimtab.partition.baselines import even_stages, full_recompute
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.baseline import Baseline, parse_baseline
@@ -28,12 +28,12 @@ from trimtab.specs import (
     ClusterSpec,
     FloatArray,
     IntArray,
-    RecomputeChoice,
     SampleTable,
     Schedule,
     Stage,
     Timeline,
 )
+from trimtab.units import format_number
 
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
@@ -53,8 +53,15 @@ class _Run:
 
     @property
     def fits(self) -> bool:
-        memory = self.problem.assess(self.stages).memory
-        return max(device.total_bytes for device in memory) <= self.problem.memory_bytes
+        return self.problem.assess(self.stages).peak_bytes <= self.problem.memory_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Balanced:
+    """Stages, and how they and their recompute came about, in words."""
+
+    stages: tuple[Stage, ...]
+    rules: tuple[str, str]
 
 
 def compare_variants(
@@ -77,7 +84,6 @@ def compare_variants(
     shared, case = case, case.without_vision()
     if shared.vision is not None and without is None:
         without = choose_split(case)
-    one_switch = None if without is None else without.one_switch
     problem = case.problem
     plain = _Run(
         name="",
@@ -86,15 +92,14 @@ def compare_variants(
         work=case.work,
         schedule=case.schedule,
     )
-    num_stages = problem.num_stages * problem.num_chunks
-    even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
+    balanced = _balanced_stages(case, None if without is None else without.one_switch)
     recompute = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     runs = [
-        *_baselines(case, problem, even, one_switch),
-        _uniform(replace(plain, name="balanced packs"), even),
-        _balanced_stages(replace(plain, name="balanced stages"), case, one_switch),
+        *_baselines(case, balanced),
+        _uniform(replace(plain, name="balanced packs")),
+        replace(plain, name="balanced stages", stages=balanced.stages, rules=balanced.rules),
         replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
     ]
     if shared.vision is not None:
@@ -107,23 +112,15 @@ def compare_variants(
     return tuple(variants)
 
 
-def _baselines(
-    case: Case, problem: SplitProblem, even: Sequence[Stage], one_switch: Sequence[PricedSplit] | None
-) -> list[_Run]:
+def _baselines(case: Case, balanced: _Balanced) -> list[_Run]:
     """Those that were asked for, the fastest that fits last, as the one that the plan is told against."""
     asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline()]
-    runs = [_baseline(case, problem, even, one_switch, baseline) for baseline in asked]
+    runs = [_baseline(case, baseline, balanced) for baseline in asked]
     best = _fastest(runs, case.cluster)
     return [*(replace(run, name=f"other {BASELINE}") for run in runs if run is not best), replace(best, name=BASELINE)]
 
 
-def _baseline(
-    case: Case,
-    problem: SplitProblem,
-    even: Sequence[Stage],
-    one_switch: Sequence[PricedSplit] | None,
-    baseline: Baseline,
-) -> _Run:
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> _Run:
     """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
@@ -136,11 +133,11 @@ def _baseline(
         sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
     runs = []
     for size in sizes:
-        run = _batched(case, baseline, per_pack, size, samples, samples_work, problem)
+        run = _batched(case, baseline, per_pack, size, samples, samples_work)
         if baseline.stages == "balanced-stages":
-            run = _balanced_stages(run, case, one_switch)
+            run = replace(run, stages=balanced.stages, rules=balanced.rules)
         else:
-            run = _uniform(run, even)
+            run = _uniform(run)
         runs.append(_switch(run, baseline.recompute))
     return _fastest(runs, case.cluster)
 
@@ -149,8 +146,9 @@ def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
     """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
     if recompute == "auto":
         return run
-    full = recompute == "full"
-    stages = tuple(_recompute_all(run.problem, x) if full else replace(x, recompute=()) for x in run.stages)
+    stages = tuple(replace(stage, recompute=()) for stage in run.stages)
+    if recompute == "full":
+        stages = full_recompute(run.problem.profile, stages)
     return replace(run, stages=stages, rules=(run.rules[0], recompute))
 
 
@@ -177,9 +175,9 @@ def _batched(
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
-    problem: SplitProblem,
 ) -> _Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
+    problem = case.problem
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
     unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
@@ -199,36 +197,31 @@ def _batched(
     return _Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"{name}, padded, {size:.3g} a batch" if baseline.is_padded else f"{name}, packed",
+        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
         work=work,
         schedule=made.schedule,
     )
 
 
-def _uniform(run: _Run, stages: Sequence[Stage]) -> _Run:
-    """Nothing recomputed if that fits, else everything that can be: one switch for the whole model."""
-    plain = tuple(replace(stage, recompute=()) for stage in stages)
-    run = replace(run, stages=plain, rules=("equal layers", "none"))
-    if run.problem.recompute != "full" and run.fits:
+def _uniform(run: _Run) -> _Run:
+    """As many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
+    problem = run.problem
+    num_stages = problem.num_stages * problem.num_chunks
+    even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)
+    run = replace(run, stages=even, rules=("equal layers", "none"))
+    if problem.recompute != "full" and run.fits:
         return run
-    full = tuple(_recompute_all(run.problem, stage) for stage in stages)
-    return replace(run, stages=full, rules=("equal layers", "full"))
+    return replace(run, stages=full_recompute(problem.profile, even), rules=("equal layers", "full"))
 
 
-def _balanced_stages(run: _Run, case: Case, one_switch: Sequence[PricedSplit] | None) -> _Run:
+def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _Balanced:
     """The exact split while recompute is still one switch for the whole model: the faster of on and off that fits."""
     priced = price_splits(case, uniform_splits(case.problem)) if one_switch is None else one_switch
     if not priced:  # only the choice per layer fits
-        return replace(run, stages=split_stages(case.problem).stages, rules=("balanced", "as needed"))
+        return _Balanced(stages=split_stages(case.problem).stages, rules=("balanced", "as needed"))
     best = min(priced, key=lambda x: x.epoch_s).split
     rule = "full" if any(stage.recompute for stage in best.stages) else "none"
-    return replace(run, stages=best.stages, rules=("balanced", rule))
-
-
-def _recompute_all(problem: SplitProblem, stage: Stage) -> Stage:
-    offered = problem.profile.layers
-    layers = tuple(i for i in range(stage.start, stage.stop) if offered[i].tier("full") is not None)
-    return replace(stage, recompute=(RecomputeChoice(tier="full", layers=layers),) if layers else ())
+    return _Balanced(stages=best.stages, rules=("balanced", rule))
 
 
 def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:

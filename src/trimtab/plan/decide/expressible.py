@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
@@ -14,7 +14,7 @@ from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case, uniform_splits
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.options import PlanOrigin
+from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage, stages_between
 
 Stages = tuple[Stage, ...]
@@ -31,6 +31,32 @@ class Expressible:
     """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
     ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
     """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
+    choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Fields of `PlanOptions` and the values that it can run: the first stands where the user left the field open."""
+
+
+def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanOptions:
+    """The options with every field that was left open set to what `can` be run; `PlanError` for one that cannot be.
+
+    >>> can = Expressible(choices={"tp": (1,), "zero_stage": (0,)})
+    >>> found = within_choices(PlanOptions(pp=4), can, "deepspeed")
+    >>> found.tp, found.pp, found.zero_stage
+    (1, 4, 0)
+    """
+    left_open, problems, settled = PlanOptions(), [], {}
+    for name, values in can.choices.items():
+        given = getattr(options, name)
+        if given in values:
+            continue
+        if given != getattr(left_open, name):
+            problems.append(
+                f"{name} {given} was asked for with --for {target}, which runs {name} "
+                f"{' or '.join(map(str, values))}: give that, or leave --{name.replace('_', '-')} out"
+            )
+        settled[name] = values[0]
+    if problems:
+        raise PlanError(join_problems(problems))
+    return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
 
 
 def best_expressible(case: Case, can: Expressible) -> Stages | None:
@@ -43,7 +69,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    case = _with_tiers(case, can.tiers)
+    case = with_tiers(case, can.tiers)
     try:
         problem = case.problem
     except PartitionError:
@@ -130,18 +156,13 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         yield from (split.stages for split in found)
 
 
-def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
-    """The case whose layers recompute by these tiers (None: any) or not at all, and are not offloaded.
-
-    Split and recompute are then solved for that.
-    """
+def with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
+    """The case whose layers recompute by these tiers (None: any) or not at all, to be solved."""
+    if tiers is None:
+        return case
     profile = case.setting.profile
-
-    def is_left(layer: LayerSpec, tier: str) -> bool:
-        return tier != "offload" and (tiers is None or tier in tiers(layer))
-
     layers = tuple(
-        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if is_left(layer, tier.name))))
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
         for layer, cost in zip(case.model.layers, profile.layers, strict=True)
     )
     return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
@@ -166,17 +187,6 @@ def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Ite
         left = tuple(i for i in choice.layers if i not in layers)
         if left:
             yield replace(choice, layers=left)
-
-
-def recompute_offloaded(stages: Sequence[Stage]) -> Stages:
-    """The stages with full recompute of what they offload: as many bytes held, fewer while a backward runs."""
-    result = []
-    for stage in stages:
-        full = tuple(sorted(i for x in stage.recompute if x.tier in ("full", "offload") for i in x.layers))
-        kept = tuple(x for x in stage.recompute if x.tier not in ("full", "offload"))
-        more = (RecomputeChoice(tier="full", layers=full),) if full else ()
-        result.append(replace(stage, recompute=(*kept, *more)) if stage.num_offloaded() else stage)
-    return tuple(result)
 
 
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:

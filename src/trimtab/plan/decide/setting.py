@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.offload import with_offload
 from trimtab.costs.profile import profile_model
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.settings import CostSettings
@@ -27,12 +26,13 @@ from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
-from trimtab.plan.decide.budget import MemoryBudget, host_bytes_per_s
+from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.limits import TriedLimits, try_limits
 from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.units import format_number
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
 _MOST_OVER = 1.25  # of a global batch that was asked for
@@ -70,7 +70,7 @@ class ChosenSetting:
         """What was considered, for the plan's reader; nothing where there was no choice."""
         if len(self.considered) + self.num_misfits < 2:
             return ()
-        said = [f"{x.label} {x.samples_per_s:.3g} samples/s" for x in self.considered[:_SAID]]
+        said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
         return (
@@ -187,16 +187,8 @@ def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples
 def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
     """The cost table for these degrees of parallelism: by formula, with the seconds of a profile that was given.
 
-    A traced profile gives its bytes instead, a probed one both. The tier "offload" is priced last, for what copies cost
-    depends on the seconds that hide them.
+    A traced profile gives its bytes instead, a probed one both.
     """
-    profile = _priced_profile(model, cluster, options, dims)
-    if not options.offload:
-        return profile
-    return with_offload(profile, host_bytes_per_s=host_bytes_per_s(cluster.device, options))
-
-
-def _priced_profile(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, dims: ParallelDims) -> Profile:
     traced = options.profile is not None and options.profile.method == "traced"
 
     def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float, *, gathered: bool = True) -> Profile:
@@ -288,8 +280,15 @@ def _price_limits(
         num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
         if options.global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * options.global_batch:
             reason = reason or PartitionError(
-                f"global_batch {options.global_batch} was asked for, and one pack of {tried.samples_per_pack:.3g} "
-                f"samples on each of {dims.dp} ranks is more: ask for a larger batch, or for a smaller dp"
+                f"global_batch {options.global_batch} was asked for, and one pack of "
+                f"{format_number(tried.samples_per_pack)} samples on each of {dims.dp} ranks is "
+                "more: ask for a larger batch, or for a smaller dp"
+            )
+            continue
+        if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:
+            reason = reason or PartitionError(
+                f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
+                "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
             )
             continue
         work_mean = tried.mean * tried.samples_per_pack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts, simulated_seconds
-from trimtab.partition.search import SearchResult, search_makespan, top_candidates
+from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts
+from trimtab.partition.evaluate import Evaluator
+from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.times import stage_link, steps_of, times_of
@@ -48,15 +49,12 @@ class SplitChoice:
         """What the search says of its result, for the plan's reader."""
         if self.note:
             return (self.note,)
-        if self.search is None or self.search.lower_bound_s <= 0:
+        if self.search is None:
             return ()
-        found = self.search
-        how = "all cuts were covered" if found.complete else "no cut near them is faster"
         return (
-            f"Splits were simulated on sampled steps ({found.num_simulated} of them; {how}): the best runs its "
-            f"micro-batches in {format_seconds(found.makespan_s)}, the exact split of least slowest stage in "
-            f"{format_seconds(found.start_makespan_s)}; no split can in less than "
-            f"{format_seconds(found.lower_bound_s)}, {found.gap:.1%} below.",
+            f"Splits were simulated on sampled steps ({self.search.num_simulated} of them): the best runs its "
+            f"micro-batches in {format_seconds(self.search.makespan_s)}, the exact split of least slowest stage in "
+            f"{format_seconds(self.search.start_makespan_s)}.",
         )
 
 
@@ -77,15 +75,9 @@ def choose_split(case: Case) -> SplitChoice:
         return _omnibal_split(case)
     splits = [split_stages(problem)]
     found: SearchResult | None = None
-    packs = _full_rows(case.schedule.table)
-    if problem.num_stages > 1 and len(packs):
-        found = search_makespan(
-            problem,
-            case.work[packs],
-            link_bytes_per_s=stage_link(case.cluster),
-            latency_s=case.cluster.latency_s,
-            max_simulated=_MAX_SIMULATED,
-        )
+    evaluator = _evaluator(case)
+    if evaluator is not None:
+        found = search_makespan(evaluator, max_simulated=_MAX_SIMULATED)
         splits.append(found.split)
     one_switch = price_splits(case, uniform_splits(problem))
     known = {x.split.stages: x for x in one_switch}
@@ -94,21 +86,17 @@ def choose_split(case: Case) -> SplitChoice:
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
 
 
-def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Callable[[SplitResult], float]]:
+def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]:
     """OmniBal's search on this case; and its clock, the simulated step on sampled rows of packs."""
-    packs = _full_rows(case.schedule.table)
-    if case.problem.num_stages < 2 or not len(packs):
+    clock = _evaluator(case)
+    if clock is None:
         raise PlanError(
             f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
-            f"{len(packs)} full rows of packs: plan with pp 2 or more and enough samples, or with --search exact"
+            f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more and enough samples, or "
+            "with --search exact"
         )
-    clock = simulated_seconds(
-        case.problem,
-        case.work[packs],
-        link_bytes_per_s=stage_link(case.cluster),
-        latency_s=case.cluster.latency_s,
-    )
-    return bmp_split(case.problem, clock, radius=case.options.radius, num_timed=num_timed), clock
+    radius = case.options.radius
+    return bmp_split(case.problem, clock.makespan_of, radius=radius, num_timed=num_timed), clock
 
 
 def _omnibal_split(case: Case) -> SplitChoice:
@@ -116,7 +104,7 @@ def _omnibal_split(case: Case) -> SplitChoice:
     problem, options = case.problem, case.options
     found, clock = timed_near_anchor(case, options.top)
     exact = choose_split(replace(case, options=replace(options, search="exact")))
-    exact_s = clock(exact.split)
+    exact_s = clock.makespan_of(exact.split.stages)
     num_layers = len(problem.profile.layers)
     rows = tuple(
         SearchedSplit(
@@ -175,19 +163,12 @@ class Candidate:
 def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
     found, others = [tuple(stages)], list[tuple[Stage, ...]]()
-    packs = _full_rows(case.schedule.table)
-    if k > 1 and case.problem.num_stages > 1 and len(packs):
+    evaluator = _evaluator(case) if k > 1 else None
+    if evaluator is not None:
         if case.options.search == "omnibal":
             others = [split.stages for split in timed_near_anchor(case, k)[0].splits]
         else:
-            best = top_candidates(
-                case.problem,
-                case.work[packs],
-                k,
-                link_bytes_per_s=stage_link(case.cluster),
-                latency_s=case.cluster.latency_s,
-            )
-            others = [candidate.split.stages for candidate in best]
+            others = [candidate.split.stages for candidate in search_makespan(evaluator, keep=k).candidates]
     cuts = {cuts_of(stages)}
     for other in others:
         if cuts_of(other) not in cuts:
@@ -209,3 +190,16 @@ def _full_rows(table: IntArray) -> IntArray:
     rows = rows[(rows >= 0).all(axis=1)]
     chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(_SAMPLED_STEPS, len(rows))).astype(np.int64))
     return rows[chosen]
+
+
+def _evaluator(case: Case) -> Evaluator | None:
+    """Simulates splits on sampled rows of packs, sends included; None where there is nothing to compare."""
+    packs = _full_rows(case.schedule.table)
+    if case.problem.num_stages < 2 or not len(packs):
+        return None
+    return Evaluator(
+        case.problem,
+        case.work[packs],
+        link_bytes_per_s=stage_link(case.cluster),
+        latency_s=case.cluster.latency_s,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.costs.settings import Efficiency
-from trimtab.partition.schedules import devices_of_stages
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage
@@ -34,7 +33,7 @@ def steps_of(times: StageTimes, table: IntArray, stages: Sequence[Stage], proble
 
 def rank_step_s(problem: SplitProblem, stages: Sequence[Stage]) -> float:
     """Seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
-    devices = devices_of_stages(problem.schedule, num_devices=problem.num_stages, num_chunks=problem.num_chunks)
+    devices = problem.order.device
     per_rank = [0.0] * problem.num_stages
     for stage in stages:
         layers = problem.profile.layers[stage.start : stage.stop]

@@ -11,7 +11,7 @@ from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
-from trimtab.options import same_fields
+from trimtab.options import RecomputedTier, same_fields
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import device_fingerprint, plan_details
 from trimtab.plan.decide.budget import MemoryBudget
@@ -22,12 +22,12 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import load_plan, read_table
+from trimtab.plan.file.yaml import open_plan, read_table
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
 from trimtab.plan.sharing.decision import share_vision
-from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
+from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, Stage, recomputing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
 
     `model` and `cluster` stand in for what the plan says of them, where no file and no published device does.
     """
-    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    plan, folder = open_plan(path)
     inputs, decisions = plan.inputs, plan.decisions
     model = model or find_model(plan, folder)
     forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
@@ -100,9 +100,10 @@ def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
 
 
 def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
-    """The plan's cluster, its device from the table of published ones, or the one of the plan's own profile."""
+    """The plan's cluster: its device from the plan itself, the table of published ones, or the plan's own profile."""
     given = plan.inputs.cluster
-    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": find_device(given.device, beside=beside)})
+    device = given.device_figures or find_device(given.device, beside=beside)
+    return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": device})
 
 
 def find_model(plan: Plan, folder: Path) -> ModelSpec:
@@ -144,7 +145,6 @@ def options_of(plan: Plan) -> PlanOptions:
         "schedule": decisions.schedule.name,
         "weights": tuple((source.name, source.weight) for source in inputs.data.mixture),
         "num_drawn": sum(source.num_drawn for source in inputs.data.mixture) or None,
-        "offload": inputs.cluster.host_bytes_per_s is not None,
         "vision": VisionChoice() if vision is None else VisionChoice(**same_fields(vision, VisionChoice)),
     }
     return PlanOptions(**kept)
@@ -168,20 +168,16 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
     expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks
     if len(stages) != expected:
         problems.append(f"there are {len(stages)} stages for pp x chunks = {expected}")
-    chosen: dict[int, list[RecomputeChoice]] = {}
+    tiers: dict[int, RecomputedTier] = {}
     for entry in plan.decisions.recompute:
-        layers = tuple(position.get(name, len(names)) for name in unfold_modules(entry.modules))
+        layers = [position.get(name, len(names)) for name in unfold_modules(entry.modules)]
         here = stages[entry.stage] if 0 <= entry.stage < len(stages) else None
         if here is None or not all(here.start <= i < here.stop for i in layers):
             problems.append(f"recompute names layers that stage {entry.stage} does not hold")
-            continue
-        choice = RecomputeChoice(tier=entry.granularity, layers=layers)
-        chosen.setdefault(entry.stage, []).append(choice)
+        tiers |= dict.fromkeys(layers, entry.granularity)
     if problems:
         raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or correct the modules by hand")
-    return tuple(
-        Stage(index=s.index, start=s.start, stop=s.stop, recompute=tuple(chosen.get(s.index, ()))) for s in stages
-    )
+    return tuple(recomputing(stage, tiers) for stage in stages)
 
 
 def load_details(
@@ -190,7 +186,8 @@ def load_details(
     """A plan on disk with its figures simulated again, for a report."""
     path = Path(path)
     found = reload_plan(path, model=model, cluster=cluster)
-    case, plan, folder = found.case, found.plan, path if path.is_dir() else path.parent
+    case, plan = found.case, found.plan
+    folder = path if path.is_dir() else path.parent
     packing, profile = plan.decisions.packing, plan.inputs.training.profile
     files = [packing.offsets, packing.indices, packing.schedule, sizes_file(plan), *([profile] if profile else [])]
     tables = {table.file: read_table(folder, table) for table in files}

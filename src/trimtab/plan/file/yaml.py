@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
-_REMOVED_KEYS = {"every": "recompute in a share of the micro-batches"}
+_REMOVED_KEYS = {
+    "every": "recompute in a share of the micro-batches",
+    "host_bytes_per_s": "offload of activations to host memory",
+}
 """Keys of earlier plans without which a plan means something else, and what they stood for."""
 
 
@@ -55,18 +58,24 @@ def load_array(folder: Path, table: TableFile) -> npt.NDArray[Any]:
 
 
 def read_table(folder: Path, table: TableFile) -> bytes:
-    """The content of a table, from the plan's own folder and nowhere else; its hash must be the plan's."""
-    path = folder / table.file
-    if Path(table.file).name != table.file:
-        raise PlanError(
-            f"the plan names the table {table.file!r}, which lies outside its own folder: keep tables beside the plan"
-        )
-    if not path.is_file():
-        raise PlanError(f"the plan's table {path} is missing: copy the whole folder that `trimtab plan` wrote")
+    """The content of a table; its hash must be the plan's."""
+    path = table_path(folder, table.file)
     content = path.read_bytes()
     if blake2b(content) != table.blake2b:
         raise PlanError(f"the plan's table {path} is not the one the plan was made with: run `trimtab plan` again")
     return content
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """A table's place, in the plan's own folder and nowhere else."""
+    path = folder / name
+    if Path(name).name != name:
+        raise PlanError(
+            f"the plan names the table {name!r}, which lies outside its own folder: keep tables beside the plan"
+        )
+    if not path.is_file():
+        raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
+    return path
 
 
 def plan_to_yaml(plan: Plan) -> str:
@@ -176,6 +185,12 @@ def load_plan(path: Path | str) -> Plan:
     return plan_from_yaml(text, origin=origin)
 
 
+def open_plan(path: Path | str) -> tuple[Plan, Path]:
+    """The plan of `load_plan`, and the folder that it and its tables lie in."""
+    path = Path(path)
+    return load_plan(path), path if path.is_dir() else path.parent
+
+
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
     version = ("plan_version", PLAN_VERSION)
@@ -188,7 +203,7 @@ def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
     *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
-    *("node_link_bytes_per_s", "memory_bytes", "host_bytes_per_s", "host_memory_bytes", "degree", "pooling"),
+    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
 )
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.offload import with_offload
 from trimtab.errors import PlanError
-from trimtab.partition.schedules import devices_of_stages, splits_backward
+from trimtab.partition.baselines import full_recompute
+from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
-from trimtab.plan.decide.budget import MemoryBudget, host_bytes_per_s
-from trimtab.specs import FloatArray, IntArray, LayerCost, Profile, RecomputeChoice, Stage
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.specs import FloatArray, LayerCost, Profile, Stage
 from trimtab.units import format_bytes
 
 ABOUT_BYTES = "Bytes were measured on "
@@ -53,21 +53,6 @@ class ProbedProfile:
     correction_bytes: tuple[int, ...]  # of each device: what its peak was above all that is priced
 
 
-def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages with every layer that can on tier "full"."""
-    return tuple(
-        replace(
-            stage,
-            recompute=tuple(
-                RecomputeChoice(tier="full", layers=layers)
-                for layers in [tuple(i for i in range(stage.start, stage.stop) if profile.layers[i].tier("full"))]
-                if layers
-            ),
-        )
-        for stage in stages
-    )
-
-
 def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
     """What the layer keeps on `tier` beyond "full", for a micro-batch of this work, as its profile has it."""
     kept, full = layer.tier(tier), layer.tier("full")
@@ -84,7 +69,7 @@ def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     layers = case.setting.profile.layers
     keeps = np.array([layer.tiers[0].saved_bytes for layer in layers])
     of_stage = case.held_work @ np.array([keeps[stage.start : stage.stop].sum(axis=0) for stage in stages]).T
-    devices = _devices(case, stages)
+    devices = case.problem.order.device
     several = np.flatnonzero(np.diff(case.packing.offsets) > 1)
     found = set()
     for device in range(case.setting.dims.pp):
@@ -161,24 +146,12 @@ def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) 
 
 
 def with_profile(case: Case, profile: Profile) -> Case:
-    """The case priced by this profile, which the plan then keeps; offload is priced again, as on reading it back."""
-    options, priced = replace(case.options, profile=profile), profile
-    if options.offload:
-        rate = host_bytes_per_s(case.cluster.device, options)
-        priced = replace(profile, layers=with_offload(profile, host_bytes_per_s=rate).layers)
-    return replace(case, options=options, setting=replace(case.setting, profile=priced))
+    """The case priced by this profile, which the plan then keeps."""
+    options = replace(case.options, profile=profile)
+    return replace(case, options=options, setting=replace(case.setting, profile=profile))
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _devices(case: Case, stages: Sequence[Stage]) -> IntArray:
-    problem = case.problem
-    return np.asarray(
-        devices_of_stages(
-            problem.schedule, num_devices=len(stages) // problem.num_chunks, num_chunks=problem.num_chunks
-        )
-    )
 
 
 def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
@@ -208,7 +181,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
 def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: DeviceProbe, case: Case) -> float:
     """Changes those of `layers` that the device holds; the bytes that its peak is above what is priced."""
     problem = replace(case.problem, work_max=case.held_work[probe.pack], overhead_bytes=0.0)
-    own = [s for s, device in zip(stages, _devices(case, stages), strict=True) if device == probe.device]
+    own = [s for s, device in zip(stages, problem.order.device, strict=True) if device == probe.device]
     held = np.array([i for stage in own for i in range(stage.start, stage.stop)])
     number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in own])
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from trimtab.errors import ConfigError, PlanError, SampleError
+from trimtab.errors import PlanError, SampleError
 from trimtab.models.asking.build import complete
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import family_of
@@ -26,6 +26,7 @@ from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolders
@@ -162,11 +163,7 @@ class PlannedConversations:
 
 
 def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
-    if family_of(model.family).is_remote_code:
-        raise ConfigError(
-            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
-            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
-        )
+    refuse_remote_code(model)
     return pack_format(complete(read_config(folder))).joined
 
 

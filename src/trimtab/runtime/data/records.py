@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.decide.packs import read_samples
+from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
-from trimtab.samples.table import is_saved_table
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -34,23 +34,22 @@ class Place:
 def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
 
-    `files` are the data files, where they are no longer where the plan names them, or where the plan was made from
-    sizes that were taken before.
+    `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
     """
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
-    data, samples = made.inputs.data, read_samples(made, folder)
-    if files is None:
-        named = [Path(file.path) for file in data.files]
-        files = [file if file.is_file() else folder / file for file in named]
-        unusable = [str(file) for file in files if not file.is_file() or is_saved_table(file)]
-        if unusable or not files:
-            raise PlanError(
-                f"the plan in {folder} names {', '.join(unusable) or 'no file'}, where no records are: "
-                "give the data files that were sized, in the same order (files=[...])"
-            )
-    return PlannedRecords(samples, files, index_dir=folder)
+    return PlannedRecords(read_samples(made, folder), find_data_files(made, folder, files), index_dir=folder)
+
+
+def refuse_tars(files: Sequence[Path]) -> None:
+    """`SampleError` for shards: their records are read one after the other only."""
+    refused = [str(file) for file in files if detect_format(file) == "tar"]
+    if refused:
+        raise SampleError(
+            f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
+            "data set and take its items by row"
+        )
 
 
 class PlannedRecords(Sequence[Any]):
@@ -67,12 +66,7 @@ class PlannedRecords(Sequence[Any]):
         refuse_other_files(samples, files)
         self._files = tuple(files)
         self._formats = tuple(detect_format(file) for file in files)
-        refused = [str(file) for file, kind in zip(files, self._formats, strict=True) if kind == "tar"]
-        if refused:
-            raise SampleError(
-                f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
-                "data set and take its items by row"
-            )
+        refuse_tars(files)
         self.samples = samples
         self._starts = _line_starts(self, samples, index_dir) if "jsonl" in self._formats else None
         self._open: dict[int, Callable[[int], object]] = {}
@@ -97,9 +91,6 @@ class PlannedRecords(Sequence[Any]):
         if self._starts is not None and self._formats[number] == "jsonl":
             line = int(self._starts[row])
         return self._open[number](line)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
 
     def _file_of(self, row: int) -> int:
         if not 0 <= row < len(self.samples):

@@ -28,8 +28,8 @@ from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.zero_weight import filler_sample
+from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.flow import Batch, Encoded, feature_name, has_images
-from trimtab.runtime.pipeline.layout import PipelineLayout
 from trimtab.runtime.pipeline.module import StageModule
 from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, listed, open_control
 from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images

@@ -1,1 +1,1 @@
-"""Recompute and offload of the layers that a plan names."""
+"""Recompute of the layers that a plan names."""

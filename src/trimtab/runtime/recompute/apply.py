@@ -1,4 +1,4 @@
-"""A plan's recompute switched on in a model: chosen layers run their forward again in the backward, or are offloaded.
+"""A plan's recompute switched on in a model: chosen layers run their forward again in the backward.
 
 Torch's non-reentrant checkpointing, set on the instances of the chosen layers alone and removed without trace. It works
 inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, outside, whichever Transformers is there.
@@ -6,13 +6,13 @@ inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -20,7 +20,6 @@ from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.options import RecomputedTier
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
-from trimtab.runtime.recompute.offload import HostMemory, OffloadedLayer, link_neighbours, tensors_in
 
 Granularity: TypeAlias = RecomputedTier
 
@@ -48,13 +47,12 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 class AppliedRecompute:
     """Recompute as it is set in one model, until `remove()` or the end of a `with` block."""
 
-    def __init__(self, wrapped: Mapping[str, _Recomputed], host: HostMemory) -> None:
+    def __init__(self, wrapped: Mapping[str, _Recomputed]) -> None:
         self._wrapped = dict(wrapped)
-        self.host = host  # what offloaded layers hold there
 
     @property
     def granularity(self) -> dict[str, Granularity]:
-        """Of every layer that recomputes or is offloaded, by its name."""
+        """Of every layer that recomputes, by its name."""
         return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
 
     def remove(self) -> None:
@@ -89,8 +87,7 @@ def apply(
     `decision` is a plan, its `decisions.recompute`, or names of layers ("model.visual.blocks[0..7]" is a range), which
     then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
     "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
-    outside of torch (flash_attention_2) and unfused attention run again under each. "offload" repeats nothing: all but
-    a layer's inputs is in host memory between its forward and its backward (see `OffloadedLayer`).
+    outside of torch (flash_attention_2) and unfused attention run again under each.
 
     Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
     mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
@@ -102,28 +99,23 @@ def apply(
     (`gradient_checkpointing`) off.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    entries = _entries_of(decision)
-    chosen = _read(entries, granularity)
+    chosen = _read(decision, granularity)
     layers = dict(model.named_modules())
     problems = _problems(chosen, layers)
     if problems:
         raise PlanError(join_problems(problems))
-    host = HostMemory()
-    offloaded = {name: OffloadedLayer(layers[name], host) for name, how in chosen if how == "offload"}
-    link_neighbours(offloaded)
-    wrapped = {name: _Recomputed(layers[name], how, offloaded.get(name)) for name, how in chosen}
+    wrapped = {name: _Recomputed(layers[name], how) for name, how in chosen}
     for wrapper in wrapped.values():
         wrapper.layer.forward = wrapper
-    return AppliedRecompute(wrapped, host)
+    return AppliedRecompute(wrapped)
 
 
 class _Recomputed:
-    """A layer's `forward` under a checkpoint, or offloaded."""
+    """A layer's `forward` under a checkpoint."""
 
-    def __init__(self, layer: nn.Module, granularity: Granularity, offloaded: OffloadedLayer | None) -> None:
+    def __init__(self, layer: nn.Module, granularity: Granularity) -> None:
         self.layer = layer
         self.granularity = granularity
-        self.offloaded = offloaded
         self.forward: Callable[..., Any] = layer.forward
         self.was_own = "forward" in layer.__dict__
         self.options: dict[str, Any] = {"use_reentrant": False}
@@ -133,11 +125,7 @@ class _Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
-            if self.offloaded is not None:
-                self.offloaded.latest = None
             return self.forward(*args, **kwargs)
-        if self.offloaded is not None:
-            return self.offloaded.run(self.forward, args, kwargs)
         cached = [name for name in _CACHES if kwargs.get(name) is not None]
         if cached and not getattr(self.layer, "_can_checkpoint_with_cache", False):
             if not self.layer.training:
@@ -164,18 +152,14 @@ def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -
 # -- reading and checking ---------------------------------------------------------------------------------------------
 
 
-def _entries_of(decision: Plan | Iterable[RecomputeDecision | str]) -> tuple[RecomputeDecision | str, ...]:
-    if isinstance(decision, Plan):
-        return decision.decisions.recompute
-    return (decision,) if isinstance(decision, str) else tuple(decision)  # one name: not its letters
-
-
 def _read(
-    entries: tuple[RecomputeDecision | str, ...], granularity: Granularity
+    decision: Plan | Iterable[RecomputeDecision | str], granularity: Granularity
 ) -> tuple[tuple[str, Granularity], ...]:
     """Every named layer with its granularity, in the decision's order."""
+    if isinstance(decision, Plan):
+        decision = decision.decisions.recompute
     chosen: list[tuple[str, Granularity]] = []
-    for entry in entries:
+    for entry in (decision,) if isinstance(decision, str) else decision:  # one name: not its letters
         if isinstance(entry, str):
             chosen += [(name, granularity) for name in unfold_modules((entry,))]
         else:
@@ -226,3 +210,15 @@ def _parents(name: str) -> list[str]:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def tensors_in(given: object) -> Iterator[Tensor]:
+    """Tensors in nested mappings, tuples and lists."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        for value in given.values():
+            yield from tensors_in(value)
+    elif isinstance(given, (tuple, list)):
+        for value in given:
+            yield from tensors_in(value)

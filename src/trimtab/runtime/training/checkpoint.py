@@ -33,6 +33,7 @@ from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
+_TEXT_FILES = {".json", ".jinja", ".txt", ".model"}  # of tokenizer, processor and chat template
 _TYPES = {"step": int, "loader": dict, "optimizer": str, "num_tensors": int}
 
 
@@ -161,10 +162,11 @@ def load_checkpoint(
     return progress
 
 
-def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
+def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, beside: Path | None = None) -> None:
     """The whole model as Transformers loads it: config.json and one model.safetensors; collective.
 
-    Written beside its name and renamed when it is whole; `folder` is new or empty.
+    Written beside its name and renamed when it is whole; `folder` is new or empty. Tokenizer, preprocessor and chat
+    template of the folder `beside` are copied into it, so that it can be served.
     """
     with _written_aside(folder) as writing:
         writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
@@ -172,6 +174,9 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(writing / "sharded", ignore_errors=True)
+            for file in () if beside is None else sorted(beside.iterdir()):
+                if file.suffix in _TEXT_FILES and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, writing / file.name)
             config.save_pretrained(writing)
 
 

@@ -32,7 +32,7 @@ from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan
-from trimtab.runtime.pipeline.layout import read_layout
+from trimtab.runtime.layout import read_layout
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.units import format_seconds

@@ -59,14 +59,19 @@ def write_features(features: Features, rows: Tensor, num_rows: IntArray, *, whol
 def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray, *, whole: bool = True) -> Any:
     """An output like `sample` that holds these columns, the features and those of DeepStack layers, as rows."""
     filled = [_fill(like, x, num_rows, whole) for like, x in zip(columns_of(sample), columns, strict=True)]
+    return _with_columns(sample, filled)
+
+
+def _with_columns(sample: Any, columns: list[Any]) -> Any:
+    """An output like `sample` that holds these columns, as `columns_of` gives them."""
     if isinstance(sample, Tensor):
-        return filled[0]
+        return columns[0]
     if isinstance(sample, tuple):
-        return filled[0], type(sample[1])(filled[1:])
+        return columns[0], type(sample[1])(columns[1:])
     values = {name: value for name, value in sample.items() if name not in _LOCAL}
-    values["pooler_output"] = filled[0]
-    if len(filled) > 1:
-        values["deepstack_features"] = type(sample.deepstack_features)(filled[1:])
+    values["pooler_output"] = columns[0]
+    if len(columns) > 1:
+        values["deepstack_features"] = type(sample.deepstack_features)(columns[1:])
     return type(sample)(**values)
 
 
@@ -83,12 +88,8 @@ def touch(output: Any, zero: Tensor) -> Any:
 
 
 def each_tensor(output: Any, start: int, end: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """An output object of entries `start` to `end` alone, every tensor of features changed."""
-    columns = [type(column)(change(piece) for piece in column[start:end]) for column in columns_of(output)]
-    values = {**output, "pooler_output": columns[0]}
-    if len(columns) > 1:
-        values["deepstack_features"] = type(output.deepstack_features)(columns[1:])
-    return type(output)(**values)
+    """An output of entries `start` to `end` alone, every tensor of features changed."""
+    return _with_columns(output, [type(x)(change(piece) for piece in x[start:end]) for x in columns_of(output)])
 
 
 def columns_of(output: Any) -> list[Any]:

@@ -1,4 +1,7 @@
-"""What of a plan the pipeline runs: stages, schedule and recompute, and whether torch's schedules can run it."""
+"""What of a plan the pipeline runs: stages, schedule and recompute, and whether torch's schedules can run it.
+
+No torch here: `trimtab plan --for trimtab` asks this file before a plan is written.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
-from trimtab.options import ScheduleName
+from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.recompute.apply import Granularity
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""
@@ -23,7 +25,7 @@ class Recompute:
     """Layers of one stage whose activations are computed again in the backward."""
 
     modules: tuple[str, ...]
-    granularity: Granularity = "full"
+    granularity: RecomputedTier = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,69 @@
+"""Where the records of a plan are: in the data files it was made from, or in those behind its saved sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.errors import PlanError, SampleError
+from trimtab.files import fingerprint_file
+from trimtab.plan.plan import DataFile, Plan
+from trimtab.samples.lengths import holds_lengths
+from trimtab.samples.table import is_saved_table, sized_files
+
+
+def find_data_files(plan: Plan, folder: Path, given: Sequence[Path] | None = None) -> list[Path]:
+    """The files that were sized, in their order: `given`, or those that the plan in `folder` leads to.
+
+    A plan made from tables that `trimtab size` saved leads through them to the files that were sized. Raises
+    `SampleError` where a file is missing or holds no records, and `PlanError` where it is not the one that was sized.
+    """
+    # 1. path and fingerprint of every file that was sized; unknown behind a table that is gone or does not say it
+    sized: list[tuple[str, str]] | None = []
+    for file in plan.inputs.data.files:
+        found = _behind(file, _place(file.path, folder))
+        sized = None if found is None or sized is None else [*sized, *found]
+    # 2. where they are
+    if given is None:
+        known = sized if sized is not None else [(file.path, "") for file in plan.inputs.data.files]
+        files = [_place(path, folder) for path, _ in known]
+    else:
+        files = list(given)
+    gone = [str(file) for file in files if not file.is_file()]
+    if gone or not files:
+        raise SampleError(
+            f"the records of the plan in {folder} were looked for in {', '.join(gone) or 'no file'}, which is not "
+            "there: name the data files that were sized, in the same order (--data)"
+        )
+    bare = [str(file) for file in files if holds_lengths(file)]
+    if bare:
+        raise SampleError(
+            f"{', '.join(bare)} holds sizes and no records: name the data files that were sized, in the same order "
+            "(--data)"
+        )
+    # 3. whether they are what was sized
+    if sized is not None:
+        if len(sized) != len(files):
+            named = ", ".join(path for path, _ in sized)
+            raise PlanError(
+                f"{len(files)} data files were named, and the plan was sized from {len(sized)} ({named}): name those, "
+                "in the same order (--data)"
+            )
+        for place, (path, fingerprint) in zip(files, sized, strict=True):
+            if fingerprint_file(place) != fingerprint:
+                raise PlanError(
+                    f"{place} is not what {path} was when it was sized: name that file (--data), or size and plan again"
+                )
+    return files
+
+
+def _place(path: str, folder: Path) -> Path:
+    """A file as the plan names it: from the working folder, or else from the plan's."""
+    return Path(path) if Path(path).is_file() else folder / path
+
+
+def _behind(file: DataFile, place: Path) -> list[tuple[str, str]] | None:
+    """Path and fingerprint of the files behind one file of the plan; None where that cannot be told."""
+    if not is_saved_table(place):
+        return [(file.path, file.blake2b)]
+    return (list(sized_files(place)) or None) if place.is_file() else None

@@ -1,0 +1,95 @@
+"""A plan that `trimtab train` runs: what the planner decides for it, what it refuses, and where its records are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.demo.tokenizer import SPECIAL_TOKENS
+from trimtab.demo.write_model import write_model
+from trimtab.errors import PlanError, SampleError
+from trimtab.plan.file.data import find_data_files
+from trimtab.plan.file.yaml import load_plan
+
+Run = Any
+CLUSTER = ("--cluster", "4xA100-80GB", "--for", "trimtab", "--global-batch", "16")
+
+
+@pytest.fixture(scope="module")
+def model(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("own") / "model", drawn)
+
+
+@pytest.fixture
+def plan(run: Run, drawn: Path, model: Path, tmp_path: Path) -> Path:
+    """Made from saved sizes; the tokenizer is the model folder's."""
+    data, sizes = Path(shutil.copy(drawn / "data.jsonl", tmp_path)), tmp_path / "sizes.npz"
+    assert run("size", data, "--model", model, "--media-root", drawn, "--out", sizes).code == 0
+    made = run("plan", model, sizes, *CLUSTER, "--out", tmp_path / "plan")
+    assert made.code == 0, made.err
+    return tmp_path / "plan"
+
+
+def test_only_what_the_loop_runs_is_decided(run: Run, plan: Path) -> None:
+    made = load_plan(plan)
+    assert (made.decisions.parallel.tp, made.inputs.training.zero_stage) == (1, 0)
+    assert run("check", plan, "--for", "trimtab").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tp", "2"), "tp 2 was asked for with --for trimtab, which runs tp 1: give that, or leave --tp out"),
+        (("--zero-stage", "3"), "zero_stage 3 was asked for with --for trimtab, which runs zero_stage 0"),
+        (("--schedule", "ZBH1"), "schedule ZBH1 was asked for with --for trimtab, which runs schedule 1F1B or GPipe"),
+        (("--pp", "4", "--num-microbatches", "2"), "1F1B with 2 micro-batches on 4 stages was asked for"),
+    ],
+)
+def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
+    run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    cluster = CLUSTER[:4] if "--num-microbatches" in words else CLUSTER
+    refused = run("plan", model, drawn / "data.jsonl", *cluster, *words, "--out", tmp_path / "plan")
+    assert refused.code == 2
+    assert message in refused.err
+    assert len(refused.err.strip().splitlines()) == 1
+    assert not (tmp_path / "plan").exists()
+
+
+def test_models_and_data_that_the_loop_cannot_read_are_refused(run: Run, drawn: Path, tmp_path: Path) -> None:
+    for model, message in (
+        ("InternVL-Chat-V1-5", "its code is remote and is never run: take a checkpoint"),
+        ("Qwen2.5-VL-7B", "its data was sized without a tokenizer"),
+    ):
+        refused = run("plan", model, drawn / "data.jsonl", *CLUSTER, "--out", tmp_path / "plan")
+        assert refused.code == 2
+        assert message in refused.err
+
+
+def test_a_plan_of_saved_sizes_leads_to_the_files_that_were_sized(plan: Path) -> None:
+    made, file = load_plan(plan), plan.parent / "data.jsonl"
+    assert find_data_files(made, plan) == [file]
+    moved = file.rename(plan.parent / "moved.jsonl")
+    with pytest.raises(SampleError, match=r"data.jsonl, which is not there: name the data files .* \(--data\)"):
+        find_data_files(made, plan)
+    assert find_data_files(made, plan, [moved]) == [moved]
+    with pytest.raises(PlanError, match=r"2 data files were named, and the plan was sized from 1 \("):
+        find_data_files(made, plan, [moved, moved])
+    with pytest.raises(SampleError, match=r"sizes.npz holds sizes and no records"):
+        find_data_files(made, plan, [plan.parent / "sizes.npz"])
+    moved.write_bytes(moved.read_bytes().replace(b"chart", b"chirt"))
+    with pytest.raises(PlanError, match=r"moved.jsonl is not what .*data.jsonl was when it was sized: name that file"):
+        find_data_files(made, plan, [moved])
+
+
+def test_the_demos_model_knows_the_demos_tokens(drawn: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    tokens = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
+    assert {name: SPECIAL_TOKENS[config[f"{name}_token_id"]] for name in tokens} == tokens
+    assert SPECIAL_TOKENS[config["eos_token_id"]] == "<|im_end|>"
+    vocabulary = json.loads((drawn / "tokenizer.json").read_text())["model"]["vocab"]
+    assert max(vocabulary.values()) < config["text_config"]["vocab_size"]

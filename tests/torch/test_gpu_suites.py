@@ -1,0 +1,66 @@
+"""`python -m bench.gpu` on a CPU: what is cut off goes on, and the page is what the lines say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from bench.gpu.page import PAGE, RESULTS, make_page  # noqa: E402
+from bench.gpu.record import Record, read_records  # noqa: E402
+
+MACHINE = {"device": "A device", "torch": "1"}
+
+
+def test_a_record_goes_on_where_it_was_cut_off(tmp_path):
+    record = Record(tmp_path, "costs", MACHINE)
+    record.add("one", 0, {"seconds": 1.0})
+    record.add("two", 0, {"error": "no luck"})
+    with record.path.open("a") as file:
+        file.write('{"case": "three", "repet')  # killed here
+    again = Record(tmp_path, "costs", MACHINE)
+    assert [again.has(case, 0) for case in ("one", "two", "three")] == [True, False, False]
+    again.add("three", 0, {"seconds": 3.0})
+    lines = read_records(tmp_path)
+    assert [(line["case"], line["suite"]) for line in lines] == [("one", "costs"), ("two", "costs"), ("three", "costs")]
+    assert all(line["machine"] == MACHINE and line["commit"] for line in lines)
+
+
+def test_what_another_machine_measured_is_measured_again(tmp_path):
+    Record(tmp_path, "costs", MACHINE).add("one", 0, {"seconds": 1.0})
+    newer = Record(tmp_path, "costs", {**MACHINE, "torch": "2"})
+    assert not newer.has("one", 0)
+    newer.add("one", 0, {"seconds": 2.0})
+    assert [line["machine"]["torch"] for line in read_records(tmp_path)] == ["1", "2"]
+    assert Record(tmp_path, "costs", {**MACHINE, "torch": "2"}).has("one", 0)
+
+
+def test_the_page_is_what_the_lines_say():
+    assert PAGE.read_text(encoding="utf-8") == make_page(read_records(RESULTS))
+
+
+@pytest.mark.integration
+def test_all_suites_run_on_tiny_models_and_again_measure_nothing_twice(tmp_path):
+    command = [sys.executable, "-m", "bench.gpu", "--tiny", "--device", "cpu", "--repetitions", "1"]
+    command += ["--out", str(tmp_path)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert first.returncode == 0, first.stdout + first.stderr
+    lines = read_records(tmp_path)
+    assert {line["suite"] for line in lines} == {"kernels", "costs", "gain"}
+    assert not [line for line in lines if "error" in line]
+    told = make_page(lines)
+    assert "### kernels" in told
+    assert "| tiny | balanced packs |" in told
+    kept = {path: path.read_bytes() for path in tmp_path.glob("*/*.jsonl")}
+    path = next(path for path in kept if path.stem == "kernels")
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[:-1]) + json.dumps({"case": "launch"})[:9])  # the last line was cut off
+    subprocess.run([*command, "kernels", "costs"], cwd=ROOT, check=True, capture_output=True, timeout=500)
+    assert len(read_records(tmp_path)) == len(lines)
+    assert path.read_text().splitlines(keepends=True)[:-1] == whole[:-1]

@@ -1,0 +1,45 @@
+"""Tests of training/settings.py: what is refused, and the learning rate of each step; needs torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("torch", reason="settings ask it for its optimizers")
+
+from trimtab.errors import TrimtabError
+from trimtab.runtime.training.settings import TrainSettings, rate_factor
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "Adamm"}, "optimizer 'Adamm' is no class of torch.optim"),
+        ({"steps": 0, "keep": 0}, r"steps 0 was asked for(.|\n)*keep 0 was asked for"),
+        ({"vision_dp": "auto"}, "vision_dp 'auto' was asked for: choose one of plan, dispatch, off"),
+        ({"learning_rate": float("nan")}, r"learning_rate \(--lr\) nan was asked for: give a number above 0"),
+        ({"optimizer": "LBFGS"}, "needs closures"),
+        (
+            {"max_grad_norm": -1.0, "warmup_steps": -1},
+            r"warmup_steps \(--warmup\) -1(.|\n)*max_grad_norm \(--clip\) -1.0",
+        ),
+        ({"seed": 99999999999999999999}, "seed 99999999999999999999 was asked for, but torch takes"),
+        ({"save_every": 2, "save": False}, r"\(--save-every\) and save=False \(--no-save\)"),
+    ],
+)
+def test_bad_settings_are_named_together(tmp_path, change, message):
+    with pytest.raises(TrimtabError, match=message):
+        TrainSettings(plan=tmp_path / "plan", model=tmp_path / "model", out=tmp_path / "no", **change)
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_learning_rate_rises_and_decays():
+    factors = [rate_factor(step, 10, 2, "cosine") for step in range(1, 11)]
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert all(a >= b for a, b in pairwise(factors[1:]))
+    assert factors[-1] > 0
+    assert [rate_factor(step, 6, 2, "linear") for step in (3, 4, 5, 6)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert rate_factor(1, 6, 0, "constant") == 1.0

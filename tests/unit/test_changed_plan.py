@@ -1,0 +1,101 @@
+"""Tests of plan/measured/check.py: a plan that was changed by hand, or whose tables or data were, is not run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PlanError
+from trimtab.files import fingerprint_file
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
+from trimtab.plan.measured.check import verify_plan
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import DataFile, RecomputeDecision
+
+MODEL = describe("InternVL-Chat-V1-5")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    data = folder / "data.jsonl"
+    data.write_text("what is in the image\n")
+    named = DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data))
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    samples = tile_samples(100)
+    origin = PlanOrigin(data_files=(named,))
+    write_plan(make_plan(MODEL, samples, parse_cluster("8xH200"), options, origin=origin), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "plan")
+    verify_plan(tmp_path / "plan", MODEL)
+    return tmp_path / "plan"
+
+
+def change_decisions(folder, **change):
+    plan = load_plan(folder)
+    (folder / "plan.yaml").write_text(plan_to_yaml(replace(plan, decisions=replace(plan.decisions, **change))))
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "message"),
+    [
+        ("indices.npy", lambda table: table[1], "samples are packed more than once"),
+        ("indices.npy", lambda _: 10**6, "point outside the sample table"),
+        ("schedule.npy", lambda _: -7, "point outside the sample table"),
+    ],
+)
+def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, message):
+    table = np.load(folder / name)
+    table.flat[0] = first(table)
+    np.save(folder / name, table)
+    named = name_table(name, (folder / name).read_bytes())
+    packing = load_plan(folder).decisions.packing
+    change_decisions(folder, packing=replace(packing, **{name.removesuffix(".npy"): named}))
+    with pytest.raises(PlanError, match=message):
+        verify_plan(folder, MODEL)
+
+
+def test_a_table_of_another_hash_is_not_read(folder):
+    table = folder / "indices.npy"
+    table.write_bytes(table.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(PlanError, match="is not the one the plan was made with"):
+        verify_plan(folder, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: {"parallel": replace(d.parallel, pp=2)}, "there are 4 stages for pp x chunks = 2"),
+        (
+            lambda _: {"recompute": (RecomputeDecision(stage=5, granularity="full", modules=("lm_head",)),)},
+            "recompute names layers that stage 5 does not hold",
+        ),
+    ],
+)
+def test_decisions_that_contradict_one_another_are_refused(folder, change, message):
+    change_decisions(folder, **change(load_plan(folder).decisions))
+    with pytest.raises(PlanError, match=message):
+        verify_plan(folder, MODEL)
+
+
+def test_a_data_file_that_was_changed_is_named(made, tmp_path):
+    shutil.copytree(made, tmp_path / "plan")
+    text = (tmp_path / "plan" / "plan.yaml").read_text()
+    own = tmp_path / "plan" / "data.jsonl"
+    (tmp_path / "plan" / "plan.yaml").write_text(text.replace(str(made / "data.jsonl"), str(own)))
+    verify_plan(tmp_path / "plan", MODEL)
+    own.write_text("WHAT is in the image\n")
+    with pytest.raises(PlanError, match=r"data file .*data.jsonl has changed since the plan was made"):
+        verify_plan(tmp_path / "plan", MODEL)

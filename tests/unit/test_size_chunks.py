@@ -1,0 +1,165 @@
+"""Sizing a data set: chunks, workers and interruptions change no byte."""
+
+import json
+import os
+
+import pytest
+from sample_sets import PixelRule, talk, write_jsonl, write_tokenizer
+from size_cases import GOOD, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
+
+from trimtab.errors import SampleError
+from trimtab.samples import records
+from trimtab.samples.table import load_sizing, save_sizing
+from trimtab.samples.workers import map_in_order
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return fill_folder(tmp_path)
+
+
+def test_chunks_cut_lines_nowhere(folder, monkeypatch):
+    rows = [{"id": str(n), "conversations": talk("cat " * (n % 7))} if n % 5 else b"" for n in range(40)]
+    rows[11] = b"broken"
+    write_jsonl(folder / "data.jsonl", rows)
+    (folder / "data.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + (folder / "data.jsonl").read_bytes().replace(b"\n", b"\r\n")[:-2]
+    )
+    whole = size(folder, "data.jsonl", on_bad="skip")
+    assert whole.bad[0].line == 12
+    assert len(whole.table) == 31
+    for step in (1, 7, 64, 333):
+        monkeypatch.setattr(records, "CHUNK_BYTES", step)
+        cut = size(folder, "data.jsonl", on_bad="skip")
+        assert rows_of(cut) == rows_of(whole)
+        assert cut.table.ids == whole.table.ids
+        assert cut.bad == whole.bad
+
+
+def test_a_line_too_long_is_listed_and_stepped_over(folder, monkeypatch):
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 500)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 600)
+    write_jsonl(folder / "data.jsonl", [GOOD, b'"' + b"x" * 5000 + b'"', GOOD])
+    result = size(folder, "data.jsonl", on_bad="skip")
+    assert [(bad.line, bad.kind) for bad in result.bad] == [(2, "json")]
+    assert "longer than" in result.bad[0].reason
+    assert len(result.table) == 2
+
+
+@pytest.fixture
+def large(folder):
+    """Some 400 samples in three files of three formats, some of them bad, and chunks small enough to be many."""
+    rows = [
+        {
+            "id": f"n{n}",
+            "conversations": talk("<image> cat " * (n % 3), "sun " * (n % 11)),
+            "image": ["a.png"] * (n % 3),
+        }
+        for n in range(200)
+    ]
+    rows[17]["image"] = "absent.png"
+    write_jsonl(folder / "data.jsonl", rows)
+    (folder / "list.json").write_text(json.dumps(rows[:130]))
+    parquet.write_table(pyarrow.Table.from_pylist(rows[20:90]), folder / "rows.parquet", row_group_size=10)
+    return folder
+
+
+def saved(folder, name, **options):
+    options = {"on_bad": "skip", "max_tokens": 60, "image_rule": CoarseWhenMany(), **options}
+    result = size(folder, "data.jsonl", "list.json", "rows.parquet", **options)
+    save_sizing(result, folder / name)
+    return (folder / name).read_bytes()
+
+
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(records, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(records, "CHUNK_RECORDS", 10)
+
+
+def test_workers_and_chunks_change_no_byte(large, monkeypatch):
+    expected = saved(large, "one.npz")
+    small_chunks(monkeypatch)
+    assert saved(large, "cut.npz") == expected
+    seen = []
+    assert saved(large, "two.npz", workers=2, progress=lambda *pair: seen.append(pair)) == expected
+    assert len(seen) > 20
+    assert seen == sorted(seen)
+    total = sum((large / name).stat().st_size for name in ("data.jsonl", "list.json", "rows.parquet"))
+    assert {pair[1] for pair in seen} == {total}
+    assert seen[-1][0] > 0.98 * total
+    result = load_sizing(large / "one.npz")
+    assert {bad.kind for bad in result.bad} == {"path", "length"} or {bad.kind for bad in result.bad} == {"placeholder"}
+    assert result.num_read == 200 + 130 + 70 == len(result.table) + len(result.bad)
+
+
+class StopError(Exception):
+    pass
+
+
+def test_an_interrupted_pass_goes_on_where_it_was(large, monkeypatch):
+    expected = saved(large, "whole.npz")
+    small_chunks(monkeypatch)
+
+    def stop_after(count):
+        calls = []
+
+        def progress(done, total):
+            calls.append(done)
+            if len(calls) == count:
+                raise StopError
+
+        return progress
+
+    kept = large / "kept"
+    for count in (1, 9):
+        with pytest.raises(StopError):
+            saved(large, "never.npz", resume_dir=kept, progress=stop_after(count))
+    files = sorted(kept.iterdir())
+    assert len(files) >= 9
+    before = {file: file.stat().st_mtime_ns for file in files}
+    files[0].write_bytes(b"torn")
+    files[1].write_bytes(files[2].read_bytes()[:-30])
+    assert saved(large, "resumed.npz", resume_dir=kept) == expected
+    assert all(file.stat().st_mtime_ns == before[file] for file in files[2:]), "a finished chunk was sized again"
+    assert all(file.stat().st_mtime_ns > before[file] for file in files[:2]), "a torn chunk was trusted"
+
+
+def test_other_settings_or_other_data_take_nothing_over(large, monkeypatch):
+    small_chunks(monkeypatch)
+    kept = large / "kept"
+    saved(large, "a.npz", resume_dir=kept)
+    count = len(list(kept.iterdir()))
+    saved(large, "b.npz", resume_dir=kept, image_rule=PixelRule(cell=20))
+    assert len(list(kept.iterdir())) == 2 * count
+    assert load_sizing(large / "b.npz").table.num_patches.sum() < load_sizing(large / "a.npz").table.num_patches.sum()
+    write_tokenizer(large / "model", config={"note": 1}, post=True)
+    saved(large, "c.npz", resume_dir=kept)
+    assert len(list(kept.iterdir())) == 3 * count
+    rows = (large / "data.jsonl").read_bytes()
+    (large / "data.jsonl").write_bytes(rows.replace(b"sun sun", b"mat mat"))
+    saved(large, "d.npz", resume_dir=kept)
+    assert len(list(kept.iterdir())) > 3 * count
+    changed = saved(large, "e.npz")
+    assert (large / "d.npz").read_bytes() == changed
+
+
+def test_a_worker_that_dies_is_told(folder):
+    write_jsonl(folder / "data.jsonl", [{"conversations": talk("<image>"), "image": "a.png"}])
+    with pytest.raises(SampleError, match="a worker process ended before its work was done"):
+        size(folder, "data.jsonl", image_rule=Dying(), workers=2)
+
+
+class Dying(PixelRule):
+    def count(self, width, height):
+        os._exit(9)
+
+
+def make_counter():
+    return len
+
+
+def test_a_task_nested_too_deeply_for_pickle_is_done_here():
+    deep = []
+    for _ in range(50_000):
+        deep = [deep]
+    assert list(map_in_order(make_counter, [[1, 2], deep, [1, 2, 3]], 2, lambda _task, _result: None)) == [2, 1, 3]
