@@ -248,9 +248,11 @@ def run_many_handles(rank: int) -> None:
 
 
 def run_unequal_groups(rank: int) -> None:
-    """Ranks that are in unequally many process groups find one another all the same."""
-    if rank:
-        dist.new_group([rank], use_local_synchronization=True)
+    """Ranks that are in unequally many groups find one another all the same; a group of one replaces nothing."""
     case = make_case("qwen2_5_vl", "one image")
+    if rank:
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        vision_dp(case.model, alone, heartbeat=alone)
+        assert "get_image_features" not in case.model.model.__dict__
     with vision_dp(case.model, timeout_s=20):
         features(case)
