@@ -141,6 +141,8 @@ def run_copies(rank: int) -> None:
 
 def run_handles_over_handles(rank: int) -> None:
     case = make_case("qwen2_5_vl", "images")
+    with pytest.raises(TrimtabError, match="leaves every gradient, of text and of vision, 2 times too small"):
+        vision_dp(case.model, loss="sharded", reduction="mean")
     taken = "shared already, with another group or other settings: call remove"
     with vision_dp(case.model) as handle:
         assert vision_dp(case.model) is handle
