@@ -124,14 +124,6 @@ def mixed(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_mixed_plan_fitted_to_a_framework_is_mixed_and_holds(run: Run, mixed: Path, tmp_path: Path) -> None:
-    fitted = run("export", "torch-pipelining", mixed, "--fit", tmp_path / "fit", "--json")
-    assert fitted.code == 0, fitted.err
-    assert run("check", tmp_path / "fit").code == 0
-    before, after = ((folder / "plan.yaml").read_text(encoding="utf-8") for folder in (mixed, tmp_path / "fit"))
-    assert after[after.index("    mixture:") : after.index("  cluster:")] in before
-
-
 def without_mixture(plan: Any) -> Any:
     return replace(plan, inputs=replace(plan.inputs, data=replace(plan.inputs.data, mixture=())))
 

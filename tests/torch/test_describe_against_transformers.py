@@ -12,39 +12,13 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
 transformers = pytest.importorskip("transformers", reason="holds the models that descriptions are compared with")
 
+from real_parameters import assert_same_parameters, build, owner_of  # noqa: E402
 from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, preprocessor_of  # noqa: E402
 
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.models.families.known import FAMILIES  # noqa: E402
-from trimtab.specs import ModelSpec  # noqa: E402
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
-
-
-def build(config) -> torch.nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(config)
-
-
-def owner_of(parameter: str, layers: dict[str, int]) -> str:
-    """The one layer whose module path is a prefix of the parameter's."""
-    parts = parameter.split(".")
-    owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in layers]
-    assert len(owners) == 1, f"{parameter} belongs to {owners}"
-    return owners[0]
-
-
-def assert_same_parameters(spec: ModelSpec, model: torch.nn.Module) -> None:
-    counted = {layer.name: 0 for layer in spec.layers}
-    for name, parameter in model.named_parameters():  # a tied weight comes once, under its owner's name
-        counted[owner_of(name, counted)] += parameter.numel()
-    assert counted == {layer.name: layer.num_params for layer in spec.layers}
-    for layer in spec.layers:  # the names are the model's own
-        if layer.name not in BARE:
-            model.get_submodule(layer.name)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert spec.tied == ((("model.language_model.embed_tokens", "lm_head"),) if tied else ())
-    assert spec.vocab_size == model.get_output_embeddings().weight.shape[0]
 
 
 @pytest.mark.parametrize("case", ODD_CONFIGS)

@@ -9,6 +9,7 @@ import typer
 
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
+from trimtab.cli.options import Verbs
 from trimtab.cli.output import JsonOption, log, print_json
 from trimtab.options import DType, MapRule
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
 
 app = typer.Typer(
-    help="Write a plan's decisions, or a placed model, in another framework's words.", no_args_is_help=True
+    cls=Verbs,
+    help="Write a plan's decisions, or a placed model, in another framework's words.",
+    no_args_is_help=True,
 )
 
 

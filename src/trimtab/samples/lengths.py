@@ -15,7 +15,7 @@ from trimtab.models.images.apply import rule_in_sample
 from trimtab.samples.problems import BadSample, shorten
 from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
-from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table
+from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table, numbers_of
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
 
 TOKEN_KEYS = ("token_num", "num_tokens", "length")
@@ -151,9 +151,7 @@ def _make_part(
     elif counts is not None:
         unit = "patches"
         for row, images in enumerate(counts):
-            sums = ((c.patches, c.patches_sq, c.patches_windowed) for c in images)
-            numbers[row, [1, 3, 4]] = np.sum([(0, 0, 0), *sums], axis=0)
-            numbers[row, 0] = len(images)
+            numbers[row] = numbers_of(images, numbers[row, 2])
     codes: dict[str, int] = {}
     names = (name if isinstance(name, str) else _NO_SOURCE for name in columns.get("source", ()))
     source = np.array([codes.setdefault(name, len(codes)) for name in names], np.int32)

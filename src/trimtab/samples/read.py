@@ -27,5 +27,5 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
         return load_table(files[0])
     count_image = image_counter(image_rule) if image_rule is not None else None
     parts = [read_length_part(file, count_image=count_image) for file in files]
-    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts))
+    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts), can_skip=False)
     return join_parts(files, [[part] for part in parts])

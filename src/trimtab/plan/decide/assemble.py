@@ -45,7 +45,7 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_seconds, round_digits, round_gib
+from trimtab.units import format_number, format_seconds, round_digits, round_gib
 
 SAMPLES_FILE = "samples.npz"
 PROFILE_FILE = "profile.json"
@@ -258,7 +258,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     misfit = "" if baseline.fits else "; does not fit the memory"
     return (
         f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}, "
-        f"about {per_step:.3g} samples a step; "
+        f"about {format_number(per_step)} samples a step; "
         f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
         f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute{misfit}) would take "

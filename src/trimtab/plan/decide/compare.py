@@ -33,6 +33,7 @@ from trimtab.specs import (
     Stage,
     Timeline,
 )
+from trimtab.units import format_number
 
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
@@ -196,7 +197,7 @@ def _batched(
     return _Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"{name}, padded, {size:.3g} a batch" if baseline.is_padded else f"{name}, packed",
+        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
         work=work,
         schedule=made.schedule,
     )

@@ -32,6 +32,7 @@ from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.units import format_number
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
 _MOST_OVER = 1.25  # of a global batch that was asked for
@@ -69,7 +70,7 @@ class ChosenSetting:
         """What was considered, for the plan's reader; nothing where there was no choice."""
         if len(self.considered) + self.num_misfits < 2:
             return ()
-        said = [f"{x.label} {x.samples_per_s:.3g} samples/s" for x in self.considered[:_SAID]]
+        said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
         return (
@@ -279,8 +280,9 @@ def _price_limits(
         num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
         if options.global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * options.global_batch:
             reason = reason or PartitionError(
-                f"global_batch {options.global_batch} was asked for, and one pack of {tried.samples_per_pack:.3g} "
-                f"samples on each of {dims.dp} ranks is more: ask for a larger batch, or for a smaller dp"
+                f"global_batch {options.global_batch} was asked for, and one pack of "
+                f"{format_number(tried.samples_per_pack)} samples on each of {dims.dp} ranks is "
+                "more: ask for a larger batch, or for a smaller dp"
             )
             continue
         if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:

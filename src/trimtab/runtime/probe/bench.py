@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
+from trimtab.plan.decide.expressible import with_tiers
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
@@ -150,14 +151,7 @@ def _layout(plan: Plan, case: Case) -> PipelineLayout:
 
 def _in_reach(case: Case) -> Case:
     """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
-    if case.problem.schedule not in SPLIT_BACKWARD:
-        return case
-    profile = case.setting.profile
-    layers = tuple(
-        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
-        for layer in profile.layers
-    )
-    return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
+    return with_tiers(case, (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None)
 
 
 def listed(devices: Sequence[int]) -> str:

@@ -99,8 +99,7 @@ def apply(
     (`gradient_checkpointing`) off.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    entries = _entries_of(decision)
-    chosen = _read(entries, granularity)
+    chosen = _read(decision, granularity)
     layers = dict(model.named_modules())
     problems = _problems(chosen, layers)
     if problems:
@@ -153,18 +152,14 @@ def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -
 # -- reading and checking ---------------------------------------------------------------------------------------------
 
 
-def _entries_of(decision: Plan | Iterable[RecomputeDecision | str]) -> tuple[RecomputeDecision | str, ...]:
-    if isinstance(decision, Plan):
-        return decision.decisions.recompute
-    return (decision,) if isinstance(decision, str) else tuple(decision)  # one name: not its letters
-
-
 def _read(
-    entries: tuple[RecomputeDecision | str, ...], granularity: Granularity
+    decision: Plan | Iterable[RecomputeDecision | str], granularity: Granularity
 ) -> tuple[tuple[str, Granularity], ...]:
     """Every named layer with its granularity, in the decision's order."""
+    if isinstance(decision, Plan):
+        decision = decision.decisions.recompute
     chosen: list[tuple[str, Granularity]] = []
-    for entry in entries:
+    for entry in (decision,) if isinstance(decision, str) else decision:  # one name: not its letters
         if isinstance(entry, str):
             chosen += [(name, granularity) for name in unfold_modules((entry,))]
         else:
