@@ -241,8 +241,8 @@ def run_many_handles(rank: int) -> None:
 
     case = make_case("qwen2_5_vl", "one image")
     files, handles = [], []
-    for _ in range(6):
-        with vision_dp(case.model, exchange="dispatch") as handle:
+    for way in ("dispatch", "gather") * 3:
+        with vision_dp(case.model, exchange=way) as handle:
             features(case)
         handles.append(handle)  # one that is kept holds no connection either
         files.append(psutil.Process().num_fds())
