@@ -39,6 +39,7 @@ _MOST_OVER = 1.25  # of a global batch that was asked for
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
 _MOST_STAGES = 16  # pipeline degree, where it is left open
 _RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
+_ALIKE = 0.95  # of the best speed: the costs that choices share err by more than this
 _SAID = 4  # divisions and schedules named in the plan
 
 
@@ -61,6 +62,7 @@ class ChosenSetting:
 
     considered: tuple[_Priced, ...]  # the fastest first: that one is taken
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+    sharded: _Priced | None = None  # plain data parallel with ZeRO-3, where it fits; None too where it was not open
 
     @property
     def best(self) -> _Priced:
@@ -73,10 +75,24 @@ class ChosenSetting:
         said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
+        considered = ", ".join([*said, *(text for text in more if text)])
+        return (f"Degrees and schedules considered, at their mean packs: {considered}.", *self._simpler())
+
+    def _simpler(self) -> tuple[str, ...]:
+        """How plain data parallel with ZeRO-3, which needs no pipeline and no tensor parallelism, compares."""
+        if self.sharded is None:
+            return ()
+        ratio = self.sharded.samples_per_s / self.best.samples_per_s
+        verdict = (
+            "that is the same within the error of such costs, or better, and simpler: plan with --pp 1 --tp 1 "
+            "--zero-stage 3 to have it"
+            if ratio >= _ALIKE
+            else "that is slower"
+        )
+        speed = format_number(self.sharded.samples_per_s)
         return (
-            "Degrees and schedules considered, at their mean packs: "
-            + ", ".join([*said, *(text for text in more if text)])
-            + ".",
+            f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {100 * ratio:.0f} % of the plan: "
+            f"{verdict}.",
         )
 
 
@@ -140,7 +156,35 @@ def choose_setting(
                 except PartitionError:
                     continue
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
-    return ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
+    found = ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
+    if not _leaves_sharding_open(first, found.best.setting.dims):
+        return found
+    return replace(found, sharded=_price_sharded(model, cluster, first, budget, limits, global_batch))
+
+
+def _leaves_sharding_open(options: PlanOptions, dims: ParallelDims) -> bool:
+    """Whether the planner chose to divide the model, where nobody asked for it."""
+    asked = (options.dp, options.pp, options.tp, options.profile)
+    return (
+        dims.pp * dims.tp > 1 and asked == (None,) * 4 and options.zero_stage in (1, 2) and options.schedule == "1F1B"
+    )
+
+
+def _price_sharded(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    limits: Sequence[TriedLimits],
+    global_batch: int | None,
+) -> _Priced | None:
+    """One replica a device, its state sharded over all of them; None where that does not fit."""
+    options = replace(options, pp=1, tp=1, zero_stage=3)
+    try:
+        profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices, pp=1, tp=1))
+        return _price_limits(model, cluster, options, profile, budget, limits, global_batch)
+    except PartitionError:
+        return None
 
 
 def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:
