@@ -156,10 +156,10 @@ def choose_setting(
                 except PartitionError:
                     continue
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
-    found = ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
-    if not _leaves_sharding_open(first, found.best.setting.dims):
-        return found
-    return replace(found, sharded=_price_sharded(model, cluster, first, budget, limits, global_batch))
+    chosen = ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
+    if not _leaves_sharding_open(first, chosen.best.setting.dims):
+        return chosen
+    return replace(chosen, sharded=_price_sharded(model, cluster, first, budget, limits, global_batch))
 
 
 def _leaves_sharding_open(options: PlanOptions, dims: ParallelDims) -> bool:
