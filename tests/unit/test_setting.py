@@ -57,6 +57,20 @@ def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
     assert len(auto.considered) > len(one.considered)
 
 
+def test_plain_data_parallel_with_sharded_state_stands_beside_a_divided_model() -> None:
+    cluster = parse_cluster("8xA100-80GB")
+    found = choose(PlanOptions(global_batch=64), cluster)
+    assert found.best.setting.dims.pp * found.best.setting.dims.tp > 1
+    assert found.sharded is not None
+    same = choose(PlanOptions(global_batch=64, pp=1, tp=1, zero_stage=3), cluster)
+    assert same.best.samples_per_s == found.sharded.samples_per_s
+    assert same.sharded is None  # nothing was left open
+    told = found.sentences()[-1]
+    simpler = found.sharded.samples_per_s >= 0.95 * found.best.samples_per_s
+    assert told.startswith("Plain data parallel with ZeRO-3 would reach ")
+    assert ("plan with --pp 1 --tp 1 --zero-stage 3 to have it" in told) == simpler
+
+
 def test_every_divisor_of_the_devices_is_considered() -> None:
     cluster = parse_cluster("12xA100-80GB", devices_per_node=6)
     found = choose(PlanOptions(tp=2), cluster)

@@ -34,6 +34,7 @@ from trimtab.specs import (
     Stage,
     Timeline,
 )
+from trimtab.units import format_number
 
 _SLOWER = 1.005  # a row that takes so much longer than the one above is explained
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
@@ -217,7 +218,7 @@ def _batched(
     return _Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"{name}, padded, {size:.3g} a batch" if baseline.is_padded else f"{name}, packed",
+        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
         work=work,
         schedule=made.schedule,
     )

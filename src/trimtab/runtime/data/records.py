@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
+from trimtab.samples.records import detect_format, open_parquet, parse_record, read_json_list
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -92,9 +92,6 @@ class PlannedRecords(Sequence[Any]):
             line = int(self._starts[row])
         return self._open[number](line)
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
-
     def _file_of(self, row: int) -> int:
         if not 0 <= row < len(self.samples):
             raise IndexError(f"row {row} of a plan of {len(self.samples)} samples")
@@ -130,7 +127,7 @@ def _reader(path: Path, kind: str) -> Callable[[int], object]:
         rows = read_json_list(path)
         return lambda line: rows[line - 1]
     lines = Lines(path)
-    return lambda start: parse_json(lines.read(start))
+    return lambda start: parse_record(lines.read(start))
 
 
 def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:
