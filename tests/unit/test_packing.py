@@ -277,11 +277,11 @@ def test_shuffle_is_even():
 
 def test_packs_added_for_whole_steps_are_halves_at_the_end():
     groups = Groups(np.arange(6), np.array([0, 4, 5, 6]))
-    more = split_packs(groups, np.array([5.0, 1, 1, 3, 9, 9]), 1)
+    more = split_packs(groups, np.array([[5], [1], [1], [3], [9], [9]]), (10,), 1)
     assert more.offsets.tolist() == [0, 1, 2, 3, 6]
     assert more.members.tolist() == [4, 5, 0, 1, 2, 3]
-    assert split_packs(groups, np.ones(6), 3).offsets.tolist() == list(range(7))
-    assert split_packs(groups, np.ones(6), 4) is groups  # six samples make no seven packs
+    assert split_packs(groups, np.ones((6, 1), int), (1,), 3).offsets.tolist() == list(range(7))
+    assert split_packs(groups, np.ones((6, 1), int), (1,), 4) is groups  # six samples make no seven packs
 
 
 def test_singles_take_the_places_they_are_given():

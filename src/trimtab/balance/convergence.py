@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import CostWeights
 from trimtab.balance.isf import count_kept
 from trimtab.balance.packing import cost_column, limited_sizes, pack_samples, report_packing
@@ -46,7 +45,7 @@ def isf_iterations(
     """
     per_sample = cost_column(samples, cost)
     sizes = limited_sizes(samples)
-    fits = (sizes <= np.array(limits, np.int64)).all(axis=1)
+    fits = ~above_limits(sizes, limits)
     kept = count_kept(sizes[fits], limits=limits, filters=filters, iterations=iterations, seed=seed)
     found = []
     for number, (num_kept, num_samples) in enumerate(kept.tolist(), 1):

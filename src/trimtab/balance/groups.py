@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trimtab.specs import FloatArray, IntArray
+from trimtab.specs import IntArray
 
 if TYPE_CHECKING:
     from trimtab.balance.rng import UIntArray
@@ -25,8 +25,9 @@ class Groups:
         return len(self.offsets) - 1
 
 
-def split_packs(groups: Groups, fullness: FloatArray, extra: int) -> Groups:
-    """`extra` packs more: those with the most samples are cut in two where half of `fullness` (per sample) is reached.
+def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra: int) -> Groups:
+    """`extra` packs more: those with the most samples are cut in two where the samples reach half of
+    what they fill, each by its fullest column (`sizes` is (n, k)).
 
     The halves go to the end, so that they meet in the same steps. Unchanged if there are too few samples for so many.
     """
@@ -36,15 +37,17 @@ def split_packs(groups: Groups, fullness: FloatArray, extra: int) -> Groups:
         counts = np.diff(groups.offsets)
         chosen = np.argsort(-counts, kind="stable")[:extra]
         chosen = chosen[counts[chosen] >= 2]
-        parts = np.split(groups.members, groups.offsets[1:-1])
+        stays = np.ones(groups.num_packs, np.bool_)
+        stays[chosen] = False
         halves: list[IntArray] = []
         for p in chosen:
-            filled = np.cumsum(fullness[parts[p]])
-            cut = min(int(np.searchsorted(filled, filled[-1] / 2)) + 1, len(parts[p]) - 1)
-            halves += [parts[p][:cut], parts[p][cut:]]
-        taken = set(chosen.tolist())
-        packs = [part for p, part in enumerate(parts) if p not in taken] + halves
-        groups = Groups(np.concatenate(packs), _offsets_of([len(pack) for pack in packs]))
+            pack = groups.members[groups.offsets[p] : groups.offsets[p + 1]]
+            filled = np.cumsum((sizes[pack] / np.array(limits)).max(axis=1))
+            cut = min(int(np.searchsorted(filled, filled[-1] / 2)) + 1, len(pack) - 1)
+            halves += [pack[:cut], pack[cut:]]
+        whole = reorder(groups, np.flatnonzero(stays))
+        held = np.concatenate([counts[stays], [len(half) for half in halves]])
+        groups = Groups(np.concatenate([whole.members, *halves]), _offsets_of(held))
         extra -= len(chosen)
     return groups
 
@@ -75,7 +78,7 @@ def complete_rows(
     num_alone = len(large)
     missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
     if missing:
-        groups = split_packs(groups, (sizes / np.array(limits)).max(axis=1), missing)
+        groups = split_packs(groups, sizes, limits, missing)
     groups = Groups(small[groups.members], groups.offsets)
     if num_alone:
         from trimtab.balance.rng import permutation

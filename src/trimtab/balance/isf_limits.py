@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.balance.bound import above_limits
 from trimtab.balance.isf import pack_isf
 from trimtab.balance.packing import limited_sizes, pack_samples, report_packing
 from trimtab.errors import PackingError
@@ -68,7 +69,7 @@ def search_limits(
     tried: set[tuple[int, int]] = set()
     while limits[0] >= 1 and limits[1] >= 1 and limits not in tried and len(tried) < MAX_TRIES:
         tried.add(limits)
-        fits = (sizes <= np.array(limits)).all(axis=1)
+        fits = ~above_limits(sizes, limits)
         num_packs = 0
         if fits.any():
             groups = pack_isf(sizes[fits], limits=limits, filters=None, iterations=iterations, seed=seed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.bound import lower_bound_packs
+from trimtab.balance.bound import above_limits, lower_bound_packs
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
 
@@ -135,7 +135,7 @@ def report_balance(
     rows = rows[(rows >= 0).any(axis=1)]
     num_empty = int((schedule.table < 0).sum())
     sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1)[packing.indices]
-    alone = (sizes > np.array(packing.limits)).any(axis=1)
+    alone = above_limits(sizes, packing.limits)
     bound = lower_bound_packs(sizes[~alone], packing.limits) + int(alone.sum())
     limits, room = packing.limits, max(1, num_packs)
     chi2, acf1 = _shuffle_figures(samples, packing, schedule)

@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 
 from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
+from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import CostWeights, default_cost
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
@@ -89,19 +90,19 @@ def pack_samples(
     _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)
     per_sample = cost_column(samples, cost)
     sizes = limited_sizes(samples)
-    above = (sizes > np.array(limits, np.int64)).any(axis=1) & (method not in PADDED_METHODS)
+    above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
     large, small = np.flatnonzero(above), np.flatnonzero(~above)
     if len(large) and oversize == "error":
         raise PackingError(_describe_oversize(samples, large, limits))
     num_alone = len(large) if oversize == "alone" else 0
-    columns = sizes[small]
+    columns, own_cost = (sizes[small], per_sample[small]) if len(large) else (sizes, per_sample)
 
     keys = {"seed": seed, "epoch": epoch}
     if len(small) == 0:
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
         how = {"dp": dp, "num_rounds": num_rounds, "num_others": num_alone, **keys}
-        groups = pack_balanced(columns, per_sample[small], limits=limits, aim=fill, **how)
+        groups = pack_balanced(columns, own_cost, limits=limits, aim=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
 

@@ -46,7 +46,8 @@ def draw_below(state: UIntArray, n: int, count: int) -> npt.NDArray[np.int64]:
     z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
     z = z ^ (z >> _U(31))
-    return (((z >> _U(32)) * _U(n)) >> _U(32)).astype(np.int64)
+    drawn: npt.NDArray[np.int64] = (((z >> _U(32)) * _U(n)) >> _U(32)).astype(np.int64)
+    return drawn
 
 
 @inlined

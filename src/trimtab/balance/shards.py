@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
+from trimtab.balance.bound import above_limits
 from trimtab.balance.columns import CHUNK, Column, ColumnCost
 from trimtab.balance.dispatch import order_packs
 from trimtab.balance.groups import complete_rows, reorder
@@ -131,14 +132,7 @@ def _read_shard(job: Job, number: int) -> _Shard:
     columns = [column[rows] for column in job.sizes]
     cost = job.cost.of(columns) if isinstance(job.cost, ColumnCost) else job.cost[rows].astype(np.float64)
     sizes = np.stack(columns, axis=1).astype(np.int64)
-    return _Shard(rows=rows, sizes=sizes, cost=cost, above=_find_above(sizes, np.array(job.limits)))
-
-
-def _find_above(sizes: IntArray, limits: IntArray) -> npt.NDArray[np.bool_]:
-    above = np.zeros(len(sizes), bool)
-    for d, limit in enumerate(limits.tolist()):
-        above |= sizes[:, d] > limit
-    return above
+    return _Shard(rows=rows, sizes=sizes, cost=cost, above=above_limits(sizes, job.limits))
 
 
 def pack_shard(job: Job, number: int) -> IntArray:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trimtab.balance.bound import above_limits
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, share_pairs
 from trimtab.balance.rng import UIntArray, draw, draw_below, permute
 from trimtab.compiled import compiled, inner
@@ -102,7 +103,7 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         for d in range(D):
             packs.sums[p, d] += sizes[i, d]
             full = max(full, packs.sums[p, d] * fill[d])
-        bucket = min(NUM_BUCKETS - 1, np.int64(full * (NUM_BUCKETS - 2)))
+        bucket = np.int64(min(NUM_BUCKETS - 1.0, full * (NUM_BUCKETS - 2)))
         behind[p] = -1
         if first[bucket] < 0:
             first[bucket] = p
@@ -194,13 +195,6 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
             break
 
 
-def _above_limits(packs: Packs, goal: Goal) -> IntArray:
-    above = np.zeros(len(packs.sums), np.bool_)
-    for d, column in enumerate(goal):
-        above |= packs.sums[:, d] > column["limit"]
-    return np.flatnonzero(above)
-
-
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> None:
     """Share each pack above a limit, exactly, with packs that leave room for both.
 
@@ -210,7 +204,7 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
     P = len(packs.sums)
     limits = np.array(goal["limit"])
     for attempt in range(REPAIR_PASSES):
-        above = _above_limits(packs, goal)[: max(1, int(MOST_REPAIRED * P))]
+        above = np.flatnonzero(above_limits(packs.sums, goal["limit"]))[: max(1, int(MOST_REPAIRED * P))]
         if len(above) == 0:
             break
         by_column = np.ascontiguousarray(packs.sums.T)
@@ -227,7 +221,7 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
             shaken.append((p, int(draw_of[0] * P) >> 31))
             shaken += zip(others[REPAIR_PARTNERS::2], others[REPAIR_PARTNERS + 1 :: 2], strict=True)
         share_listed(shared, sizes, packs, goal, 1.0, MAX_FREE, state, scratch)
-        if attempt + 1 < REPAIR_PASSES and len(_above_limits(packs, goal)):
+        if attempt + 1 < REPAIR_PASSES and above_limits(packs.sums, goal["limit"]).any():
             share_listed(shaken, sizes, packs, goal, -1.0, SHAKE_FREE, state, scratch)
 
 
@@ -267,7 +261,7 @@ def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray) -> IntArra
     limits = np.array(goal["limit"])
     evicted: list[int] = []
     # 1. out of each pack above a limit, until it is not
-    for p in _above_limits(packs, goal):
+    for p in np.flatnonzero(above_limits(packs.sums, limits)).tolist():
         held = _samples_of(packs, p)
         while (packs.sums[p] > limits).any():
             excess = (np.maximum(0.0, packs.sums[p] - sizes[held] - limits) / limits).sum(axis=1)
@@ -284,7 +278,7 @@ def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray) -> IntArra
         if len(fits) == 0:
             left.append(item)
             continue
-        p = fits[np.argmax((sums[fits] / limits).sum(axis=1))]
+        p = int(fits[np.argmax((sums[fits] / limits).sum(axis=1))])
         packs.sums[p] += sizes[item]
         _hold(packs, p, [item, *_samples_of(packs, p)])
     return np.array(left, np.int64)
