@@ -196,7 +196,7 @@ def test_the_tables_are_mapped_and_not_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"there is no table .*offsets.npy: give the folder that"):
+    with pytest.raises(PlanError, match=r"the table .*offsets.npy is missing: give the folder that"):
         open_tables(tmp_path)
 
 

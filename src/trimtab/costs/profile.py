@@ -59,7 +59,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
         dtype=settings.dtype,
         time_error=TIME_ERROR,
         memory_error=MEMORY_ERROR,
-        assumptions=tuple(_list_assumptions(model, settings)),
+        assumptions=tuple(_list_assumptions(model, device, settings)),
         attention=settings.attention,
         fused_kernels=settings.fused_kernels,
         frozen_towers=tuple(sorted(frozen)),
@@ -180,13 +180,14 @@ def _unpriced_problems(model: ModelSpec) -> list[str]:
     ]
 
 
-def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
+def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> list[str]:
     """What a reader of the plan must know, in sentences."""
-    e, tp = settings.efficiency, settings.dims.tp
+    e, tp = settings.efficiency_on(device), settings.dims.tp
     said = [
         "Seconds come from formulas: "
-        f"{e.matmul:.0%} of peak flop/s for matrix products, {e.attention:.0%} for attention, {e.memory:.0%} of peak "
-        f"memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
+        f"{e.product_share(4096, 4096, 4096):.0%} of peak flop/s for a product of 4,096 rows and columns, "
+        f"{e.product_share(1024, 4096, 4096):.0%} for 1,024 rows, {e.attention:.0%} for attention, {e.memory:.0%} of "
+        f"peak memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
     ]
     for tower in ("vision", "language"):
         heads = {x.attention.num_heads for x in model.layers if x.tower == tower and x.attention is not None}

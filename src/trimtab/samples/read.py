@@ -26,5 +26,5 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
     if len(files) == 1 and is_saved_table(files[0]):
         return load_table(files[0])
     parts = read_length_parts(files, image_rule)
-    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts))
+    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts), can_skip=False)
     return join_parts(files, [[part] for part in parts])

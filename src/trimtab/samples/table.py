@@ -40,6 +40,9 @@ class SizingResult:
     image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
     files: tuple[tuple[str, str], ...] = ()  # path and `fingerprint_file` of every file that was sized, in order
 
+    def __repr__(self) -> str:
+        return f"SizingResult, {len(self.bad)} samples left out, of a {self.table!r}"
+
     @property
     def num_read(self) -> int:
         """Samples in the files."""

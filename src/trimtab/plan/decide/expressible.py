@@ -69,7 +69,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    case = _with_tiers(case, can.tiers)
+    case = with_tiers(case, can.tiers)
     try:
         problem = case.problem
     except PartitionError:
@@ -156,7 +156,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         yield from (split.stages for split in found)
 
 
-def _with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
+def with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
     """The case whose layers recompute by these tiers (None: any) or not at all, to be solved."""
     if tiers is None:
         return case

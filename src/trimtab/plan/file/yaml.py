@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,29 +47,37 @@ def name_table(name: str, content: bytes) -> TableFile:
 
 def load_array(folder: Path, table: TableFile) -> npt.NDArray[Any]:
     """Read a .npy table that a plan names; see `read_table`."""
-    content = read_table(folder, table)
+    return read_npy(io.BytesIO(read_table(folder, table)), folder / table.file)
+
+
+def read_npy(source: Path | io.BytesIO, path: Path, *, mmap_mode: Literal["r"] | None = None) -> npt.NDArray[Any]:
+    """An array without Python objects; `path` names it in the error."""
     try:
-        array: npt.NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(source, mmap_mode=mmap_mode, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise PlanError(
-            f"the plan's table {folder / table.file} is no .npy array ({error}): run `trimtab plan` again"
-        ) from error
+        raise PlanError(f"the table {path} is no .npy array ({error}): run `trimtab plan` again") from error
     return array
 
 
 def read_table(folder: Path, table: TableFile) -> bytes:
-    """The content of a table, from the plan's own folder and nowhere else; its hash must be the plan's."""
-    path = folder / table.file
-    if Path(table.file).name != table.file:
-        raise PlanError(
-            f"the plan names the table {table.file!r}, which lies outside its own folder: keep tables beside the plan"
-        )
-    if not path.is_file():
-        raise PlanError(f"the plan's table {path} is missing: copy the whole folder that `trimtab plan` wrote")
+    """The content of a table; its hash must be the plan's."""
+    path = table_path(folder, table.file)
     content = path.read_bytes()
     if blake2b(content) != table.blake2b:
         raise PlanError(f"the plan's table {path} is not the one the plan was made with: run `trimtab plan` again")
     return content
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """A table's place, in the plan's own folder and nowhere else."""
+    path = folder / name
+    if Path(name).name != name:
+        raise PlanError(
+            f"the plan names the table {name!r}, which lies outside its own folder: keep tables beside the plan"
+        )
+    if not path.is_file():
+        raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
+    return path
 
 
 def plan_to_yaml(plan: Plan) -> str:
@@ -177,6 +185,12 @@ def load_plan(path: Path | str) -> Plan:
     """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
     origin, text = read_file(path, "plan", wrote="trimtab plan")
     return plan_from_yaml(text, origin=origin)
+
+
+def open_plan(path: Path | str) -> tuple[Plan, Path]:
+    """The plan of `load_plan`, and the folder that it and its tables lie in."""
+    path = Path(path)
+    return load_plan(path), path if path.is_dir() else path.parent
 
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:

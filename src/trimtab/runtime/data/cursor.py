@@ -8,7 +8,7 @@ M rows are a step. The place in it is told by packs, so that a run may go on wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -150,9 +150,7 @@ def cursor_to_state(deal: Deal, cursor: Cursor) -> dict[str, str | int]:
     """The place as plain text and numbers, for a checkpoint; with what must be the same to go on from it."""
     return {
         "plan": deal.tables.digest,
-        "epoch": cursor.epoch,
-        "packs_done": cursor.packs_done,
-        "microbatches_done": cursor.microbatches_done,
+        **asdict(cursor),
         "dp": deal.dp,
         "num_microbatches": deal.num_microbatches,
         "seed": deal.seed,

@@ -218,7 +218,8 @@ class PlanDataset(Dataset[Any]):
                     f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): fix it and "
                     'resume, or have fillers take the place of such samples (on_error="filler", --on-bad filler)'
                 ) from error
-            missing = MissingSample.of(samples, row, reason=reason)
+            sizes = {name: int(getattr(samples, name)[row]) for name in ("num_tokens", "num_patches", "num_images")}
+            missing = MissingSample(row=row, sample_id=samples.sample_id(row), reason=reason, **sizes)
             worker = get_worker_info()
             self._counts[0 if worker is None else 1 + worker.id % (_COUNTERS - 1)] += 1
             logger.warning("%s", missing)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from trimtab.errors import SampleError
-from trimtab.specs import SampleTable
-
-if TYPE_CHECKING:
-    import torch
 
 IGNORED = -100
 """The label that Transformers and `torch.nn.functional.cross_entropy` leave out."""
@@ -30,17 +27,6 @@ class MissingSample:
     num_patches: int
     num_images: int
 
-    @staticmethod
-    def of(samples: SampleTable, row: int, *, reason: str) -> MissingSample:
-        return MissingSample(
-            row=row,
-            sample_id=samples.sample_id(row),
-            reason=reason,
-            num_tokens=int(samples.num_tokens[row]),
-            num_patches=int(samples.num_patches[row]),
-            num_images=int(samples.num_images[row]),
-        )
-
     def __str__(self) -> str:
         return (
             f"sample {self.sample_id} (row {self.row} of the plan) cannot be read ({self.reason}): a filler of "
@@ -53,7 +39,5 @@ def make_text_filler(filler: MissingSample, *, token: int = 0) -> dict[str, torc
 
     The language model computes what was planned, the vision tower less: it has `num_patches` rows fewer.
     """
-    import torch
-
     length = max(1, filler.num_tokens)
     return {"input_ids": torch.full((length,), token), "labels": torch.full((length,), IGNORED)}

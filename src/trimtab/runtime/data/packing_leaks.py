@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.data.packing_runs import row_change
 
-
-@dataclass(slots=True, eq=False)
-class Trace:
-    """Rows that went into and came out of each module of one forward, by (path, call), in the order of their ends."""
-
-    calls: dict[tuple[str, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+Trace: TypeAlias = dict[tuple[str, int], tuple[Tensor, Tensor]]
+"""Rows that went into and came out of each module of one forward, by (path, call), in the order of their ends."""
 
 
 @contextmanager
@@ -31,7 +26,7 @@ def traced(model: nn.Module, num_rows: int) -> Iterator[Trace]:
             before, after = _rows(given, num_rows), _rows(output, num_rows)
             counts[name] = counts.get(name, -1) + 1
             if before is not None and after is not None:
-                trace.calls[name, counts[name]] = (before, after)
+                trace[name, counts[name]] = (before, after)
 
         return hook
 
@@ -65,18 +60,18 @@ def first_leak(base: Trace, changed: Trace, victims: Tensor, *, bound: float) ->
 def first_difference(packed: Trace, apart: Sequence[Trace], *, bound: float) -> str | None:
     """The first module that gives a sample's rows in a pack otherwise than alone, from rows that are the same."""
     joined = Trace()
-    for key in packed.calls:
-        if all(key in trace.calls for trace in apart):
-            before, after = (torch.cat([trace.calls[key][side] for trace in apart]) for side in (0, 1))
-            joined.calls[key] = (before, after)
+    for key in packed:
+        if all(key in trace for trace in apart):
+            before, after = (torch.cat([trace[key][side] for trace in apart]) for side in (0, 1))
+            joined[key] = (before, after)
     return _first(joined, packed, lambda rows: rows, bound)
 
 
 def _first(base: Trace, other: Trace, pick: Callable[[Tensor], Tensor], bound: float) -> str | None:
-    for key, (before, after) in base.calls.items():
-        if key not in other.calls:
+    for key, (before, after) in base.items():
+        if key not in other:
             continue
-        given, made = other.calls[key]
+        given, made = other[key]
         if before.shape != given.shape or after.shape != made.shape:
             continue
         if row_change(pick(given), pick(before)) <= bound < row_change(pick(made), pick(after)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,6 @@ class PlannedRecords(Sequence[Any]):
         if self._starts is not None and self._formats[number] == "jsonl":
             line = int(self._starts[row])
         return self._open[number](line)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
 
     def _file_of(self, row: int) -> int:
         if not 0 <= row < len(self.samples):

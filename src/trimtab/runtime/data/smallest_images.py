@@ -30,12 +30,7 @@ def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any)
     """Of a kind known here, or as a function of your own makes it."""
     if callable(kind):
         return kind(config)
-    makers: dict[Smallest, Callable[[Any], SmallestImage]] = {
-        "block": _one_block,
-        "tile": _one_tile,
-        "fewest tiles": _fewest_tiles,
-    }
-    return makers[kind](config)
+    return {"block": _one_block, "tile": _one_tile, "fewest tiles": _fewest_tiles}[kind](config)
 
 
 def _one_block(config: Any) -> SmallestImage:

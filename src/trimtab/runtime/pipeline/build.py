@@ -102,26 +102,22 @@ def _make_schedule(layout: PipelineLayout, stages: list[PackedStage]) -> Any:
 
 
 def _tied_weight(model: nn.Module, layout: PipelineLayout, rank: int) -> TiedWeight | None:
-    """The weight that a layer of this rank shares with one of another rank."""
-    tied = None
-    for parameter, holders in _shared(model, layout):
-        devices = sorted({layout.device_of(stage) for stage in holders})
-        if rank in devices and len(devices) == 2:
+    """The weight that a layer of this rank shares with one of another rank; `check_layout` lets one through."""
+    for parameter, devices in _shared(model, layout):
+        if rank in devices:
             peer = next(device for device in devices if device != rank)
-            tied = TiedWeight(parameter=parameter, peer=peer, owner=rank == layout.device_of(min(holders)))
-    return tied
+            return TiedWeight(parameter=parameter, peer=peer, owner=rank == devices[0])
+    return None
 
 
 def _shared(model: nn.Module, layout: PipelineLayout) -> list[tuple[nn.Parameter, list[int]]]:
-    """Parameters that several layers hold, and the stages of those."""
-    holders: dict[int, list[int]] = {}
-    parameters = {}
+    """Parameters that layers on several devices hold, and these devices, in the order of their stages."""
+    holders: dict[nn.Parameter, dict[int, None]] = {}
     for i, stage in enumerate(layout.stages):
         for name in stage:
             for parameter in parameters_of(find_layer(model, name)):
-                holders.setdefault(id(parameter), []).append(i)
-                parameters[id(parameter)] = parameter
-    return [(parameters[key], stages) for key, stages in holders.items() if len(stages) > 1]
+                holders.setdefault(parameter, {})[layout.device_of(i)] = None
+    return [(parameter, list(devices)) for parameter, devices in holders.items() if len(devices) > 1]
 
 
 def _drop_weights(model: nn.Module, layers: Sequence[str]) -> None:
@@ -196,11 +192,8 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
 
 def _ownership_problems(layout: PipelineLayout, model: nn.Module) -> list[str]:
     """Weights that three ranks share would train on unequal sums."""
-    crossing = [
-        (parameter, {layout.device_of(stage) for stage in stages}) for parameter, stages in _shared(model, layout)
-    ]
-    several = [ranks for _, ranks in crossing if len(ranks) > 1]
-    if len(several) > 1 or any(len(ranks) > 2 for ranks in several):
+    several = [devices for _, devices in _shared(model, layout)]
+    if len(several) > 1 or any(len(devices) > 2 for devices in several):
         return [
             f"{len(several)} weights are shared across stages, by up to {max(map(len, several))} devices, but a "
             "pipeline can sum the gradients of one weight on two devices (tied embeddings): untie the others"

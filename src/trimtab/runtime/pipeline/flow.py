@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 ENCODED = "encoded_images"
@@ -64,10 +63,3 @@ def arguments_of(batch: Batch, *, with_images: bool = True) -> dict[str, Any]:
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """The same with every tensor on the device: a batch may hold one mask for each layer type."""
-    if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
-    return batch.to(device, non_blocking=device.type != "cpu") if isinstance(batch, Tensor) else batch

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.operations import send_to_device
 from torch import Tensor, nn
 
 from trimtab.errors import PlanError
 from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
 from trimtab.runtime.layout import PipelineLayout
-from trimtab.runtime.pipeline.flow import Batch, Sealed, moved
+from trimtab.runtime.pipeline.flow import Batch, Sealed
 from trimtab.runtime.pipeline.gradients import TiedWeight, exchange_tied, sum_over_ranks
 from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.pipeline.stage import PackedStage
@@ -65,7 +66,11 @@ class Pipeline:
         return self._run(microbatches, denominator, backward=False)
 
     def _run(self, microbatches: Sequence[Batch], denominator: Tensor | float | None, *, backward: bool) -> StepResult:
-        batches = [_to_device(batch, self.device) for batch in microbatches]
+        # pixels stay where they are until the vision tower reads them
+        pixels, ahead = list(PIXELS.values()), self.device.type != "cpu"
+        batches = [
+            send_to_device(dict(batch), self.device, non_blocking=ahead, skip_keys=pixels) for batch in microbatches
+        ]
         self._check_microbatches(batches)
         W = torch.as_tensor(self._denominator(batches) if denominator is None else denominator, device=self.device)
         for stage in self.stages:
@@ -187,9 +192,3 @@ class Pipeline:
 def pack_loss(logits: Tensor, target: Sealed) -> Tensor:
     """What the schedule calls on the last stage."""
     return packed_loss(logits, target.batch, denominator=target.batch["denominator"])
-
-
-def _to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """All but pixels, which stay where they are until the vision tower reads them."""
-    pixels = {key: value for key, value in batch.items() if key in PIXELS.values()}
-    return {**moved({key: value for key, value in batch.items() if key not in pixels}, device), **pixels}

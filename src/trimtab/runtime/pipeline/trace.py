@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils.operations import send_to_device
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
@@ -27,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
-from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name, moved
+from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
 from trimtab.runtime.recompute.apply import tensors_in
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
@@ -106,7 +107,7 @@ class Tracer:
 
     def _run_once(self, batch: Batch, *, writes: bool) -> Trace:
         self._trace, self._leaves, self._made, self._inside = Trace(writes=writes), {}, {}, {}
-        given = moved(arguments_of(batch), HOST)
+        given = send_to_device(arguments_of(batch), HOST)
         with torch.enable_grad():
             result = self._model(**given)
         logits = result.logits if hasattr(result, "logits") else result[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.runtime.data.loss import label_weights, packed_loss
+from trimtab.runtime.data.packing_runs import bound_of
 from trimtab.runtime.pipeline.cuts import Cuts
 from trimtab.runtime.pipeline.flow import Batch, Sealed, arguments_of
 from trimtab.runtime.pipeline.module import StageModule
@@ -19,8 +21,6 @@ from trimtab.runtime.pipeline.trace import Tracer, layer_order, try_trace
 
 Links: TypeAlias = list[tuple[Tensor, Tensor]]
 """Tensors that one stage sent, and the same as the next one received them."""
-BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Largest relative error that rounding may leave: a layer that is skipped or seen twice is off by 1e-2 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,8 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
         for stage in made:
             stage.release()
     check = _compare(loss, expected_loss, found, expected)
-    if not check.largest <= BOUNDS[parameter.dtype]:
+    # rounding leaves less than this; a layer that is skipped or seen twice is off by 1e-2 and more
+    if not check.largest <= bound_of(model):
         raise UnsupportedPlanError(
             f"cut in front of {', '.join(stage[0] for stage in stages[1:])}, this model's loss is {check.loss:.2g} and "
             f"its gradients are {check.gradients:.2g} off the whole model's: something of its forward depends on "
@@ -116,21 +117,14 @@ def _call_stages(stages: Sequence[StageModule], batch: Batch) -> tuple[Tensor, l
 def _compare(
     loss: float, expected_loss: float, found: dict[str, Tensor | None], expected: dict[str, Tensor | None]
 ) -> PipelineCheck:
-    floor = 1e-3 * max((float(x.norm()) for x in expected.values() if x is not None), default=1.0)
-    worst = difference = square = 0.0
-    for name, right in expected.items():
-        own = found[name]
-        if right is None and own is None:
-            continue
-        right = torch.zeros_like(own) if right is None and own is not None else right  # a gradient of zeros is none
-        own = torch.zeros_like(right) if own is None and right is not None else own
-        assert own is not None
-        assert right is not None
-        apart, norm = float((own - right).norm()), float(right.norm())
-        worst = max(worst, apart / max(norm, floor))
-        difference, square = difference + apart**2, square + norm**2
+    none = torch.zeros(())  # a gradient that is None is one of zeros
+    rights = [none if x is None else x for x in expected.values()]
+    owns = [none if x is None else x for x in (found[name] for name in expected)]
+    norms = [float(right.norm()) for right in rights]
+    apart = [float((own - right).norm()) for own, right in zip(owns, rights, strict=True)]
+    floor = 1e-3 * (max(norms, default=0.0) or 1.0)
     return PipelineCheck(
         loss=abs(loss - expected_loss) / max(abs(expected_loss), 1e-30),
-        gradients=(difference / square) ** 0.5 if square else 0.0,
-        worst=worst,
+        gradients=math.hypot(*apart) / math.hypot(*norms) if any(norms) else 0.0,
+        worst=max((x / max(norm, floor) for x, norm in zip(apart, norms, strict=True)), default=0.0),
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
+from trimtab.plan.decide.expressible import with_tiers
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
@@ -78,7 +79,7 @@ class Bench:
         peaks = tuple(x.peak_bytes for x in readings)
         failed = self.above_limit(readings)
         self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
-        above = f", above the limit on {listed(failed)}" if failed else ""
+        above = f", above the limit on device {', '.join(map(str, failed))}" if failed else ""
         self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
         return readings
 
@@ -150,15 +151,4 @@ def _layout(plan: Plan, case: Case) -> PipelineLayout:
 
 def _in_reach(case: Case) -> Case:
     """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
-    if case.problem.schedule not in SPLIT_BACKWARD:
-        return case
-    profile = case.setting.profile
-    layers = tuple(
-        replace(layer, tiers=tuple(tier for tier in layer.tiers if tier.name in ("none", "full")))
-        for layer in profile.layers
-    )
-    return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
-
-
-def listed(devices: Sequence[int]) -> str:
-    return f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"
+    return with_tiers(case, (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None)

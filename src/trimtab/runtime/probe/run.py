@@ -80,32 +80,19 @@ class ProbedDevice:
         per_kind = [f"{x.tower} {x.tier} {format_bytes(x.measured_bytes)}" for x in self.kinds]
         chosen = ", ".join(f"{tier} {count}" for tier, count in self.recompute.items()) or "no layer"
         left = limit_bytes - full
-        return (
-            MemoryStep(
-                what="1. recompute every layer",
-                before_bytes=limit_bytes,
-                after_bytes=full,
-                bought=f"{format_bytes(left)} left to keep activations in",
-            ),
-            MemoryStep(
-                what="2. one layer of each kind keeps more",
-                before_bytes=full,
-                after_bytes=full + int(kept),
-                bought="a layer's bytes: " + (", ".join(per_kind) or "no kind here recomputes"),
-            ),
-            MemoryStep(
-                what="3. as many layers as fit keep more",
-                before_bytes=full,
-                after_bytes=self.predicted_bytes,
-                bought=f"recompute of {chosen}, by the bytes of step 2",
-            ),
-            MemoryStep(
-                what="4. run with that choice",
-                before_bytes=self.predicted_bytes,
-                after_bytes=self.peak_bytes,
-                bought=f"it fits: {format_bytes(limit_bytes - self.peak_bytes)} left, prediction "
-                f"{self.predicted_bytes / self.peak_bytes - 1:+.1%}",
-            ),
+        kinds = "a layer's bytes: " + (", ".join(per_kind) or "no kind here recomputes")
+        fits = format_bytes(limit_bytes - self.peak_bytes)
+        off = self.predicted_bytes / self.peak_bytes - 1
+        predicted, ran = self.predicted_bytes, self.peak_bytes
+        told = (
+            ("recompute every layer", limit_bytes, full, f"{format_bytes(left)} left to keep activations in"),
+            ("one layer of each kind keeps more", full, full + int(kept), kinds),
+            ("as many layers as fit keep more", full, predicted, f"recompute of {chosen}, by the bytes of step 2"),
+            ("run with that choice", predicted, ran, f"it fits: {fits} left, prediction {off:+.1%}"),
+        )
+        return tuple(
+            MemoryStep(what=f"{number}. {what}", before_bytes=before, after_bytes=after, bought=bought)
+            for number, (what, before, after, bought) in enumerate(told, 1)
         )
 
 

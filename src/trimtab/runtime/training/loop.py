@@ -65,7 +65,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         if checkpoint is not None:
             run.loader.load_state_dict(read_progress(checkpoint).loader)
             start = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer).step
-        num_steps = settings.steps or settings.epochs * len(run.sampler) // run.layout.num_microbatches
+        num_steps = settings.steps or settings.epochs * len(run.sampler) // run.pipeline.layout.num_microbatches
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
 
@@ -74,7 +74,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         records = []
         for step in range(start + 1, num_steps + 1):
             recorder.begin(run.loader.state_dict())
-            microbatches = [next(batches) for _ in range(run.layout.num_microbatches)]
+            microbatches = [next(batches) for _ in range(run.pipeline.layout.num_microbatches)]
             recorder.loaded()
             with autocast(settings, device):
                 result = run.pipeline.step(microbatches)
@@ -86,7 +86,6 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 norm=norm,
                 num_tokens=sum(batch["input_ids"].numel() for batch in microbatches),
                 num_fillers=run.data.num_fillers,
-                images=run.pipeline.image_load,
             )
             records.append(record)
             if settings.saves_at(step, num_steps):
@@ -110,7 +109,6 @@ class Run:
     """This rank's part of a run, before its first step."""
 
     mesh: DeviceMesh
-    layout: PipelineLayout
     pipeline: Pipeline
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, Tensor]
@@ -153,7 +151,6 @@ def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layou
     data = PlanDataset(conversations, conversations.records.samples, on_error=on_error, fill_for=UnreadableSampleError)
     return Run(
         mesh=mesh,
-        layout=layout,
         pipeline=pipeline,
         parameters=parameters,
         buffers=buffers_of(pipeline),

@@ -24,7 +24,6 @@ from trimtab.plan.measured.run_log import RunHeader, StepRecord, digest_of, line
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.cursor import Deal
 from trimtab.runtime.pipeline import Pipeline, StepResult
-from trimtab.runtime.pipeline.image_dispatch import ImageLoad
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.specs import IntArray
 
@@ -35,7 +34,7 @@ class RunRecorder:
     def __init__(
         self, settings: TrainSettings, plan: Plan, pipeline: Pipeline, deal: Deal, mesh: DeviceMesh, *, start: int
     ) -> None:
-        self._mesh, self._device, self._deal = mesh, pipeline.device, deal
+        self._mesh, self._pipeline, self._deal = mesh, pipeline, deal
         self._log = settings.out / "run.jsonl" if dist.get_rank() == 0 else None
         self._planned: PlannedSteps | None = None
         self._fillers = 0  # up to the last step
@@ -65,20 +64,20 @@ class RunRecorder:
         norm: torch.Tensor,
         num_tokens: int,
         num_fillers: int,
-        images: ImageLoad | None,
     ) -> StepRecord:
         """The record of the step, the same on every rank but for what rank 0 knows: `planned_s` and patches.
 
         `num_fillers`: all that this rank has made so far. Loader workers make samples ahead of their step.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        own = torch.zeros(self._mesh["pp"].size() + 2, dtype=torch.float64, device=self._device)
-        own[self._mesh.get_local_rank("pp")] = _peak_memory_bytes(self._device)
+        device, images = self._pipeline.device, self._pipeline.image_load
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        own = torch.zeros(self._mesh["pp"].size() + 2, dtype=torch.float64, device=device)
+        own[self._mesh.get_local_rank("pp")] = _peak_memory_bytes(device)
         own[-2:] = torch.tensor([time.perf_counter() - self._began, self._loaded - self._began])
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
         *peaks, step_s, data_s = own.tolist()
-        counts = torch.tensor([num_tokens, num_fillers - self._fillers], device=self._device)
+        counts = torch.tensor([num_tokens, num_fillers - self._fillers], device=device)
         dist.all_reduce(counts, group=self._mesh.get_group("dp"))
         self._fillers = num_fillers
         record = StepRecord(
