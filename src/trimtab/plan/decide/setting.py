@@ -72,7 +72,8 @@ class ChosenSetting:
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
-        said, best = [], self.best
+        said: list[str] = []
+        best = self.best
         if (larger := best.larger) is not None:
             said.append(
                 f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
@@ -90,10 +91,10 @@ class ChosenSetting:
         named = ", ".join([*said, *filter(None, more)])
         return f"Degrees and schedules considered, at their mean packs: {named}."
 
-    def _simpler(self) -> tuple[str, ...]:
+    def _simpler(self) -> list[str]:
         """How plain data parallel with ZeRO-3, which needs no pipeline and no tensor parallelism, compares."""
         if self.sharded is None:
-            return ()
+            return []
         ratio = self.sharded.samples_per_s / self.best.samples_per_s
         verdict = (
             "that is the same within the error of such costs, or better, and simpler: plan with --pp 1 --tp 1 "
@@ -101,11 +102,8 @@ class ChosenSetting:
             if ratio >= _ALIKE
             else "that is slower"
         )
-        speed = format_number(self.sharded.samples_per_s)
-        return (
-            f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {100 * ratio:.0f} % of the plan: "
-            f"{verdict}.",
-        )
+        speed, share = format_number(self.sharded.samples_per_s), f"{100 * ratio:.0f} %"
+        return [f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {share} of the plan: {verdict}."]
 
 
 def choose_setting(
@@ -381,6 +379,11 @@ def _price_limits(
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
+    return _smallest_good(priced)
+
+
+def _smallest_good(priced: Sequence[_Priced]) -> _Priced:
+    """Of settings in the order of their packs' size, the first that is nearly as fast as any; with the one after it."""
     fastest = max(p.samples_per_s for p in priced)
     best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)
     return replace(priced[best], larger=priced[best + 1] if best + 1 < len(priced) else None)
