@@ -90,6 +90,7 @@ from trimtab.runtime.vision import (
     verify_vision_dp as verify_vision_dp,
     vision_dp as vision_dp,
 )
+from trimtab.partition.timeline import Timeline as Timeline
 from trimtab.specs import (
     ClusterSpec as ClusterSpec,
     DeviceSpec as DeviceSpec,
@@ -101,7 +102,6 @@ from trimtab.specs import (
     SampleTable as SampleTable,
     Schedule as Schedule,
     Stage as Stage,
-    Timeline as Timeline,
 )
 from trimtab.runtime.data.loss import (
     packed_loss as packed_loss,

@@ -1,4 +1,4 @@
-"""The nouns that travel between folders: models, devices, samples, costs, packs, stages, timelines.
+"""The nouns that travel between folders: models, devices, samples, costs, packs, stages.
 
 Rows are what a tower's matrices multiply: ViT patches (class token included) in the vision tower and the projector,
 LLM tokens (image tokens included) in the language model. A *cut* `c` lies between `layers[c - 1]` and `layers[c]`.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import PartitionError, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 from trimtab.shown import three_lines
@@ -161,15 +161,6 @@ class ImageRule(Protocol):
 
     def count(self, width: int, height: int) -> ImageCounts:
         """Patches and tokens of an image of `width` x `height` pixels; `ImageError` where the processor raises."""
-        ...
-
-
-@runtime_checkable
-class ImageRuleBySample(ImageRule, Protocol):
-    """A rule under which a lone image is treated otherwise than one of several."""
-
-    def in_sample(self, num_images: int) -> ImageRule:
-        """The rule for each image of a sample that holds `num_images`."""
         ...
 
 
@@ -559,21 +550,6 @@ class Stage:
         return sum(len(choice.layers) for choice in self.recompute)
 
 
-def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
-    """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
-    names = tiers_of(stage)
-    found = []
-    for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
-        tier = layer.tier(names.get(i, layer.tiers[0].name))
-        if tier is None:
-            raise PartitionError(
-                f"layer {layer.name} is to take the tier {names[i]!r}, which its profile does not offer: "
-                f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
-            )
-        found.append(tier)
-    return found
-
-
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
     """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
     return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
@@ -594,45 +570,6 @@ def recomputing(stage: Stage, tiers: Mapping[int, RecomputedTier]) -> Stage:
     layers = {tier: tuple(i for i in own if tiers.get(i) == tier) for tier in get_args(RecomputedTier)}
     chosen = tuple(RecomputeChoice(tier=tier, layers=found) for tier, found in layers.items() if found)
     return replace(stage, recompute=chosen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timeline:
-    """Start and end of every block of one pipeline step.
-
-    Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward, 2 weight gradients where a schedule
-    runs them apart from the backward. Seconds from the step's start.
-    """
-
-    stage: npt.NDArray[np.int32]
-    microbatch: npt.NDArray[np.int32]
-    kind: npt.NDArray[np.int8]
-    start_s: FloatArray
-    end_s: FloatArray
-    num_devices: int
-    makespan_s: float
-    stage_devices: tuple[int, ...] | None = None  # device of every stage; None: stage s on s mod num_devices
-
-    def device_of(self, stage: int) -> int:
-        """Stages go round the devices unless `stage_devices` says otherwise, as V-shaped schedules do."""
-        return stage % self.num_devices if self.stage_devices is None else self.stage_devices[stage]
-
-    @property
-    def device(self) -> IntArray:
-        """Device of every block."""
-        num_stages = int(self.stage.max(initial=-1)) + 1
-        return np.array([self.device_of(stage) for stage in range(num_stages)], np.int64)[self.stage]
-
-    def busy_s(self) -> FloatArray:
-        """Seconds each device computes."""
-        busy: FloatArray = np.bincount(self.device, self.end_s - self.start_s, self.num_devices).astype(np.float64)
-        return busy
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Idle share of the devices: 1 - busy / (devices x makespan)."""
-        available_s = self.num_devices * self.makespan_s
-        return float(1.0 - self.busy_s().sum() / available_s) if available_s > 0 else 0.0
 
 
 def evaluate(coefficients: FloatArray | Sequence[float], work: FloatArray) -> FloatArray:

@@ -12,21 +12,13 @@ import export_cases
 from trimtab.costs.devices import find_device
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.partition.timeline import Timeline
 from trimtab.plan.decide.assemble import describe_variant
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
 from trimtab.plan.plan import DataFile, ParallelDecision, ScheduleDecision, StageDecision
-from trimtab.specs import (
-    ModelSpec,
-    Packing,
-    ParallelDims,
-    Profile,
-    Schedule,
-    Timeline,
-    recomputing,
-    stages_between,
-)
+from trimtab.specs import ModelSpec, Packing, ParallelDims, Profile, Schedule, recomputing, stages_between
 
 GIB = 2**30
 

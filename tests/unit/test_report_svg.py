@@ -11,9 +11,9 @@ import report_fixtures as fixtures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.partition.timeline import Timeline
 from trimtab.report import svg
 from trimtab.report.words import count_scale, memory_scale, time_scale
-from trimtab.specs import Timeline
 
 
 @settings(max_examples=200, deadline=None)

@@ -17,7 +17,8 @@ from trimtab.errors import PartitionError
 
 if TYPE_CHECKING:
     from trimtab.partition.flops_rule import StageMemory, UnevenModel, UnevenSplit
-    from trimtab.specs import DeviceSpec, Timeline
+    from trimtab.partition.timeline import Timeline
+    from trimtab.specs import DeviceSpec
 
 GB = 1e9  # the notebook's
 MAX_TP = 8

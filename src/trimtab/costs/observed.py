@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from trimtab.costs.logs import LoggedRun, LoggedSchedule
-from trimtab.specs import FloatArray, LayerCost, chosen_tiers
+from trimtab.costs.profile import chosen_tiers
+from trimtab.specs import FloatArray, LayerCost
 
 Term = Literal["vision", "language", "first stage"]
 """vision (with the projector), language: factors on the formulas, and a tower that is not fitted takes the other's;

@@ -16,7 +16,16 @@ from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
 from trimtab.options import Tower
-from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, Profile
+from trimtab.specs import (
+    NUM_WORK_TERMS,
+    DeviceSpec,
+    LayerSpec,
+    ModelSpec,
+    Profile,
+    RecomputeTier,
+    Stage,
+    tiers_of,
+)
 from trimtab.typed_json import parse_json, read_typed
 
 FORMAT = "trimtab-profile 1.2"
@@ -241,3 +250,18 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
         except OverflowError:
             problems.append(f"{place}: expected a number that a float holds")
     return value
+
+
+def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
+    """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
+    names = tiers_of(stage)
+    found = []
+    for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
+        tier = layer.tier(names.get(i, layer.tiers[0].name))
+        if tier is None:
+            raise PartitionError(
+                f"layer {layer.name} is to take the tier {names[i]!r}, which its profile does not offer: "
+                f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+            )
+        found.append(tier)
+    return found

@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
+from trimtab.costs.profile import chosen_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
@@ -21,7 +22,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, Profile, Stage, chosen_tiers
+from trimtab.specs import FloatArray, Profile, Stage
 from trimtab.units import format_bytes
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.costs.profile import chosen_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
 from trimtab.partition.backward import weight_matrix
@@ -18,7 +19,8 @@ from trimtab.partition.schedules import (
     block_order,
     splits_backward,
 )
-from trimtab.specs import FloatArray, IntArray, Profile, Stage, Timeline, chosen_tiers, evaluate
+from trimtab.partition.timeline import Timeline
+from trimtab.specs import FloatArray, IntArray, Profile, Stage, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trimtab.partition.schedules import WEIGHT
+from trimtab.partition.timeline import Timeline
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report import svg
 from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import before_after, memory_scale, percent, time_scale
-from trimtab.specs import Timeline
 from trimtab.units import format_bytes, format_seconds
 
 # -- timeline -------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from html import escape
 
 import numpy as np
 
+from trimtab.partition.timeline import Timeline
 from trimtab.report.words import Scale, clean, count_scale, time_scale
-from trimtab.specs import FloatArray, Timeline
+from trimtab.specs import FloatArray
 from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip

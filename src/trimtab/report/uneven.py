@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trimtab.partition.timeline import Timeline
 from trimtab.report.figures import stacked_timelines
 from trimtab.report.markup import esc, legend, page, section
-from trimtab.specs import Timeline
 
 LEGEND = (
     (("f0", "f1", "f2"), "forward of a micro-batch"),

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from trimtab.errors import ConfigError
 from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.tiles import DynamicTiling
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
-from trimtab.specs import ImageRule, ImageRuleBySample
+from trimtab.specs import ImageRule
+
+
+@runtime_checkable
+class ImageRuleBySample(ImageRule, Protocol):
+    """A rule under which a lone image is treated otherwise than one of several."""
+
+    def in_sample(self, num_images: int) -> ImageRule:
+        """The rule for each image of a sample that holds `num_images`."""
+        ...
 
 
 def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: int | None = None) -> ImageRule:

@@ -18,6 +18,7 @@ from trimtab.options import RecomputeMode
 from trimtab.partition.baselines import even_stages, full_recompute
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.partition.timeline import Timeline
 from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
@@ -25,15 +26,7 @@ from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
 from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
 from trimtab.plan.file.details import Variant
 from trimtab.plan.plan import BASELINE
-from trimtab.specs import (
-    ClusterSpec,
-    FloatArray,
-    IntArray,
-    SampleTable,
-    Schedule,
-    Stage,
-    Timeline,
-)
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, SampleTable, Schedule, Stage
 from trimtab.units import format_number
 
 _SLOWER = 1.005  # a row that takes so much longer than the one above is explained

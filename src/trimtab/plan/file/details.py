@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
+from trimtab.partition.timeline import Timeline
 from trimtab.plan.plan import Plan, find_baseline
 from trimtab.shown import html_table, three_lines
-from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage, Timeline
+from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
