@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "torch"))
-from shrunk_models import draw_image_samples, make_shrunk  # noqa: E402
+from drawn_images import draw_image_samples  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402

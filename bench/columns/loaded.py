@@ -22,8 +22,9 @@ from cell import Cell, sweep
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "torch"))
 
 import transformers
+from drawn_images import draw_image_samples
 from rounding import distance
-from shrunk_models import draw_image_samples, make_shrunk
+from shrunk_models import make_shrunk
 from simulated_devices import simulated
 
 from trimtab.errors import PartitionError

@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "torch")]
 
-from shrunk_models import draw_several_images, make_shrunk  # noqa: E402
+from drawn_images import draw_several_images  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
 
 from columns.cell import Cell, sweep  # noqa: E402
 from trimtab.runtime.vision import check_family  # noqa: E402

@@ -41,6 +41,19 @@ class UnsupportedPlanError(PlanError):
     """A framework cannot express what the plan decides."""
 
 
+def refuse_type(name: str, value: object, kind: type, made_by: str) -> None:
+    """One sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
+
+    >>> refuse_type("cluster", "32xH100", dict, 'parse_cluster("32xH100")')
+    Traceback (most recent call last):
+    trimtab.errors.TrimtabError: cluster was given as str, and a dict is wanted: give parse_cluster("32xH100")
+    """
+    if not isinstance(value, kind):
+        raise TrimtabError(
+            f"{name} was given as {type(value).__name__}, and a {kind.__name__} is wanted: give {made_by}"
+        )
+
+
 def join_problems(problems: Sequence[str], *, limit: int = 20) -> str:
     """All problems of one input as one message, a line each; past `limit` only their number."""
     lines = list(problems[:limit])

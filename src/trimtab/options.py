@@ -6,6 +6,7 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.opt
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -51,6 +52,7 @@ class Option:
     typed: Any = str  # type of what is typed, for `read`
     shown: object = None  # the default as it would be typed, for `read`
     argument: bool = False  # by its place instead of by a flag
+    common: bool = False  # among the first of `--help`; the others stand under the name of their dataclass
 
     def named(self, field: str) -> str:
         """The field as a message names it, with its flag where that has another name."""
@@ -85,6 +87,11 @@ def option_problems(options: Any) -> list[str]:
             continue
         known, least, most = literals_of(hint), option.least, option.most
         asked = f"{option.named(name)} {value!r} was asked for"
+        number = _number_type(hint)
+        if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
+            whole = "whole " if number is Integral else ""
+            problems.append(f"{asked}, which is a {type(value).__name__}: give a {whole}number")
+            continue
         if known and value not in known:
             problems.append(f"{asked}: choose one of {', '.join(known)}")
         elif least is not None and not value >= least:  # nan too
@@ -94,6 +101,14 @@ def option_problems(options: Any) -> list[str]:
         elif least is not None and isinstance(value, int) and value > _MOST:
             problems.append(f"{asked}, which no run has: give at most {_MOST}")
     return problems
+
+
+def _number_type(hint: Any) -> type | None:
+    """What a field of a number takes, NumPy's too; None for another field."""
+    for number, kind in ((int, Integral), (float, Real)):
+        if hint in (number, number | None):
+            return kind
+    return None
 
 
 def literals_of(hint: Any) -> tuple[str, ...]:
@@ -114,7 +129,8 @@ class ReadingOptions:
     """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
 
     tokenizer: Annotated[
-        Path | None, Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.")
+        Path | None,
+        Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.", common=True),
     ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[

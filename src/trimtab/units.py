@@ -63,6 +63,11 @@ def format_count(value: float) -> str:
     return f"{value:g}"
 
 
+def format_number(value: float) -> str:
+    """Three significant digits, or all whole ones, without an exponent: "0.125", "42.9", "2,048"."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def round_digits(value: float) -> float:
     """To four significant digits, as estimates stand in a plan."""
     return float(f"{value:.4g}")

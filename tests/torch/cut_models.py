@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from shrunk_models import draw_image_samples
+from drawn_images import draw_image_samples
 from torch import nn
 
 from trimtab.models.asking.layers import main_lists

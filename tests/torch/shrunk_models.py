@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from trimtab.models.asking.inputs import image_token
-from trimtab.runtime.data.formats import ask_format, model_classes
-from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.data.formats import model_classes
 
 WIDTH = 64
 """Of language model, tower and all between them: where widths are alike, no projector's field can be wrong."""
@@ -331,132 +328,3 @@ def _shrink_mrope(text: Any) -> None:
     half = int(8 * rotated)
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     text.rope_parameters = rope
-
-
-# -- images -----------------------------------------------------------------------------------------------------------
-
-
-def draw_image_samples(model: Any) -> list[dict[str, torch.Tensor]] | None:
-    """Samples with images inside, at the end and at the start, and one of text; None: no shape of image is taken."""
-    token, core = image_token(model.config), getattr(model, "model", model)
-    encode = getattr(model, "get_image_features", None) or getattr(core, "get_image_features", None)
-    if token is None or encode is None:
-        return None
-    for number, image in enumerate(_images(model)):
-        try:
-            with torch.no_grad():
-                num_tokens = _count_rows(encode(**image))
-        except Exception:  # another family's shape
-            continue
-        text = text_ids(model)
-        ids = text[torch.randint(len(text), (20,), generator=torch.Generator().manual_seed(number))].tolist()
-        rows = [token] * num_tokens
-        parts = [[*ids[:4], *rows, *ids[4:6]], ids[6:13], [*ids[13:15], *rows], [*rows, *ids[15:]]]
-        return [
-            {
-                "input_ids": torch.tensor(part),
-                "labels": torch.tensor(part),
-                **(_redrawn(image) if token in part else {}),
-            }
-            for part in parts
-        ]
-    return None
-
-
-def _images(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """One image in each shape that processors give, those first whose keys the family takes."""
-    keys = ask_format(model.config).joined
-    vision = getattr(model.config, "vision_config", model.config)
-    patch = _side(getattr(vision, "patch_size", 14))
-    size = _side(getattr(vision, "image_size", None) or 56)
-    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3)) or 3
-    torch.manual_seed(3)
-    if "image_grid_thw" in keys:
-        merge = _side(getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None) or 2)
-        grid = torch.tensor([[1, merge, 2 * merge]])
-        frames = getattr(vision, "temporal_patch_size", None) or 1
-        more = {"image_merge_sizes": torch.tensor([merge])} if "image_merge_sizes" in keys else {}
-        widths = dict.fromkeys(channels * num * patch**2 for num in (frames, 1, 2))
-        for shape in (*((width,) for width in widths), (channels, patch, patch)):
-            yield {"pixel_values": torch.randn(2 * merge**2, *shape), "image_grid_thw": grid, **more}
-    if "spatial_shapes" in keys:
-        mask = torch.ones(1, 16, dtype=torch.long)
-        pixels = torch.randn(1, 16, channels * patch**2)
-        yield {"pixel_values": pixels, "spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": mask}
-    tile = torch.randn(1, channels, size, size)
-    if "high_res_pixel_values" in keys:
-        yield {"pixel_values": tile, "high_res_pixel_values": torch.randn_like(tile)}
-    sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in keys else {}
-    yield {"pixel_values": tile, **sizes}
-    yield {"pixel_values": tile[None], **sizes}
-    yield {"pixel_values": tile}
-    if "image_sizes" in keys:  # tiles and the whole
-        yield {"pixel_values": torch.randn(1, 3, channels, size, size), "image_sizes": torch.tensor([[2 * size, size]])}
-
-
-def draw_several_images(model: Any, encode: Callable[..., Any]) -> dict[str, torch.Tensor] | None:
-    """Three images, of different sizes where the family takes such, in the first shape that `encode` takes."""
-    for images in _several(model, set(inspect.signature(inspect.unwrap(encode)).parameters)):
-        given = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in images.items()}
-        try:
-            with torch.no_grad():
-                encode(**given)
-        except Exception:  # another family's shape
-            continue
-        return given
-    return None
-
-
-def _several(model: Any, keys: set[str]) -> Iterator[dict[str, torch.Tensor]]:
-    vision = getattr(model.config, "vision_config", model.config)
-    patch, size = _side(getattr(vision, "patch_size", 14)), _side(getattr(vision, "image_size", None) or 56)
-    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3)) or 3
-    torch.manual_seed(4)
-    if "image_grid_thw" in keys:
-        side = _side(getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None) or 2)
-        grids = torch.tensor([[1, side * h, side * w] for h, w in ((2, 4), (4, 4), (1, 2))])
-        more = {"image_merge_sizes": torch.tensor([side] * 3)} if "image_merge_sizes" in keys else {}
-        frames = getattr(vision, "temporal_patch_size", None) or 1
-        widths = dict.fromkeys(channels * num * patch**2 for num in (frames, 1, 2))
-        for shape in (*((width,) for width in widths), (channels, patch, patch)):
-            yield {"pixel_values": torch.randn(int(grids.prod(1).sum()), *shape), "image_grid_thw": grids, **more}
-    if "spatial_shapes" in keys:
-        shapes = torch.tensor([[4, 4], [2, 4], [4, 2]])
-        mask = (torch.arange(16) < shapes.prod(1)[:, None]).long()
-        pixels = torch.randn(3, 16, channels * patch**2)
-        yield {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
-    tiles = torch.randn(3, channels, size, size)
-    if "image_position_ids" in keys:
-        where = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, 16, 2)
-        yield {"pixel_values": torch.randn(3, 16, channels * patch**2), "image_position_ids": where.repeat(3, 1, 1)}
-    if "high_res_pixel_values" in keys:
-        yield {"pixel_values": tiles, "high_res_pixel_values": torch.randn_like(tiles)}
-    points = getattr(model.config, "image_grid_pinpoints", None)
-    if points and "image_sizes" in keys:
-        chosen = torch.tensor([*points, *points, *points][:3])
-        most = max(high * wide for high, wide in points) // size**2 + 1
-        yield {"pixel_values": torch.randn(3, most, channels, size, size), "image_sizes": chosen}
-    if "image_sizes" in keys:
-        sizes = torch.tensor([[size, size], [size // 2, size], [size, size // 2]])
-        yield {"pixel_values": tiles, "image_sizes": sizes}
-    if "pixel_attention_mask" in keys:
-        pixels = torch.randn(3, 2, channels, size, size)
-        pixels[1, 1] = 0.0  # padding of a sample with one image
-        yield {"pixel_values": pixels}
-    yield {"pixel_values": tiles}
-    yield {"pixel_values": tiles[:, None]}
-
-
-def _side(size: Any) -> int:
-    return int(size if isinstance(size, int) else size[0])
-
-
-def _redrawn(image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: torch.randn_like(value) if value.is_floating_point() else value for key, value in image.items()}
-
-
-def _count_rows(features: Any) -> int:
-    found = getattr(features, "pooler_output", None)
-    found = features if found is None else found
-    parts = found if isinstance(found, (list, tuple)) else [found]
-    return sum(part.shape[:-1].numel() for part in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
 transformers = pytest.importorskip("transformers", reason="is asked")
 
-from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
-from torch import nn  # noqa: E402
+from real_parameters import assert_same_parameters, build, layer  # noqa: E402
+from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
@@ -21,10 +20,9 @@ from trimtab.errors import ConfigError, PartitionError  # noqa: E402
 from trimtab.models import ask  # noqa: E402
 from trimtab.models.asking import child, model  # noqa: E402
 from trimtab.models.asking.build import complete  # noqa: E402
-from trimtab.models.asking.model import describe_fields, describe_model, described  # noqa: E402
+from trimtab.models.asking.model import describe_fields, described  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
-from trimtab.models.description import description_bytes  # noqa: E402
-from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, ParallelDims  # noqa: E402
+from trimtab.specs import WORK_TERMS, ParallelDims  # noqa: E402
 
 
 @pytest.fixture
@@ -32,26 +30,6 @@ def in_process(monkeypatch):
     """Questions are answered here instead of in a child process, which takes seconds to start."""
 
     monkeypatch.setattr("trimtab.models.describe.ask_transformers", lambda config, _: described(config))
-
-
-def build(config) -> nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(config)
-
-
-def assert_same_parameters(spec: ModelSpec, real: nn.Module) -> None:
-    counted = {layer.name: 0 for layer in spec.layers}
-    for name, parameter in real.named_parameters():  # a tied weight comes once, under its owner's name
-        parts = name.split(".")
-        owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in counted]
-        assert len(owners) == 1, f"{name} belongs to {owners}"
-        counted[owners[0]] += parameter.numel()
-    assert counted == {layer.name: layer.num_params for layer in spec.layers}
-    assert spec.num_params == sum(p.numel() for p in real.parameters())
-
-
-def layer(spec: ModelSpec, name: str) -> LayerSpec:
-    return next(x for x in spec.layers if x.name.endswith(name))
 
 
 # -- folders as save_pretrained writes them ---------------------------------------------------------------------------
@@ -66,9 +44,6 @@ def test_families_without_a_line_here_are_described_by_their_folder(model_type, 
     spec = describe(tmp_path)
     real = build(config)
     assert_same_parameters(spec, real)
-    head, embedding = real.get_output_embeddings(), real.get_input_embeddings()
-    assert spec.vocab_size == head.weight.shape[0]
-    assert bool(spec.tied) == (head.weight is embedding.weight)
     blocks = [x for x in spec.layers if x.tower == "language" and x.kind == "block" and x.name[-1].isdigit()]
     assert len(blocks) == config.get_text_config().num_hidden_layers
     assert all(x.attention is not None or x.measured is not None for x in blocks)
@@ -81,14 +56,9 @@ GAPS = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "inter
 GAPS += ("gemma3", "llava mistral, window, three taps, siglip with head", "llava qwen3")
 
 
-def small_config(case: str) -> transformers.PretrainedConfig:
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    return transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-
-
 @pytest.mark.parametrize("case", GAPS)
 def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process):
-    config = small_config(case)
+    config = odd_config(case)
     config.save_pretrained(tmp_path)
     settings = preprocessor_of(config.model_type, ODD_CONFIGS[case][1])
     whole = describe(as_saved(config), preprocessor=settings)
@@ -103,13 +73,9 @@ def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process
             describe(gaps, preprocessor=settings, ask=False)
 
 
-def test_the_folders_above_are_twenty_and_most_have_gaps():
-    assert len(ASKED) + len(GAPS) >= 20
-
-
 @pytest.mark.parametrize("case", [x for x in ODD_CONFIGS if x.startswith("qwen") and "sliding" not in x])
 def test_asking_finds_what_was_written_by_hand(case):
-    config = small_config(case)
+    config = odd_config(case)
     written = describe(
         as_saved(config), preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]), ask=False
     )
@@ -158,7 +124,7 @@ def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     ],
 )
 def test_states_that_are_joined_and_bare_parameters_forbid_cuts(case, first, behind):
-    spec = describe_fields(as_saved(small_config(case)))
+    spec = describe_fields(as_saved(odd_config(case)))
     names = [x.name for x in spec.layers]
     start, stop = (next(i for i, x in enumerate(names) if x.endswith(end)) for end in (first, behind))
     # state 0 enters block 0, and must then cross every cut behind it
@@ -167,8 +133,7 @@ def test_states_that_are_joined_and_bare_parameters_forbid_cuts(case, first, beh
 
 
 def test_every_cut_in_front_of_cross_attention_is_forbidden():
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["mllama"])
-    spec = describe_fields({"model_type": model_type, "vision_config": vision, "text_config": text, **outer})
+    spec = describe_fields(as_saved(odd_config("mllama")))
     last = max(i for i, x in enumerate(spec.layers) if x.attention is not None and x.attention.cross)
     start = spec.indices("language")[0]
     assert set(range(start, last + 1)) <= spec.forbidden_cuts
@@ -244,153 +209,6 @@ def test_layers_that_cannot_be_run_or_explained_have_no_price():
     assert any("they have no price" in note for note in spec.notes)
     with pytest.raises(PartitionError, match=r"1 layers, qformer\.encoder\.layer\.0 the first, is not known"):
         profile_model(spec, DEVICES["H200"])
-
-
-# -- a model of one's own ---------------------------------------------------------------------------------------------
-
-
-class WidgetConfig(transformers.PreTrainedConfig):
-    model_type = "trimtab_widget"
-    hidden_size = 32
-    num_hidden_layers = 3
-    num_attention_heads = 4
-    vocab_size = 50
-    image_size = 16
-    patch_size = 4
-
-
-class WidgetAttention(nn.Module):
-    def __init__(self, config, *, is_causal):
-        super().__init__()
-        self.config, self.is_causal = config, is_causal
-        self.num_heads, self.head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(config.hidden_size, config.hidden_size, bias=False))
-
-    def forward(self, rows):
-        shape = (*rows.shape[:2], self.num_heads, self.head_dim)
-        q, k, v = (f(rows).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class WidgetBlock(nn.Module):
-    def __init__(self, config, *, is_causal=True):
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.attn = WidgetAttention(config, is_causal=is_causal)
-        self.up_proj, self.down_proj = nn.Linear(config.hidden_size, 96), nn.Linear(96, config.hidden_size)
-
-    def forward(self, rows):
-        rows = rows + self.attn(self.norm(rows))
-        return rows + self.down_proj(nn.functional.gelu(self.up_proj(rows)))
-
-
-class WidgetVision(transformers.PreTrainedModel):
-    config_class = WidgetConfig
-    main_input_name = "pixel_values"
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.patch = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
-        self.blocks = nn.ModuleList(WidgetBlock(config, is_causal=False) for _ in range(2))
-        self.post_init()
-
-    def forward(self, pixel_values):
-        rows = self.patch(pixel_values).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            rows = block(rows)
-        return rows
-
-
-class WidgetText(transformers.PreTrainedModel):
-    config_class = WidgetConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.norm = nn.LayerNorm(config.hidden_size)  # made first, used last
-        self.layers = nn.ModuleList(WidgetBlock(config) for _ in range(config.num_hidden_layers))
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.post_init()
-
-    def forward(self, input_ids):
-        rows = self.embed_tokens(input_ids)
-        for block in self.layers:
-            rows = block(rows)
-        return self.norm(rows)
-
-
-class Widget(transformers.PreTrainedModel):
-    config_class = WidgetConfig
-    _tied_weights_keys = {"lm_head.weight": "language_model.embed_tokens.weight"}  # noqa: RUF012 - the library's name
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.language_model, self.vision_tower = WidgetText(config), WidgetVision(config)
-        self.projector = nn.Linear(config.hidden_size, config.hidden_size)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.post_init()
-
-    def get_image_features(self, pixel_values):
-        return self.projector(self.vision_tower(pixel_values)[:, ::4])
-
-    def get_input_embeddings(self):
-        return self.language_model.embed_tokens
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, input_ids):
-        return self.lm_head(self.language_model(input_ids))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def widget():
-    transformers.AutoConfig.register("trimtab_widget", WidgetConfig)
-    transformers.AutoModelForImageTextToText.register(WidgetConfig, Widget)
-
-
-def test_a_model_type_registered_here_is_described_without_a_line_in_trimtab(tmp_path, in_process):
-    WidgetConfig(num_hidden_layers=5).save_pretrained(tmp_path)
-    spec = describe(tmp_path)
-    assert_same_parameters(spec, build(WidgetConfig(num_hidden_layers=5)))
-    assert [x.name for x in spec.layers] == [
-        "vision_tower.patch",
-        *(f"vision_tower.blocks.{i}" for i in range(2)),
-        "projector",
-        "scale",
-        "language_model.embed_tokens",
-        *(f"language_model.layers.{i}" for i in range(5)),
-        "language_model.norm",
-        "lm_head",
-    ]
-    assert [x.name for x in spec.layers].index("scale") in spec.forbidden_cuts
-    assert "scale is a bare parameter" in spec.forbidden_cut_reason
-    block, projector = layer(spec, "language_model.layers.0"), layer(spec, "projector")
-    assert (block.attention.num_heads, block.attention.causal, block.mlp.intermediate_size) == (4, True, 96)
-    assert block.measured is None
-    assert not layer(spec, "blocks.0").attention.causal
-    assert (projector.tower, projector.rows_per_input) == ("projector", 0.25)
-    assert description_bytes(describe_model(build(WidgetConfig(num_hidden_layers=5)))) == description_bytes(
-        describe_fields(json.loads((tmp_path / "config.json").read_text()))
-    )
-
-
-def test_a_model_with_weights_is_not_used_up():
-    with pytest.raises(ConfigError, match=r"a model with weights was given.*build it under `torch\.device"):
-        describe_model(Widget(WidgetConfig()))
-
-
-def test_layers_come_in_module_order_and_say_so_where_nothing_can_be_run(monkeypatch):
-    monkeypatch.setattr(model, "text_calls", lambda module, size: iter(()))
-    monkeypatch.setattr(model, "image_calls", lambda module, units, encode: iter(()))
-    spec = describe_model(build(WidgetConfig()))
-    assert any("no forward pass could be made" in note for note in spec.notes)
-    assert any("No image could be passed" in note for note in spec.notes)
-    names = [x.name for x in spec.layers]
-    assert names.index("language_model.norm") < names.index("language_model.layers.0")
-    assert layer(spec, "layers.0").measured is None  # every weight is explained
 
 
 # -- the child process ------------------------------------------------------------------------------------------------

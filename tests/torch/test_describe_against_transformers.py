@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -12,46 +11,19 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
 transformers = pytest.importorskip("transformers", reason="holds the models that descriptions are compared with")
 
-from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, preprocessor_of  # noqa: E402
+from real_parameters import assert_same_parameters, build, owner_of  # noqa: E402
+from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of  # noqa: E402
 
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.models.families.known import FAMILIES  # noqa: E402
-from trimtab.specs import ModelSpec  # noqa: E402
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
 
-def build(config) -> torch.nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(config)
-
-
-def owner_of(parameter: str, layers: dict[str, int]) -> str:
-    """The one layer whose module path is a prefix of the parameter's."""
-    parts = parameter.split(".")
-    owners = [p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in layers]
-    assert len(owners) == 1, f"{parameter} belongs to {owners}"
-    return owners[0]
-
-
-def assert_same_parameters(spec: ModelSpec, model: torch.nn.Module) -> None:
-    counted = {layer.name: 0 for layer in spec.layers}
-    for name, parameter in model.named_parameters():  # a tied weight comes once, under its owner's name
-        counted[owner_of(name, counted)] += parameter.numel()
-    assert counted == {layer.name: layer.num_params for layer in spec.layers}
-    for layer in spec.layers:  # the names are the model's own
-        if layer.name not in BARE:
-            model.get_submodule(layer.name)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert spec.tied == ((("model.language_model.embed_tokens", "lm_head"),) if tied else ())
-    assert spec.vocab_size == model.get_output_embeddings().weight.shape[0]
-
-
 @pytest.mark.parametrize("case", ODD_CONFIGS)
 def test_odd_small_configs_have_the_parameters_of_the_real_model(case):
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config(case)
+    spec = describe_here(config, preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]))
     assert_same_parameters(spec, build(config))
 
 
@@ -143,9 +115,8 @@ def test_layers_run_in_the_described_order_on_the_described_rows(case):
 
 
 def test_expert_layers_count_the_active_experts_only():
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen3_vl_moe"])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config("qwen3_vl_moe")
+    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen3_vl_moe", ODD_CONFIGS["qwen3_vl_moe"][1]))
     layer = next(x for x in spec.layers if x.name == "model.language_model.layers.1")
     attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
     assert layer.num_matmul_params == attention + 6 * 64 + 2 * 3 * 64 * 24
@@ -154,9 +125,8 @@ def test_expert_layers_count_the_active_experts_only():
 
 def test_windows_are_those_of_the_real_vision_tower():
     """Qwen2.5-VL's own window index: no window holds more rows than described, and the largest holds them all."""
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen2_5_vl"])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config("qwen2_5_vl")
+    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen2_5_vl", ODD_CONFIGS["qwen2_5_vl"][1]))
     windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
     assert windows == [64, None, 64, None]
     assert windows[0] == (config.vision_config.window_size // config.vision_config.patch_size) ** 2

@@ -23,7 +23,7 @@ from test_tokens_against_transformers import CROPS, fast_tokenizer, gemma, inter
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.tokens import MARKUPS, read_tokenizer
+from trimtab.samples.tokens import MARKUPS, TokenCounter, read_tokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -35,12 +35,13 @@ WITH_GENERATION = (
 
 
 @pytest.mark.parametrize("family", [qwen, internvl, gemma, llava], ids=lambda family: family.__name__)
-def test_ids_equal_the_processors_with_images(tmp_path, family):
+def test_ids_and_counts_equal_the_processors_with_images(tmp_path, family):
     template = {"qwen": CHATML, "internvl": INTERNVL, "gemma": GEMMA, "llava": VICUNA}[family.__name__]
     own = {"llava": ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>")}.get(family.__name__, ())
     folder = write_tokenizer(tmp_path, template, special=[t for t in SPECIAL if t not in own], post=True)
     processor, name, rule = family(folder)
-    encoder = ConversationEncoder(read_tokenizer(folder, special_tokens="processor", markup=MARKUPS[name]))
+    declared, derived = (read_tokenizer(folder, special_tokens="processor", markup=x) for x in (MARKUPS[name], None))
+    encoder, counters = ConversationEncoder(declared), [TokenCounter(declared), TokenCounter(derived)]
     rng = random.Random(5)
     for turns in talks(25, with_system=family is not llava, seed=2):
         pictures = [noise(rng.randrange(40, 400), rng.randrange(40, 400)) for _ in range(rng.randrange(3))]
@@ -48,7 +49,8 @@ def test_ids_equal_the_processors_with_images(tmp_path, family):
         text = question["content"]
         question["content"] = "".join(["<image>\n"] * len(pictures)) + text
         conversation = read_conversation({"messages": turns, "images": ["x.png"] * len(pictures)})
-        encoded = encoder.encode(conversation, [rule(*picture.size) for picture in pictures])
+        sizes = [rule(*picture.size) for picture in pictures]
+        encoded = encoder.encode(conversation, sizes)
         if family is not llava:
             parts = [p for _ in pictures for p in ({"type": "image"}, {"type": "text", "text": "\n"})]
             question["content"] = [*parts, {"type": "text", "text": text}]
@@ -57,6 +59,8 @@ def test_ids_equal_the_processors_with_images(tmp_path, family):
         options |= {"add_special_tokens": False} if chat.startswith("<s>") else {}
         ids = processor(text=[chat], images=pictures or None, **options)["input_ids"][0]
         assert encoded.input_ids.tolist() == list(ids)
+        for counter in counters:
+            assert counter.count([counter.render(conversation, sizes)]) == [len(ids)], [p.size for p in pictures]
         learnt = processor.tokenizer.decode(encoded.input_ids[encoded.learnt])
         replies = [turn["content"].split() for turn in turns if turn["role"] == "assistant"]
         words = "".join(word for reply in replies for word in reply)

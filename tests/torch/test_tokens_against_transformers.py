@@ -1,4 +1,4 @@
-"""Token counts against Transformers 5.23: tokenizers' chat templates, and whole processors with images; needs torch.
+"""Token counts against Transformers 5.23's chat templates, and processors for tests with images; needs torch.
 
 Tokenizers are trained here, templates follow the public ones in shape (ChatML with vision markers, Vicuna, Gemma,
 InternVL). Processors run on drawn images, so that markers, crops and image tokens are counted where they are written.
@@ -22,7 +22,8 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from PIL import Image
-from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, write_tokenizer
+from processor_cases import make_processor
+from sample_sets import CHATML, GEMMA, INTERNVL, VICUNA, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -35,7 +36,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from trimtab.models.images.native import SmartResize
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.tokens import MARKUPS, TokenCounter, read_tokenizer
+from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.specs import ImageCounts
 
 pytestmark = pytest.mark.torch
@@ -120,16 +121,10 @@ def fast_tokenizer(folder, **extra):
     )
 
 
-def without_videos(cls, image_processor, tokenizer, **settings):
-    """A real processor without its video part, which cannot be built without torchvision."""
-    attributes = {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])}
-    return type(cls.__name__, (cls,), attributes)(image_processor=image_processor, tokenizer=tokenizer, **settings)
-
-
 def qwen(folder):
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 200704})
     tokenizer = fast_tokenizer(folder, image_token="<|image_pad|>", video_token="<|video_pad|>")
-    processor = without_videos(Qwen2_5_VLProcessor, images, tokenizer, chat_template=CHATML)
+    processor = make_processor(Qwen2_5_VLProcessor, images, tokenizer, chat_template=CHATML)
     rule = SmartResize(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=200704)
     return processor, "qwen2_5_vl", rule.count
 
@@ -143,7 +138,7 @@ def internvl(folder):
         context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
     )
-    processor = without_videos(InternVLProcessor, images, tokenizer, image_seq_length=4, chat_template=INTERNVL)
+    processor = make_processor(InternVLProcessor, images, tokenizer, image_seq_length=4, chat_template=INTERNVL)
     return processor, "internvl", lambda width, height: counts(4, 1)
 
 
@@ -180,30 +175,3 @@ def llava(folder):
 
 def counts(tokens, tiles):
     return ImageCounts(patches=1, tokens=tokens, tiles=tiles, patches_sq=1, patches_windowed=1)
-
-
-@pytest.mark.parametrize("family", [qwen, internvl, gemma, llava], ids=lambda family: family.__name__)
-def test_counts_equal_the_processors_with_images(tmp_path, family):
-    template = {"qwen": CHATML, "internvl": INTERNVL, "gemma": GEMMA, "llava": VICUNA}[family.__name__]
-    own = {"llava": ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>")}.get(family.__name__, ())
-    folder = write_tokenizer(tmp_path, template, special=[t for t in SPECIAL if t not in own], post=True)
-    processor, name, rule = family(folder)
-    for markup in (MARKUPS[name], None):
-        ours = TokenCounter(read_tokenizer(folder, special_tokens="processor", markup=markup))
-        rng = random.Random(3)
-        for turns in talks(25, with_system=family is not llava, seed=1):
-            pictures = [noise(rng.randrange(40, 400), rng.randrange(40, 400)) for _ in range(rng.randrange(3))]
-            question = next(turn for turn in turns if turn["role"] == "user")
-            text = question["content"]
-            question["content"] = "".join(["<image>\n"] * len(pictures)) + text
-            row = {"messages": turns, "images": ["x.png"] * len(pictures)}
-            sizes = [rule(*picture.size) for picture in pictures]
-            counted = ours.count([ours.render(read_conversation(row), sizes)])[0]
-            if family is not llava:
-                parts = [p for _ in pictures for p in ({"type": "image"}, {"type": "text", "text": "\n"})]
-                question["content"] = [*parts, {"type": "text", "text": text}]
-            chat = processor.apply_chat_template(turns, tokenize=False)
-            options = {gemma: dict(CROPS), internvl: {"crop_to_patches": False}}.get(family, {})
-            options |= {"add_special_tokens": False} if chat.startswith("<s>") else {}
-            out = processor(text=[chat], images=pictures or None, **options)
-            assert counted == len(out["input_ids"][0]), [p.size for p in pictures]

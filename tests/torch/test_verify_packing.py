@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="runs small models")
 transformers = pytest.importorskip("transformers", reason="holds the models that are checked")
 
-from shrunk_models import draw_image_samples, draw_weights, make_shrunk, shrink  # noqa: E402
+from drawn_images import draw_image_samples  # noqa: E402
+from shrunk_models import draw_weights, make_shrunk, shrink  # noqa: E402
 from tiny_packs import one_thread  # noqa: E402, F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402

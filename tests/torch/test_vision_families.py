@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="runs tiny vision towers")
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
-from shrunk_models import draw_several_images, make_shrunk  # noqa: E402
+from drawn_images import draw_several_images  # noqa: E402
+from shrunk_models import make_shrunk  # noqa: E402
 
 from trimtab.balance.images import TowerCost  # noqa: E402
 from trimtab.errors import TrimtabError  # noqa: E402

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trimtab.costs.activations import kept_by_layer
 from trimtab.costs.analytic import Gradients, cost_layer, find_gradients
+from trimtab.costs.curves import efficiency_of, product_line
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls, local_heads
 from trimtab.costs.settings import CostSettings, Efficiency
@@ -20,7 +21,7 @@ from trimtab.errors import PartitionError
 from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims
 
 A100 = DEVICES["A100-80GB"]
-PERFECT = Efficiency(matmul=1, attention=1, memory=1, link=1)
+PERFECT = Efficiency(matmul=1, outputs=0, depth=0, product_s=0, attention=1, memory=1, link=1)
 BOTH = Gradients(inputs=True, weights=True)
 TERM = {name: i for i, name in enumerate(WORK_TERMS)}
 
@@ -274,6 +275,40 @@ def test_costs_are_never_negative_and_tiers_trade_bytes_for_seconds(
     assert seconds == sorted(seconds)
     if gradients.weights:
         assert bytes_ == sorted(bytes_, reverse=True)
+
+
+# -- curves -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda x: x.name)
+def test_a_product_of_a_layer_takes_what_its_curve_says(device):
+    e = efficiency_of(device)
+    for rows, width, out in ((256, 4096, 1024), (9225, 3200, 6400), (65536, 8192, 28672)):
+        line = product_line(width, out, e, device.peak_flops)
+        seconds = line.row * rows + line.once - e.product_s
+        flops = 2 * rows * width * out
+        assert flops / seconds / device.peak_flops == pytest.approx(e.product_share(rows, width, out))
+
+
+def test_efficiency_grows_with_rows_and_falls_with_tp():
+    e = efficiency_of(A100)
+    shares = [e.product_share(rows, 3200, 12800) for rows in (256, 1025, 5125, 9225)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.95 * shares[-1] < 0.95 * e.matmul
+    assert e.product_share(1025, 3200, 12800 / 8) < shares[1]
+
+
+def test_two_half_packs_take_longer_than_a_whole_one():
+    layer = vision_block()
+    priced = cost_layer(layer, BOTH, A100, CostSettings(), group=0)
+    for seconds in (priced.forward_s, priced.backward_s):
+        assert seconds[TERM["microbatches"]] > 0
+    # the weights' gradients are added to those of earlier micro-batches: fp32 read and written, bf16 read
+    once = [
+        cost_layer(layer, g, A100, settings(), group=0).backward_s[0]
+        for g in (BOTH, Gradients(inputs=True, weights=False))
+    ]
+    assert once[0] - once[1] == pytest.approx(10 * layer.num_params / A100.memory_bytes_per_s)
 
 
 @limits(max_examples=30, deadline=None)

@@ -17,6 +17,7 @@ FLOORS = {
     "files": 0,
     "options": 0,
     "units": 0,
+    "shown": 0,
     "typed_json": 0,
     "specs": 0,
     "models": 1,

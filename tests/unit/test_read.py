@@ -217,10 +217,7 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path):
         read_lengths(tmp_path / "deep.json")
 
 
-def test_json_is_strict_without_orjson_too(tmp_path, monkeypatch):
-    from trimtab.samples import records
-
-    monkeypatch.setattr(records, "_json_parser", lambda: records._strict_json)
+def test_json_is_strict(tmp_path):
     (tmp_path / "a.json").write_text('[{"length": 5, "id": "\\ud83d\\ude00"}]')
     assert read_lengths(tmp_path / "a.json").ids == ("\U0001f600",)
     for text in ('[{"length": NaN}]', '[{"length": 5, "id": "\\ud800"}]', "[" * 100_000, '[{"length": 1e}]', "[\xff]"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import struct
 import zlib
 
@@ -71,6 +72,7 @@ BAD_ROWS = {
     "null byte": ({"conversations": talk("<image>"), "image": "a\0.png"}, "path", "embedded null"),
     "long name": ({"conversations": talk("<image>"), "image": "x" * 5000}, "path", "name too long"),
     "folder": ({"conversations": talk("<image>"), "image": "sub"}, "image", "folder or a device"),
+    "fifo": ({"conversations": talk("<image>"), "image": "fifo.png"}, "image", "folder or a device"),
     "dot": ({"conversations": talk("<image>"), "image": "."}, "image", "folder or a device"),
     "above": ({"conversations": talk("<image>"), "image": "../outside.png"}, "path", "outside the media folder"),
     "around": ({"conversations": talk("<image>"), "image": "sub/../../outside.png"}, "path", "outside"),
@@ -105,6 +107,7 @@ def fill_trap(folder):
     (folder / "inner.png").symlink_to("sub/c.png")
     (folder / "away").symlink_to(folder.parent)
     (folder / "empty.png").touch()
+    os.mkfifo(folder / "fifo.png")
     (folder / "cut.png").write_bytes(png(40, 20)[:-5])
     (folder / "bomb.png").write_bytes(png(9, 9)[:16] + png_head(60_000, 60_000))
     (folder / "sliver.png").write_bytes(png(500, 2))

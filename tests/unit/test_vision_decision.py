@@ -214,9 +214,10 @@ def test_auto_says_what_it_could_not_try():
 
 
 def test_a_frozen_tower_is_exchanged_forward_only():
-    options = dataclasses.replace(with_vision(group="tp", pooling=1), frozen_towers=("vision", "projector"))
+    both = dataclasses.replace(with_vision(group="tp", pooling=1), max_patches=65536)  # else their packs differ too
+    options = dataclasses.replace(both, frozen_towers=("vision", "projector"))
     frozen = make_plan(QWEN, image_samples(), CLUSTER, options).plan.estimates.vision_data_parallel
-    trained = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="tp", pooling=1))
+    trained = make_plan(QWEN, image_samples(), CLUSTER, both)
     per_step = trained.plan.decisions.packing.num_steps
     assert per_step > 0
     assert frozen.exchange_mib < trained.plan.estimates.vision_data_parallel.exchange_mib
@@ -300,7 +301,7 @@ def test_nothing_is_counted_twice(shared, tmp_path):
     gained = 1e3 * float(np.mean(details.variants[-2].step_s) - np.mean(details.variants[-1].step_s))
     tower, update = found.tower_without_ms - found.tower_ms, found.update_without_ms - found.update_ms
     assert tower > 0 > update, "whole towers have more parameters on every rank"
-    assert gained == pytest.approx(tower + update, rel=0.02)
+    assert gained == pytest.approx(tower + update, rel=0.03)  # the slowest rank is not always the same one
 
 
 def test_the_stages_of_a_framework_keep_the_decision_and_its_export_says_what_it_lacks(shared, tmp_path):

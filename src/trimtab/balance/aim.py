@@ -77,7 +77,7 @@ class Aim:
         Loose ones spend their room on the cost (`cost`), or share it more and more (`both`, `even`). Those of many
         ranks may keep every column from rising above its mean first (`level`): rows wait for their largest pack.
         """
-        from trimtab.balance.window import sum_columns
+        from trimtab.balance.bound import sum_columns
 
         D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))
@@ -103,11 +103,11 @@ class Aim:
         tight = self.style == "tight"
         return Effort(
             num_rounds=num_rounds,
-            num_full_rounds=4,
+            num_coarse_rounds=4,
             alike=0.005,
             patience=5,
             max_free=8,
-            num_polished=num_rounds // 4 if tight else 5 * num_rounds,
+            num_polished=num_rounds // 3 if tight else 5 * num_rounds,
             tail=0.1 if tight else 0.2,
             polish_free=8 if tight else 10,
         )
@@ -122,7 +122,7 @@ def choose_aim(
     squared), packs can only be evened out if they have room. Time is modelled as the number of rows times the
     largest cost expected of dp packs. With `fill` given, only the style is chosen.
     """
-    from trimtab.balance.window import sum_columns
+    from trimtab.balance.bound import sum_columns
 
     n = NUMBERS
     if fill is not None and fill > 0.5 * (n.tight_fill + n.loose_fill):

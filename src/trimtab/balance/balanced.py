@@ -94,9 +94,8 @@ def _shuffle(
     sizes: IntArray, cost: FloatArray, limits: tuple[int, ...], seed: int, epoch: int, shard: int
 ) -> _Shuffled:
     """Samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
-    from trimtab.balance.bound import counted_columns
+    from trimtab.balance.bound import counted_columns, sum_columns
     from trimtab.balance.rng import permutation
-    from trimtab.balance.window import sum_columns
 
     n, k = sizes.shape
     order = permutation(n, seed, epoch, 0, *_shard_key(shard))

@@ -61,6 +61,11 @@ def counted_columns(sizes: IntArray, limits: tuple[int, ...], rounded_fill: floa
     return np.stack(columns, axis=1)
 
 
+def sum_columns(sizes: FloatArray) -> FloatArray:
+    """Sums of (n, D) columns, each added as NumPy adds: the same bits on every machine."""
+    return np.array([column.sum() for column in sizes.T])
+
+
 def lower_bound_packs(sizes: IntArray, limits: tuple[int, ...]) -> int:
     """Packs that samples (n, k) need under `limits`, whatever the packing: no method makes fewer.
 

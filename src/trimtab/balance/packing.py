@@ -12,8 +12,9 @@ from trimtab.balance.cost import CostWeights, default_cost
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
-from trimtab.errors import PackingError, join_problems
+from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
+from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
 METHODS: tuple[PackMethod, ...] = get_args(PackMethod)
@@ -29,6 +30,18 @@ class PackResult:
 
     packing: Packing
     schedule: Schedule
+
+    def __repr__(self) -> str:
+        packing, (num_steps, dp, num_microbatches) = self.packing, self.schedule.table.shape
+        return three_lines(
+            f"PackResult: {len(packing.indices):,} samples in {packing.num_packs:,} packs",
+            f"at most {' and '.join(f'{limit:,}' for limit in packing.limits)} (patches and tokens) a pack",
+            f"{num_steps:,} steps of {dp} ranks x {num_microbatches} micro-batches",
+        )
+
+    def _repr_html_(self) -> str:
+        title, *facts = repr(self).splitlines()
+        return html_table(title, ("packs and steps",), [(fact.strip(),) for fact in facts])
 
 
 def pack_samples(
@@ -72,6 +85,7 @@ def pack_samples(
     (4, 6)
     """
     n = len(samples)
+    refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, method, oversize, fill, num_rounds, batch_size)
     per_sample = cost_column(samples, cost)
     sizes = limited_sizes(samples)
@@ -226,7 +240,8 @@ def _describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, 
     """All samples above a limit, a line each."""
     lines = [
         f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
-        'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and listed)'
+        'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and '
+        "listed): --oversize skip"
     ]
     for row in rows.tolist():
         lines.append(

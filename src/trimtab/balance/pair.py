@@ -19,8 +19,22 @@ from trimtab.specs import FloatArray, IntArray
 MAX_FREE = 12
 """Samples of two packs that may change side at once, at most: 2**12 ways are looked at."""
 
-LOW_BITS = 5
-WIDTH = 1 << LOW_BITS  # ways a row: four AVX registers of float32
+_U = np.uint64
+LOW_BITS = 5  # fewer free samples are made up to this: 32 ways are four AVX registers of float32
+
+COLUMN = np.dtype([
+    ("limit", np.float64),
+    ("weight", np.float64),  # of the squared half difference
+    ("penalty", np.float64),  # of each unit above the limit; 0 where there is none
+    ("mean", np.float64),
+    ("slope", np.float64),  # of each unit above the mean; 0: only the limit counts
+    ("both", np.float64),  # the rest is of the two packs at hand: their sum,
+    ("fixed", np.float64),  # of what stays in pack a,
+    ("of_a", np.float64),  # and of pack a if they are shared anew
+])  # fmt: skip
+
+Goal = npt.NDArray[np.void]
+"""(D,) of `COLUMN`: what makes one sharing of samples better than another, and what is known of the pair at hand."""
 
 
 class Packs(NamedTuple):
@@ -32,25 +46,26 @@ class Packs(NamedTuple):
     sums: FloatArray  # (P, D)
 
 
-class Goal(NamedTuple):
-    """What makes one sharing of samples better than another."""
-
-    limits: FloatArray  # (D,)
-    weights: FloatArray  # (D,) of squared half differences
-    penalties: FloatArray  # (D,) of each unit above a limit; 0 where there is none
-    means: FloatArray  # (D,)
-    slopes: FloatArray  # (D,) of each unit above the mean; 0: only limits count
-
-
 class Scratch(NamedTuple):
-    """Working memory of `split_pair`, made once."""
+    """Working memory of `share_pairs`, made once."""
 
+    pairs: IntArray  # (P, 2) packs to share
+    failures: IntArray  # (P,) of each pack in a row
     members: IntArray  # as long as two packs can be
-    high: npt.NDArray[np.float32]
-    low: npt.NDArray[np.float32]
-    score: npt.NDArray[np.float32]
-    lanes: npt.NDArray[np.float32]
-    both: FloatArray  # (D,) sums of the two packs
+    held: FloatArray  # (D, the same) their columns
+    sums: npt.NDArray[np.float32]  # of all ways: one column,
+    score: npt.NDArray[np.float32]  # all columns,
+    bits: npt.NDArray[np.int32]  # and the same memory as integers
+
+
+def make_goal(
+    limits: FloatArray, weights: FloatArray, penalties: FloatArray, means: FloatArray, slopes: FloatArray
+) -> Goal:
+    """What pairs are shared by; each argument is (D,)."""
+    goal = np.zeros(len(limits), COLUMN)
+    for name, values in zip(COLUMN.names or (), (limits, weights, penalties, means, slopes), strict=False):
+        goal[name] = values
+    return goal
 
 
 def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
@@ -63,15 +78,16 @@ def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
     )
 
 
-def make_scratch(num_samples: int, num_columns: int) -> Scratch:
-    num_rows = 1 << (MAX_FREE - LOW_BITS)
+def make_scratch(num_packs: int, num_samples: int, num_columns: int) -> Scratch:
+    score = np.empty(1 << MAX_FREE, np.float32)
     return Scratch(
+        np.empty((num_packs, 2), np.int64),
+        np.zeros(num_packs, np.int64),
         np.empty(num_samples, np.int64),
-        np.empty(num_rows, np.float32),
-        np.empty(WIDTH, np.float32),
-        np.empty((num_rows, WIDTH), np.float32),
-        np.empty(WIDTH, np.float32),
-        np.empty(num_columns),
+        np.empty((num_columns, num_samples + LOW_BITS)),
+        np.empty_like(score),
+        score,
+        score.view(np.int32),
     )
 
 
@@ -91,150 +107,120 @@ def _list_members(packs: Packs, a: int, b: int, members: IntArray) -> None:
 def _choose_free(members: IntArray, num_a: int, n: int, max_free: int, state: UIntArray) -> int:
     """Moves `max_free` random members, about as many of each pack, to where the two packs meet; the first of them."""
     free_a = min(num_a, max(max_free - (n - num_a), max_free // 2))
-    for k in range(free_a):
-        p = num_a - 1 - k
-        q = below(state, p + 1)
-        members[p], members[q] = members[q], members[p]
-    for k in range(max_free - free_a):
-        p = num_a + k
-        q = p + below(state, n - p)
+    for k in range(max_free):
+        p = num_a - 1 - k if k < free_a else num_a + k - free_a
+        q = below(state, p + 1) if k < free_a else p + below(state, n - p)
         members[p], members[q] = members[q], members[p]
     return num_a - free_a
 
 
 @inlined
-def _sum_ways(
-    sizes: FloatArray, d: int, members: IntArray, first: int, free: int, base: float, scratch: Scratch
-) -> None:
-    """Sums of column d for all ways, as high[way >> LOW_BITS] + low[way & (WIDTH - 1)]; `base`: of what stays in a."""
-    high, low = scratch.high, scratch.low
-    low[0] = np.float32(0.0)
-    for j in range(LOW_BITS):  # fewer free samples: the rest are copies of the same ways
-        x = np.float32(sizes[members[first + j], d]) if j < free else np.float32(0.0)
-        for k in range(1 << j):
-            low[(1 << j) + k] = low[k] + x
-    high[0] = np.float32(base)
-    for j in range(LOW_BITS, free):
-        x = np.float32(sizes[members[first + j], d])
-        for k in range(1 << (j - LOW_BITS)):
-            high[(1 << (j - LOW_BITS)) + k] = high[k] + x
-
-
-@inlined
-def _score_ways(
-    sizes: FloatArray, sums_of_both: FloatArray, members: IntArray, first: int, free: int, goal: Goal, scratch: Scratch
-) -> None:
-    """The score of every way in float32, row by row: the compiler makes vector code of it."""
-    high, low, score = scratch.high, scratch.low, scratch.score
-    num_rows = 1 << max(0, free - LOW_BITS)
-    width = len(low)  # not a constant: the compiler would unroll the loops below instead of making vectors of them
-    for h in range(num_rows):
-        for k in range(width):
-            score[h, k] = np.float32(0.0)
-    for d in range(sizes.shape[1]):
-        half = 0.5 * sums_of_both[d]
-        base = -half
+def _score_ways(goal: Goal, sign: float, first: int, free: int, scratch: Scratch) -> None:
+    """The score of every way in float32, column by column: the compiler makes vector code of the loops over ways."""
+    sums, score, held = scratch.sums, scratch.score, scratch.held
+    bits = max(LOW_BITS, free)
+    for way in range(1 << bits):
+        score[way] = np.float32(0.0)
+    for d in range(len(goal)):
+        half = 0.5 * goal[d].both
+        goal[d].fixed = 0.0
         for k in range(first):
-            base += sizes[members[k], d]
-        _sum_ways(sizes, d, members, first, free, base, scratch)  # of pack a, less half of both: e
-        w, penalty, room = np.float32(goal.weights[d]), np.float32(goal.penalties[d]), np.float32(goal.limits[d] - half)
-        for h in range(num_rows):
-            for k in range(width):
-                e = abs(high[h] + low[k])
-                score[h, k] += w * e * e + penalty * max(np.float32(0.0), e - room)
-        if goal.slopes[d] > 0.0:
-            slope, room = np.float32(goal.slopes[d]), np.float32(goal.means[d] - half)
-            for h in range(num_rows):
-                for k in range(width):
-                    score[h, k] += slope * max(np.float32(0.0), abs(high[h] + low[k]) - room)
+            goal[d].fixed += held[d, k]
+        for k in range(free, LOW_BITS):  # ways that differ in these are copies
+            held[d, first + k] = 0.0
+        # 1. sums[way], of pack a less half of both: way by way with one more sample
+        sums[0] = np.float32(goal[d].fixed - half)
+        known = _U(1)  # unsigned: numba then leaves out what negative indices need, and vector code comes of it
+        for j in range(bits):
+            x = np.float32(held[d, first + j])
+            for way in range(known):
+                sums[known + way] = sums[way] + x
+            known += known
+        # 2. what they score
+        w, penalty = np.float32(sign * goal[d].weight), np.float32(goal[d].penalty)
+        room = np.float32(goal[d].limit - half)
+        for way in range(1 << bits):
+            e = abs(sums[way])
+            score[way] += w * e * e + penalty * max(np.float32(0.0), e - room)
+        if goal[d].slope > 0.0:
+            slope, room = np.float32(goal[d].slope), np.float32(goal[d].mean - half)
+            for way in range(1 << bits):
+                score[way] += slope * max(np.float32(0.0), abs(sums[way]) - room)
 
 
 @inlined
 def _best_way(free: int, current: int, scratch: Scratch) -> int:
-    """The way of least score; `current` if none is better by more than float32 can tell."""
-    score, lanes = scratch.score, scratch.lanes
-    num_rows, width = 1 << max(0, free - LOW_BITS), len(lanes)
-    for k in range(width):
-        lanes[k] = score[0, k]
-    for h in range(1, num_rows):  # lane by lane: a running minimum would wait for itself
-        for k in range(width):
-            lanes[k] = min(lanes[k], score[h, k])
-    lane = 0
-    for k in range(1, width):
-        if lanes[k] < lanes[lane]:
-            lane = k
-    old = score[current >> LOW_BITS, current & (WIDTH - 1)]
-    if not lanes[lane] < old - np.float32(1e-5) * abs(old):
-        return current
-    row = 0
-    while score[row, lane] != lanes[lane]:
-        row += 1
-    return (row << LOW_BITS) + lane
+    """The way of least score; `current` if none is better by more than the bits in which the ways are numbered.
+
+    The lowest bits of a score are replaced by its number, so one minimum of integers finds both. Floats are ordered as
+    their bits are, negative ones once these are turned round.
+    """
+    bits = scratch.bits
+    num_ways = 1 << max(LOW_BITS, free)
+    best = np.int32(0x7FFFFFFF)
+    for way in range(num_ways):
+        x = bits[way]
+        key = np.int32(((x ^ ((x >> 31) & 0x7FFFFFFF)) & -num_ways) | way)
+        if key < best:
+            best = key
+    x = bits[current]
+    now = (x ^ ((x >> 31) & 0x7FFFFFFF)) & -num_ways
+    return np.int64(best & (num_ways - 1)) if (best & -num_ways) < now else np.int64(current)
 
 
 @inlined
 def _is_better(
-    sizes: FloatArray,
-    sums: FloatArray,
-    a: int,
-    b: int,
-    members: IntArray,
-    first: int,
-    free: int,
-    way: int,
-    goal: Goal,
+    sums: FloatArray, a: int, goal: Goal, sign: float, first: int, free: int, way: int, held: FloatArray
 ) -> bool:
     """Whether the way scores less than the packs as they are, in float64."""
     old_score, new_score = 0.0, 0.0
-    for d in range(sizes.shape[1]):
-        half = 0.5 * (sums[a, d] + sums[b, d])
-        new_a = 0.0
-        for k in range(first):
-            new_a += sizes[members[k], d]
+    for d in range(len(goal)):
+        half = 0.5 * goal[d].both
+        of_a = goal[d].fixed
         for k in range(free):
-            if (way >> k) & 1:
-                new_a += sizes[members[first + k], d]
-        old_e, new_e = abs(sums[a, d] - half), abs(new_a - half)
-        room = goal.limits[d] - half
-        old_score += goal.weights[d] * old_e * old_e + goal.penalties[d] * max(0.0, old_e - room)
-        new_score += goal.weights[d] * new_e * new_e + goal.penalties[d] * max(0.0, new_e - room)
-        room = goal.means[d] - half
-        old_score += goal.slopes[d] * max(0.0, old_e - room)
-        new_score += goal.slopes[d] * max(0.0, new_e - room)
+            of_a += held[d, first + k] * np.float64((way >> k) & 1)
+        goal[d].of_a = of_a
+        old_e, new_e = abs(sums[a, d] - half), abs(of_a - half)
+        room, above = goal[d].limit - half, goal[d].mean - half
+        w, penalty, slope = sign * goal[d].weight, goal[d].penalty, goal[d].slope
+        old_score += w * old_e * old_e + penalty * max(0.0, old_e - room) + slope * max(0.0, old_e - above)
+        new_score += w * new_e * new_e + penalty * max(0.0, new_e - room) + slope * max(0.0, new_e - above)
     return new_score < old_score - 1e-9 * abs(old_score)
 
 
 @inlined
-def _move(sizes: FloatArray, packs: Packs, a: int, b: int, members: IntArray, first: int, free: int, way: int) -> None:
+def _move(packs: Packs, a: int, b: int, members: IntArray, n: int, first: int, free: int, way: int, goal: Goal) -> None:
     """The members before `first`, and those free ones whose bit is set, into pack a; the others into b."""
-    head, after, count, sums = packs.head, packs.after, packs.num_held, packs.sums
-    n = count[a] + count[b]
-    head[a], head[b], count[a] = -1, -1, 0
-    for d in range(sizes.shape[1]):
-        sums[b, d] += sums[a, d]
-        sums[a, d] = 0.0
+    head_a, head_b, num_a = np.int64(-1), np.int64(-1), np.int64(0)
     for k in range(n):
         item = members[k]
-        pack = a if k < first or (k < first + free and (way >> (k - first)) & 1) else b
-        after[item] = head[pack]
-        head[pack] = item
-        if pack == a:
-            count[a] += 1
-            for d in range(sizes.shape[1]):
-                sums[a, d] += sizes[item, d]
-    count[b] = n - count[a]
-    for d in range(sizes.shape[1]):
-        sums[b, d] -= sums[a, d]
+        in_a = k < first or (k < first + free and ((way >> (k - first)) & 1) == 1)
+        packs.after[item] = head_a if in_a else head_b
+        head_a = item if in_a else head_a
+        head_b = head_b if in_a else item
+        num_a += np.int64(in_a)
+    packs.head[a], packs.head[b] = head_a, head_b
+    packs.num_held[a], packs.num_held[b] = num_a, n - num_a
+    for d in range(len(goal)):
+        packs.sums[a, d] = goal[d].of_a
+        packs.sums[b, d] = goal[d].both - goal[d].of_a
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
-def split_pair(
-    sizes: FloatArray, packs: Packs, a: int, b: int, goal: Goal, max_free: int, state: UIntArray, scratch: Scratch
-) -> bool:
-    """Share the samples of packs a and b again if that is better; True if it was.
+def share_pairs(
+    sizes: FloatArray,
+    packs: Packs,
+    num_pairs: int,
+    goal: Goal,
+    sign: float,
+    max_free: int,
+    state: UIntArray,
+    scratch: Scratch,
+) -> int:
+    """Share the samples of each of `scratch.pairs` again if that is better; how often it was.
 
-    Minimises, with e the half difference of the two packs' sums, sum_d weights[d] e_d^2 + penalties[d] overflow_d +
-    slopes[d] above_d: what the larger of the two has above its limit, and above the mean. Of n <= max_free + 1 samples
+    Minimises, with e the half difference of the two packs' sums, sum_d sign weight_d e_d^2 + penalty_d overflow_d +
+    slope_d above_d: what the larger of the two has above its limit, and above the mean. Of n <= max_free + 1 samples
     all ways are looked at: one sample stays, as swapping the packs changes nothing. Of more, max_free random ones may
     change side.
 
@@ -242,31 +228,40 @@ def split_pair(
     8 ways, numbered by the bits of those that are in a. Way 001, [7, 2], is the one there is. Way 000, [7], has e 0.5
     and no other less: the packs become [7] and [2, 3, 3].
 
-    All ways are scored in float32: the best is exact but for ties within 1e-5. It is accepted only if it is better in
-    float64, where sums of integers below 2^53 are exact. No fused multiply-add and no reordered sums: every machine
-    takes the same decisions.
+    All ways are scored in float32: the best is exact but for ties, which for 2^8 ways are 3e-5 apart. It is accepted
+    only if it is better in float64, where sums of integers below 2^53 are exact. No fused multiply-add and no reordered
+    sums: every machine takes the same decisions.
     """
-    members = scratch.members
-    if packs.num_held[a] == 0:
-        a, b = b, a
-    num_a = packs.num_held[a]
-    n = num_a + packs.num_held[b]
-    if n < 2:
-        return False
-    # 1. members[first : first + free] may change side; those before stay in a, those behind stay in b
-    _list_members(packs, a, b, members)
-    first, free = np.int64(1), n - 1
-    if free > max_free:
-        free = max_free
-        first = _choose_free(members, num_a, n, max_free, state)
-    # 2. the best way, in float32
-    for d in range(sizes.shape[1]):
-        scratch.both[d] = packs.sums[a, d] + packs.sums[b, d]
-    _score_ways(sizes, scratch.both, members, first, free, goal, scratch)
-    current = (1 << (num_a - first)) - 1
-    way = _best_way(free, current, scratch)
-    # 3. is it one, in float64?
-    if way == current or not _is_better(sizes, packs.sums, a, b, members, first, free, way, goal):
-        return False
-    _move(sizes, packs, a, b, members, first, free, way)
-    return True
+    members, held = scratch.members, scratch.held
+    num_better = np.int64(0)
+    for i in range(num_pairs):
+        a, b = scratch.pairs[i, 0], scratch.pairs[i, 1]
+        if packs.num_held[a] == 0:
+            a, b = b, a
+        num_a = packs.num_held[a]
+        n = num_a + packs.num_held[b]
+        if n < 2 or a == b:
+            continue
+        # 1. members[first : first + free] may change side; those before stay in a, those behind stay in b
+        _list_members(packs, a, b, members)
+        first, free = np.int64(1), n - 1
+        if free > max_free:
+            free = max_free
+            first = _choose_free(members, num_a, n, max_free, state)
+        for d in range(len(goal)):
+            goal[d].both = packs.sums[a, d] + packs.sums[b, d]
+            for k in range(first + free):
+                held[d, k] = sizes[members[k], d]
+        # 2. the best way, in float32
+        _score_ways(goal, sign, first, free, scratch)
+        current = (np.int64(1) << (num_a - first)) - 1
+        way = _best_way(free, current, scratch)
+        # 3. is it one, in float64?
+        if way != current and _is_better(packs.sums, a, goal, sign, first, free, way, held):
+            _move(packs, a, b, members, n, first, free, way, goal)
+            scratch.failures[a], scratch.failures[b] = 0, 0
+            num_better += 1
+        else:
+            scratch.failures[a] += 1
+            scratch.failures[b] += 1
+    return num_better

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.balance.aim import Pull
-from trimtab.balance.pair import Goal, make_packs, make_scratch
+from trimtab.balance.bound import sum_columns
+from trimtab.balance.pair import make_goal, make_packs, make_scratch
 from trimtab.balance.rng import UIntArray
-from trimtab.balance.window import Effort, arrange, deal, evict, sum_columns, unload
+from trimtab.balance.window import Effort, arrange, deal, evict, unload
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3
@@ -161,20 +162,19 @@ def pack_window(
     k = D - 1
     P = num_packs
     total = sum_columns(window)
-    scratch = make_scratch(n, D)
-    evicted = np.empty(n, np.int64)
     tried, growth, num_grown = False, dp, 0
     while True:
         mean = np.where(total > 0, total, 1.0) / P
         weights = np.where(total > 0, pull.weights / mean**2, 0.0)
-        goal = Goal(bounds, weights, PENALTY / bounds, mean, np.zeros(D))
-        last_goal = goal._replace(slopes=np.where(total > 0, pull.slopes / mean, 0.0))
+        slopes = np.where(total > 0, pull.slopes / mean, 0.0)
+        goal = make_goal(bounds, weights, PENALTY / bounds, mean, np.zeros(D))
+        last_goal = make_goal(bounds, weights, PENALTY / bounds, mean, slopes)
         # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
         share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
-        packs = make_packs(P, n, D)
+        packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
         deal(window, share, packs)
         arrange(window, packs, goal, last_goal, effort, state, scratch)
-        out = evicted[: evict(window, packs, bounds, age, evicted)]
+        out = evict(window, packs, goal, age)
         if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
             break
         tried = not tried  # another deal of the same packs may hold them all

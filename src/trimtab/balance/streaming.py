@@ -157,11 +157,10 @@ class StreamPacker:
 
     def _pack(self, *, last: bool) -> None:
         """One window; what does not fit waits for the next."""
-        from trimtab.balance.bound import counted_columns
+        from trimtab.balance.bound import counted_columns, sum_columns
         from trimtab.balance.groups import Groups, complete_rows
         from trimtab.balance.rng import make_stream
         from trimtab.balance.stream import next_fill, pack_window, packs_for
-        from trimtab.balance.window import sum_columns
 
         # 1. Columns of what waits, and how it is to be packed.
         sizes = np.array(self._sizes, np.int64)
@@ -212,7 +211,7 @@ class StreamPacker:
 
     def _columns(self, sizes: IntArray) -> FloatArray:
         """(n, k + 1): the sizes and the cost, whose mean is 1."""
-        from trimtab.balance.window import sum_columns
+        from trimtab.balance.bound import sum_columns
 
         n, k = sizes.shape
         columns = np.empty((n, k + 1))

@@ -1,5 +1,6 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         from trimtab.adapters.ray_data import count_cpus, map_on_ray
 
         workers, map_chunks = sizing.workers or count_cpus(), map_on_ray
-    with progress("sizing") as advance:
+    with progress("sizing, bytes") as advance:
         result = size_samples(
             data,
             image_rule=model.image_rule,
@@ -106,6 +107,16 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     return result
 
 
+def _unlike(saved: str, own: str) -> tuple[str, str]:
+    """What two image rules, as they were written down, say otherwise: limits by their names, or the kinds of rule."""
+    told = [dict(re.findall(r"(\w+)='?([^,'()]+)", rule)) for rule in (saved, own)]
+    if saved.partition("(")[0] != own.partition("(")[0]:
+        told = [{"the rule": rule.get("name", "another")} for rule in told]
+    names = [name for name in told[0] if told[0][name] != told[1].get(name)]
+    first, second = (", ".join(f"{name} {rule.get(name)}" for name in names) for rule in told)
+    return first, second
+
+
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
@@ -119,9 +130,10 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     results = [load_sizing(path) for path in tables]
     for path, result in zip(tables, results, strict=True):
         if result.image_rule not in (None, repr(model.image_rule)):
+            sized, counts = _unlike(result.image_rule, repr(model.image_rule))
             raise SampleError(
-                f"{path} was sized by the image rule {result.image_rule}, and {model.name} counts images by "
-                f"{model.image_rule}: size the data for this model, with the same --max-tiles or --max-pixels"
+                f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
+                "model, with the same --max-tiles or --max-pixels"
             )
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),

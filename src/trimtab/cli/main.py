@@ -16,6 +16,7 @@ from trimtab.cli.demo import demo
 from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
 from trimtab.cli.map import map_model
+from trimtab.cli.options import Verb, Verbs
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
 from trimtab.cli.probe import probe
@@ -28,31 +29,34 @@ from trimtab.cli.uneven import uneven
 from trimtab.errors import TrimtabError
 
 app = typer.Typer(
+    cls=Verbs,
     help="Balance data, pipeline stages and memory of vision-language models; write the decisions as one plan.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo)
-app.command("plan")(plan)
-app.command("check")(check)
-app.command("probe")(probe)
-app.command("train")(train)
-app.command("report")(report)
-app.command("serve")(serve)
+for name, function in {
+    "demo": demo,
+    "plan": plan,
+    "check": check,
+    "probe": probe,
+    "train": train,
+    "report": report,
+    "serve": serve,
+    "map": map_model,
+    "describe": describe,
+    "image-size": image_size,
+    "profile": profile,
+    "size": size,
+    "pack": pack,
+    "uneven": uneven,
+}.items():
+    app.command(name, cls=Verb)(function)
 app.add_typer(export.app, name="export")
-app.command("map")(map_model)
-app.command("describe")(describe)
-app.command("image-size")(image_size)
-app.command("profile")(profile)
-app.command("size")(size)
-app.command("pack")(pack)
-app.command("uneven")(uneven)
 
 _INSTALL_HINTS = {
     "pyarrow": "data",
-    "orjson": "data",
     "PIL": "data",
     "tokenizers": "data",
     "jinja2": "data",

@@ -1,14 +1,17 @@
-"""The command line of a verb from the dataclasses that hold its options: `verb`."""
+"""The command line of a verb from the dataclasses that hold its options, `verb`; and the help of all verbs."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from trimtab.options import Option, option_fields
 
@@ -51,7 +54,13 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
         told: Any = (
             typer.Argument(help=option.text)
             if option.argument
-            else typer.Option(*filter(None, [flag]), help=option.text, min=option.least, max=option.most)
+            else typer.Option(
+                *filter(None, [flag]),
+                help=option.text,
+                min=option.least,
+                max=option.most,
+                rich_help_panel=None if option.common else _title(kind),
+            )
         )
         yield inspect.Parameter(
             _parameter_name(name, option),
@@ -78,6 +87,40 @@ def _make(kind: Any, given: dict[str, Any]) -> Any:
             value = value != field.default
         made[name] = value
     return kind(**made)
+
+
+def _title(kind: type) -> str:
+    """ "Plan options" of `PlanOptions`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).capitalize()
+
+
+class Verb(TyperCommand):
+    """A command whose help lists its options in groups: those of no group first, in the order they are declared."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list, {"Arguments": [], "Options": []})
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                name, _, choices = record[0].partition(" <")
+                if len(record[0]) > formatter.width - 2:  # a list of choices longer than a line
+                    record = (name, f"{record[1]} One of {choices.rstrip('>').replace('|', ', ')}.")
+                is_argument = parameter.param_type_name == "argument"
+                panel = getattr(parameter, "rich_help_panel", None)
+                groups["Arguments" if is_argument else panel or "Options"].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Verbs(TyperGroup):
+    """A group of commands whose help shows the first sentence of each, whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.get_short_help_str(500)) for name, found in commands if found is not None])
 
 
 def _parameter_name(name: str, option: Option) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-_SHOW_AFTER_S = 1.0
+_SHOW_AFTER_S, _LINE_EVERY_S = 1.0, 10.0
 
 
 def print_json(content: Any) -> None:
@@ -70,11 +70,24 @@ def log(message: str) -> None:
     print(message, file=sys.stderr)
 
 
+def _plain_lines(label: str) -> Callable[[int, int], None]:
+    """For logs: a line every ten seconds, none of work that is done before."""
+    last_s = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _LINE_EVERY_S:
+            last_s = time.monotonic()
+            log(f"{label}: {done:,} of {total:,}")
+
+    return update
+
+
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for `callback(done, total)`, shown on a terminal once the work has taken a second."""
+    """A bar on stderr for `callback(done, total)` once the work has taken a second; without a terminal, plain lines."""
     if not sys.stderr.isatty():
-        yield lambda _done, _total: None
+        yield _plain_lines(label)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

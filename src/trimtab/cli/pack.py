@@ -37,9 +37,10 @@ class PackOptions:
     """How `trimtab pack` packs."""
 
     max_patches: Annotated[
-        int | None, Option("Most patches of a pack (tiles, where files give vit_num).", least=1, most=2**40)
+        int | None,
+        Option("Most patches of a pack (tiles, where files give vit_num).", least=1, most=2**40, common=True),
     ] = None
-    max_tokens: Annotated[int | None, Option("Most tokens of a pack.", least=1, most=2**40)] = None
+    max_tokens: Annotated[int | None, Option("Most tokens of a pack.", least=1, most=2**40, common=True)] = None
     limits_by: Annotated[
         Literal["paper", "search"] | None,
         Option(
@@ -49,9 +50,9 @@ class PackOptions:
     ] = None
     mean_batch: Annotated[int, Option("With --limits-by search: samples a pack.", least=1)] = 4
     apart: Annotated[bool, Option("Pack every data set for itself: rows of ranks hold one set each.")] = False
-    dp: Annotated[int, Option("Data-parallel ranks.", least=1)] = 8
+    dp: Annotated[int, Option("Data-parallel ranks.", least=1, common=True)] = 8
     num_microbatches: Annotated[int, Option("Packs per rank and step.", least=1)] = 1
-    method: Annotated[PackMethod, Option("How packs are made.")] = "balanced"
+    method: Annotated[PackMethod, Option("How packs are made.", common=True)] = "balanced"
     order: Annotated[Order, ORDER] = "random"
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()
@@ -95,6 +96,8 @@ def pack(
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     warm_up(options.method)  # compiled once per machine: not part of the seconds below
     limits = _choose_limits(epoch.drawn, options)
+    if options.limits_by is not None and not options.apart:
+        _refuse_above(epoch.drawn, limits[0], options)
     how = {name: getattr(options, name) for name in _SHARED}
     if options.iterations is not None:
         how["iterations"] = options.iterations
@@ -135,6 +138,16 @@ def pack(
     print_balance(samples, balance, seconds, console())
     if steps:
         print_iterations(steps, console())
+
+
+def _refuse_above(samples: "SampleTable", limits: tuple[int, int], options: PackOptions) -> None:
+    """Limits that were chosen cannot be raised: what to do with samples above them is the user's choice."""
+    above = int(((samples.num_patches > limits[0]) | (samples.num_tokens > limits[1])).sum())
+    if above and options.oversize == "error":
+        raise PlanError(
+            f"{above} of {len(samples)} samples exceed the limits that --limits-by {options.limits_by} found "
+            f"({limits[0]:,} {samples.patch_unit}, {limits[1]:,} tokens): give --oversize skip or --oversize alone"
+        )
 
 
 def _pack(

@@ -43,22 +43,25 @@ def plan(
     data: DataArgument,
     cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
-    images: ImageOptions,
-    sizing: SizingOptions,
-    options: PlanOptions,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote."
-        ),
-    ] = None,
     target: Annotated[
         Framework | None,
         typer.Option("--for", help="Only what this framework can run; trimtab: what `trimtab train` can."),
     ] = None,
-    refining: RefineOptions,
     as_json: JsonOption = False,
+    options: PlanOptions,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
+    ] = 8,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote.",
+            rich_help_panel="Plan options",
+        ),
+    ] = None,
+    sizing: SizingOptions,
+    images: ImageOptions,
+    refining: RefineOptions,
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
     from trimtab.cli.data import size_data

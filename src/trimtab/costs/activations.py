@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, measured_terms
+from trimtab.costs.flops import layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
@@ -281,7 +281,6 @@ def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
     return 7 * w if m.quick_gelu and not fused else 2 * w
 
 
-def count_kernels(matmuls: tuple[Matmul, ...], traffic: tuple[Traffic, ...], layer: LayerSpec) -> int:
-    """Kernels one forward launches."""
-    attention = 1 if layer.attention is not None else 0
-    return len(matmuls) + sum(t.num_kernels for t in traffic) + attention
+def count_kernels(traffic: tuple[Traffic, ...], layer: LayerSpec) -> int:
+    """Kernels that one forward launches, its products aside."""
+    return sum(t.num_kernels for t in traffic) + (layer.attention is not None)

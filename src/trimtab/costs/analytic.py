@@ -13,9 +13,10 @@ from trimtab.costs.activations import (
     selective_bytes,
     uses_dense_pairs,
 )
+from trimtab.costs.curves import Line
 from trimtab.costs.flops import layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import bytes_per_param, local_params, step_seconds, tied_copy_params
+from trimtab.costs.state import added_bytes, bytes_per_param, local_params, step_seconds, tied_copy_params
 from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
@@ -26,7 +27,7 @@ from trimtab.specs import (
 )
 
 KERNEL_S = 2e-6
-"""Assumed: start and drain of one kernel on a busy stream. A host that cannot launch fast enough costs more."""
+"""Assumed: start and drain of a kernel that only moves memory. A host that cannot launch fast enough costs more."""
 
 COLLECTIVE_S = 10e-6
 """Assumed: latency of one collective among the devices of a node."""
@@ -82,10 +83,11 @@ def cost_layer(
 ) -> LayerCost:
     """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
 
-    forward = products / (peak x efficiency) + elementwise traffic / (bandwidth x efficiency) + weights read once
-        + kernels x KERNEL_S + tensor-parallel collectives, one after the other (none overlaps another).
-    backward = products x (1 for inputs + 1 for weights) + attention x 2.5 (fused: scores computed again; unfused 2)
-        + twice the traffic + collectives; its part for the weights alone is their products.
+    forward = products (`product_line`) + attention + elementwise traffic / (bandwidth x efficiency) + start of each
+        kernel + tensor-parallel collectives, one after the other (none overlaps another).
+    backward = products once for the inputs and once for the weights (`weight_line`), whose gradient is added to what
+        earlier micro-batches left + attention x 2.5 (fused: scores computed again; unfused 2) + twice the traffic
+        + collectives; its part for the weights alone is their products.
     A layer of measured work has no tiers between "none" and "full". An audio tower takes its state alone: no sample
     holds sound.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
@@ -97,11 +99,7 @@ def cost_layer(
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.measure(layer, device, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
-    first_only = _first_product_share(layer, settings) if not gradients.inputs else 0.0
-    passes = (1.0 if gradients.inputs else 1.0 - first_only) + (1.0 if gradients.weights else 0.0)
-    if layer.kind == "embed":
-        passes = 1.0 if gradients.weights else 0.0
-    rows = seconds.products + seconds.traffic + seconds.collectives
+    rows = seconds.forward.row + seconds.traffic + seconds.collectives
     pairs = seconds.attention + seconds.pair_traffic
     forward = columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     if layer.tower == "audio":
@@ -109,14 +107,18 @@ def cost_layer(
     again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
     backward = weight = columns.terms()
     if runs_backward and gradients.weights:
-        weight = columns.terms(rows=seconds.products, once=seconds.once + seconds.gather)
+        weight = columns.terms(rows=seconds.weights.row, once=seconds.weights.once + seconds.gather)
     if runs_backward:
+        products = _backward_products(seconds, layer, gradients)
         backward = columns.terms(
-            rows=passes * seconds.products
+            rows=products.row
             + 2 * seconds.traffic
             + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
-            once=2 * seconds.once + seconds.gather + (seconds.gather if gradients.weights else 0.0),
+            once=products.once
+            + 2 * (seconds.kernels + seconds.waits)
+            + seconds.gather
+            + (seconds.gather if gradients.weights else 0.0),
         )
     none_bytes = columns.terms()
     if runs_backward:
@@ -208,18 +210,27 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
 class _LayerSeconds:
     """Forward seconds of one layer: for each row, for each computed pair, and once for each micro-batch."""
 
-    products: float
+    forward: Line  # matrix products
+    inputs: Line  # backward: gradients of the products' inputs, of those that enter the layer aside
+    entering: Line  # the same of the products that the layer's input enters
+    weights: Line  # backward: gradients of the weights, added to what earlier micro-batches left
     traffic: float
     collectives: float  # sums over tp, or their halves under sequence parallel
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
-    once: float
+    kernels: float  # starts of those that are no product
+    waits: float  # latency of collectives
     gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped; gradients to them take as long
+
+    @property
+    def once(self) -> float:
+        """Forward, for each micro-batch."""
+        return self.forward.once + self.kernels + self.waits
 
     @classmethod
     def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
-        e, w, tp, dp = settings.efficiency, settings.item_bytes, settings.dims.tp, settings.dims.dp
+        e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
         # fp32 products run as TF32, at half the bf16 rate on every device of the table
         peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
@@ -230,23 +241,35 @@ class _LayerSeconds:
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
         ring = 2.0 * row * (tp - 1) / tp / link
-        weights = sum(p.in_width * p.out_width for p in matmuls)
-        gather = 0.0
+        gather, params = 0.0, local_params(layer, tp)
         if settings.zero_stage == 3:
             dp_link = settings.dp_bytes_per_s or device.link_bytes_per_s * e.link
-            gather = local_params(layer, tp) * w * (dp - 1) / dp / dp_link
+            gather = params * w * (dp - 1) / dp / dp_link
+        entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
+        backward = {p.name: p.backward_line(e, peak) for p in matmuls}
+        added = params * added_bytes(settings) / bandwidth
         return cls(
-            products=sum(p.flops for p in matmuls) / (peak * e.matmul),
+            forward=sum((p.forward_line(e, peak) for p in matmuls), Line()),
+            inputs=sum((line for name, line in backward.items() if name not in entering), Line()),
+            entering=sum((line for name, line in backward.items() if name in entering), Line()),
+            weights=sum((p.weight_line(e, peak) for p in matmuls), Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
-            once=weights * w / bandwidth
-            + count_kernels(matmuls, traffic, layer) * KERNEL_S
-            + num_collectives * COLLECTIVE_S,
+            kernels=count_kernels(traffic, layer) * KERNEL_S,
+            waits=num_collectives * COLLECTIVE_S,
             gather=gather,
         )
+
+
+def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Gradients) -> Line:
+    """Products of the backward: where nothing before the layer trains, nobody needs the gradient of its input."""
+    found = seconds.inputs if layer.kind != "embed" else Line()
+    if gradients.inputs and layer.kind != "embed":
+        found += seconds.entering
+    return found + seconds.weights if gradients.weights else found
 
 
 def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
@@ -273,11 +296,10 @@ def _recompute_tiers(
     if layer.measured is not None:
         return [full]
     eager = settings.attention == "eager"
-    kernels = sum(t.num_kernels for t in layer_traffic(layer, settings))
     extra = columns.terms(
         rows=seconds.traffic,
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
-        once=kernels * KERNEL_S,
+        once=seconds.kernels,
     )
     tiers = [
         RecomputeTier(
@@ -285,7 +307,7 @@ def _recompute_tiers(
         )
     ]
     if layer.attention is not None and not eager:
-        rows = seconds.products + seconds.traffic + seconds.collectives
+        rows = seconds.forward.row + seconds.traffic + seconds.collectives
         tiers.append(
             RecomputeTier(
                 name="attention",
@@ -327,16 +349,6 @@ def _transients(
 def _gathered_bytes(params: float, settings: CostSettings) -> float:
     """ZeRO-3: the layer's whole weights while it runs, and the next layer's on their way; 0 otherwise."""
     return 2.0 * params * settings.item_bytes if settings.zero_stage == 3 else 0.0
-
-
-def _first_product_share(layer: LayerSpec, settings: CostSettings) -> float:
-    """Share of a layer's product FLOPs whose input gradient nobody needs when nothing before it trains."""
-    matmuls = layer_matmuls(layer, settings.dims.tp)
-    total = sum(p.flops for p in matmuls)
-    if total == 0:
-        return 0.0
-    entering = {"q", "k", "v"} if layer.kind == "block" else {matmuls[0].name}
-    return sum(p.flops for p in matmuls if p.name in entering) / total
 
 
 def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trimtab.errors import TrimtabError, join_problems
+from trimtab.errors import TrimtabError, join_problems, refuse_type
 from trimtab.specs import ClusterSpec, DeviceSpec
 from trimtab.typed_json import read_typed
 from trimtab.units import GIB, parse_bytes
@@ -136,6 +136,7 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     >>> find_device("a100").peak_flops / 1e12
     312.0
     """
+    refuse_type("name", name, str, 'one as in "H100"')
     if name.lower().endswith(_FILE):
         return read_device(name)
     wanted = _squeeze(name)
@@ -182,6 +183,7 @@ def parse_cluster(text: str, *, devices_per_node: int = 8, beside: DeviceSpec | 
     >>> cluster.num_nodes, cluster.devices_per_node
     (4, 8)
     """
+    refuse_type("cluster", text, str, 'one as in "32xA100-80GB"')
     kinds = [kind.strip() for kind in re.split(r"[+,]", text)]
     if len(kinds) > 1 and all(_CLUSTER.match(kind) for kind in kinds):
         raise TrimtabError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from trimtab.costs.curves import Efficiency, Line, product_line, weight_line
 from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec
 
 
@@ -25,6 +26,21 @@ class Matmul:
     def flops(self) -> float:
         """Forward FLOPs for each row: 2 per multiply-add. Bias not counted."""
         return 2.0 * self.in_width * self.out_width * self.visits
+
+    def forward_line(self, e: Efficiency, peak_flops: float) -> Line:
+        """Seconds of the product over N rows; experts in one grouped kernel."""
+        return self._visited(product_line(self.in_width, self.out_width, e, peak_flops))
+
+    def backward_line(self, e: Efficiency, peak_flops: float) -> Line:
+        """Of the gradient of its rows: the weights turned round."""
+        return self._visited(product_line(self.out_width, self.in_width, e, peak_flops))
+
+    def weight_line(self, e: Efficiency, peak_flops: float) -> Line:
+        """Of the gradient of its weights."""
+        return self._visited(weight_line(self.in_width, self.out_width, e, peak_flops))
+
+    def _visited(self, line: Line) -> Line:
+        return Line(row=line.row * self.visits, once=line.once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

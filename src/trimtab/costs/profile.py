@@ -17,7 +17,7 @@ from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
 from trimtab.options import Tower
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, Profile
-from trimtab.typed_json import read_typed
+from trimtab.typed_json import parse_json, read_typed
 
 FORMAT = "trimtab-profile 1.2"
 
@@ -59,7 +59,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
         dtype=settings.dtype,
         time_error=TIME_ERROR,
         memory_error=MEMORY_ERROR,
-        assumptions=tuple(_list_assumptions(model, settings)),
+        assumptions=tuple(_list_assumptions(model, device, settings)),
         attention=settings.attention,
         fused_kernels=settings.fused_kernels,
         frozen_towers=tuple(sorted(frozen)),
@@ -108,8 +108,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     """The profile that `profile_bytes` made; `origin` names it in errors."""
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(content)
+    except ValueError as error:
         raise TrimtabError(f"{origin} is no profile: {error}; write it again with save_profile") from None
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != FORMAT:
@@ -146,10 +146,6 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     return profile
 
 
-def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of a cost")
-
-
 def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
     """Sentences on tp, once for each kind of layer."""
     problems, seen = [], set()
@@ -184,13 +180,14 @@ def _unpriced_problems(model: ModelSpec) -> list[str]:
     ]
 
 
-def _list_assumptions(model: ModelSpec, settings: CostSettings) -> list[str]:
+def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> list[str]:
     """What a reader of the plan must know, in sentences."""
-    e, tp = settings.efficiency, settings.dims.tp
+    e, tp = settings.efficiency_on(device), settings.dims.tp
     said = [
         "Seconds come from formulas: "
-        f"{e.matmul:.0%} of peak flop/s for matrix products, {e.attention:.0%} for attention, {e.memory:.0%} of peak "
-        f"memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
+        f"{e.product_share(4096, 4096, 4096):.0%} of peak flop/s for a product of 4,096 rows and columns, "
+        f"{e.product_share(1024, 4096, 4096):.0%} for 1,024 rows, {e.attention:.0%} for attention, {e.memory:.0%} of "
+        f"peak memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
     ]
     for tower in ("vision", "language"):
         heads = {x.attention.num_heads for x in model.layers if x.tower == tower and x.attention is not None}

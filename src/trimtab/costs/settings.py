@@ -6,39 +6,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import get_args
 
+from trimtab.costs.curves import Efficiency as Efficiency
+from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
-from trimtab.specs import ParallelDims, Tower
+from trimtab.specs import DeviceSpec, ParallelDims, Tower
 
 OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
 """Bytes of optimizer state for each parameter, the fp32 master copy aside: two fp32 moments, two 8-bit, one, none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """Shares of a device's published peaks that kernels reach, for want of a measurement.
-
-    matmul: large bf16 products reach 0.75-0.85 of the dense peak on A100 and H200, a whole layer of OmniBal's
-        InternViT-6B and InternLM2-20B 0.52-0.58 of the A100's, with elementwise kernels and communication inside.
-    attention: FlashAttention-2 reaches 0.50-0.73 of an A100's peak (arXiv 2307.08691), 0.35-0.4 of an H100's
-        (arXiv 2407.08608, which brings it to 0.75).
-    memory: elementwise kernels against the datasheet's bytes/s.
-    link: NCCL's rings move 370 of NVLink 4's 450 GB/s (NVIDIA/nccl-tests#212).
-    """
-
-    matmul: float = 0.70
-    attention: float = 0.50
-    memory: float = 0.80
-    link: float = 0.80
-
-    def __post_init__(self) -> None:
-        for name in ("matmul", "attention", "memory", "link"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise PartitionError(
-                    f"{name} efficiency {value} is no share of a peak: give a number above 0 and at most 1"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +32,7 @@ class CostSettings:
     sequence_parallel: bool = False  # of the language model, over the tp devices
     frozen_towers: frozenset[Tower] = frozenset()
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
-    efficiency: Efficiency = field(default_factory=Efficiency)
+    efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -82,6 +58,10 @@ class CostSettings:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    def efficiency_on(self, device: DeviceSpec) -> Efficiency:
+        """What kernels reach on `device`: as given, else as published benchmarks show."""
+        return self.efficiency or efficiency_of(device)
 
     def row_share(self, tower: Tower) -> int:
         """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1.

@@ -50,6 +50,17 @@ def bytes_per_param(settings: CostSettings, *, trainable: bool) -> float:
     return sum(part / (settings.dims.dp if settings.zero_stage >= stage else 1) for part, stage in parts)
 
 
+def added_bytes(settings: CostSettings) -> float:
+    """Bytes moved for each parameter when a micro-batch's gradient is added to what earlier ones left.
+
+    The sum is read and written. Fused kernels (Megatron-Core with Transformer Engine) add in the product that makes the
+    gradient, which so writes none of its own; else that is read once more. ZeRO 2 and 3 keep a rank's share of the sum,
+    and move as much to send the rest.
+    """
+    own = settings.item_bytes
+    return 2.0 * ITEM_BYTES[settings.grad_dtype] + (-own if settings.fused_kernels else own)
+
+
 def step_seconds(params: float, device: DeviceSpec, settings: CostSettings) -> float:
     """Seconds once a step for `params` trained parameters of one device: gradient exchange, then the optimizer.
 
@@ -60,12 +71,13 @@ def step_seconds(params: float, device: DeviceSpec, settings: CostSettings) -> f
     """
     dp, weight, grad = settings.dims.dp, ITEM_BYTES[settings.dtype], ITEM_BYTES[settings.grad_dtype]
     exchanged = {0: 2 * grad, 1: grad + weight, 2: grad + weight, 3: 0}[settings.zero_stage]
-    link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * settings.efficiency.link
+    e = settings.efficiency_on(device)
+    link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
     master = 4.0 if weight < 4 else 0.0
     touched = 2 * (master + OPTIMIZER_BYTES[settings.optimizer]) + grad + weight
     share = params / (dp if settings.zero_stage >= 1 else 1)
     exchange_s = (dp - 1) / dp * params * exchanged / link
-    return exchange_s + share * touched / (device.memory_bytes_per_s * settings.efficiency.memory)
+    return exchange_s + share * touched / (device.memory_bytes_per_s * e.memory)
 
 
 def _column_biases(layer: LayerSpec, tp: int) -> float:

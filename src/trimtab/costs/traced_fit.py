@@ -249,7 +249,11 @@ def traced_profile(
         for first, shared in context.items()
         for number in range(first + 1, max(model.indices(model.layers[first].tower, "block"), default=first) + 1)
     }
-    rate = analytic.device.peak_flops * settings.efficiency.matmul * (0.5 if settings.dtype == "fp32" else 1.0)
+    rate = (
+        analytic.device.peak_flops
+        * settings.efficiency_on(analytic.device).matmul
+        * (0.5 if settings.dtype == "fp32" else 1.0)
+    )
     layers = []
     for number, (cost, layer) in enumerate(zip(analytic.layers, model.layers, strict=True)):
         found = counted.get(cost.group)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, refuse_type
 from trimtab.files import write_atomically
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.compare import compare_variants
+from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
 from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
@@ -57,6 +57,10 @@ def make_plan(
     (1, True)
     """
     options, origin = options or PlanOptions(), origin or PlanOrigin()
+    refuse_type("model", model, ModelSpec, "describe(name or folder)")
+    refuse_type("samples", samples, SampleTable, "size_samples(...).table")
+    refuse_type("cluster", cluster, ClusterSpec, 'parse_cluster("32xA100-80GB")')
+    refuse_type("options", options, PlanOptions, "PlanOptions(pp=4)")
     epoch = open_epoch(model, samples, options)
     samples, rows = epoch.samples, epoch.rows
     samples_work = samples.work(token_window=model.token_window)
@@ -98,6 +102,7 @@ def make_plan(
             *chosen.sentences(),
             *found.sentences(),
             *vision.sentences(),
+            *explain_losses(variants),
             *model.notes,
             *setting.profile.assumptions,
         ),
@@ -166,6 +171,7 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
+    refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
     for name, content in details.tables.items():
         write_atomically(folder / name, content)

@@ -88,7 +88,7 @@ class PlanOptions:
         None
     )
     global_batch: Annotated[
-        int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1)
+        int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1, common=True)
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None

@@ -44,10 +44,8 @@ _PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: 
 _TAKE_AGAIN = "fetch or export the file again"
 
 
-def image_size(
-    image: str | os.PathLike[str] | bytes | memoryview, *, exif: Exif = "ignore", max_pixels: int = MAX_PIXELS
-) -> tuple[int, int]:
-    """(width, height) of an image file or of its bytes.
+def image_size(image: bytes | int, *, exif: Exif = "ignore", max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) of an image's bytes, or of an open file by its descriptor, which stays open.
 
     The size is the one Pillow's `Image.open` reports; `exif="apply"` gives it after `ImageOps.exif_transpose`.
     Checked as well, as far as the container tells: nothing is missing at the end (PNG up to IEND, JPEG an end-of-image
@@ -61,29 +59,15 @@ def image_size(
     >>> image_size(file.getvalue())
     (640, 480)
     """
-    if isinstance(image, (bytes, memoryview)):
-        data = bytes(image)
-        return _size(_Source(data, len(data), None), exif, max_pixels)
+    if isinstance(image, bytes):
+        return _size(_Source(image, len(image), None), exif, max_pixels)
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for a writer
-        fd = os.open(image, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except (OSError, ValueError) as error:
-        raise ImageError(f"cannot open the image: {_cause(error)}; check its path") from None
-    try:
-        return image_size_of_descriptor(fd, exif=exif, max_pixels=max_pixels)
-    finally:
-        os.close(fd)
-
-
-def image_size_of_descriptor(fd: int, *, exif: Exif = "ignore", max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """`image_size` of an open file descriptor, which stays open."""
-    try:
-        status = os.fstat(fd)
+        status = os.fstat(image)
         if not stat.S_ISREG(status.st_mode):
             raise ImageError("the image's path names a folder or a device: name a regular file")
-        return _size(_Source(os.read(fd, _HEAD_BYTES), status.st_size, fd), exif, max_pixels)
+        return _size(_Source(os.read(image, _HEAD_BYTES), status.st_size, image), exif, max_pixels)
     except OSError as error:
-        raise ImageError(f"cannot read the image: {_cause(error)}; check the disk it lies on") from None
+        raise ImageError(f"cannot read the image: {error.strerror or error}; check the disk it lies on") from None
 
 
 class _Source:
@@ -114,10 +98,6 @@ class _Source:
         stream = os.fdopen(os.dup(self._fd), "rb")
         stream.seek(0)
         return stream
-
-
-def _cause(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _size(source: _Source, exif: Exif, max_pixels: int) -> tuple[int, int]:

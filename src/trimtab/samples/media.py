@@ -13,7 +13,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from trimtab.errors import ImageError
 from trimtab.options import Exif
-from trimtab.samples.headers import MAX_PIXELS, image_size, image_size_of_descriptor
+from trimtab.samples.headers import MAX_PIXELS, image_size
 from trimtab.samples.problems import BadRecordError, shorten
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -58,7 +58,7 @@ class MediaFolder:
                 return image_size(content, exif=self._exif, max_pixels=self._max_pixels)
             fd = self._descriptor(image)
             try:
-                return image_size_of_descriptor(fd, exif=self._exif, max_pixels=self._max_pixels)
+                return image_size(fd, exif=self._exif, max_pixels=self._max_pixels)
             finally:
                 os.close(fd)
         except ImageError as error:

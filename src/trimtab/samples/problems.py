@@ -58,12 +58,12 @@ def shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def refuse_bad(bad: Sequence[BadSample], num_read: int) -> None:
+def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True) -> None:
     """Raise one `SampleError` that names the bad samples, if there are any."""
     if not bad:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
+    cure = "fix them, or leave them out with on_bad='skip' (--on-bad skip)" if can_skip else "fix them"
     raise SampleError(
-        f"{len(bad)} of {num_read} samples cannot be planned ({kinds}): "
-        "fix them, or leave them out with on_bad='skip' (--on-bad skip)\n" + join_problems([str(b) for b in bad])
+        f"{len(bad)} of {num_read} samples cannot be planned ({kinds}): {cure}\n" + join_problems([str(b) for b in bad])
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO, Literal
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import CONVERSATION_KEYS, KNOWN_KEYS
+from trimtab.typed_json import parse_json
 
 Format = Literal["jsonl", "json", "parquet", "tar"]
 
@@ -138,41 +138,21 @@ def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _json_parser() -> Callable[[bytes], object]:
-    """orjson where it is installed: three times faster; else json, held to the same grammar."""
-    try:
-        import orjson
-    except ModuleNotFoundError:
-        return _strict_json
-    parse: Callable[[bytes], object] = orjson.loads
-    return parse
-
-
-def _strict_json(data: bytes) -> object:
-    def refuse(constant: str) -> object:
-        raise ValueError(f"{constant} is not JSON")
-
-    value = json.loads(data.decode("utf-8"), parse_constant=refuse)
-    if b"\\ud" in data.lower():  # json lets lone surrogates pass, which no tokenizer takes
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    return value
-
-
-def parse_json(data: bytes) -> object:
+def parse_record(data: bytes) -> object:
     """A JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
     try:
-        return _json_parser()(data)
-    except RecursionError:
-        raise BadRecordError("json", "the JSON is nested too deeply: flatten the record") from None
+        value = parse_json(data)
+        if b"\\ud" in data or b"\\uD" in data:  # lone surrogates, which no tokenizer takes, do not encode
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; fix or drop the line") from None
+    return value
 
 
 def read_json_list(path: Path) -> list[object]:
     """A file that is one JSON list; `SampleError` if it is not, because then no record can be told from another."""
     try:
-        rows = parse_json(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        rows = parse_record(path.read_bytes())
     except BadRecordError as error:
         raise SampleError(
             f"{path} is {error} (one JSON list is read whole: a JSON Lines file can skip lines)"
@@ -212,7 +192,7 @@ _TOO_LONG = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB: name image fil
 
 def _parse_line(line: bytes, number: int) -> Record:
     try:
-        return Record(line=number, value=parse_json(line))
+        return Record(line=number, value=parse_record(line))
     except BadRecordError as error:
         return Record(line=number, problem=error)
 
@@ -310,7 +290,7 @@ def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Se
     value: object = None
     try:
         if "json" in members:
-            value = parse_json(members["json"])
+            value = parse_record(members["json"])
         if isinstance(value, dict) and any(value.get(name) for name in CONVERSATION_KEYS):
             return Record(line=line, key=key, value=value, images=images)
         if "txt" in members:

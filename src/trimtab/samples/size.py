@@ -15,18 +15,19 @@ import numpy as np
 import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
+from trimtab.models.images.asked import AskedImages
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.headers import MAX_PIXELS
-from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
+from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
 from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
 from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
-from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts
+from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts, numbers_of
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.workers import map_in_order
-from trimtab.specs import AskedRule, ImageCounts, ImageMarkup, ImageRule
+from trimtab.specs import ImageCounts, ImageMarkup, ImageRule
 
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
@@ -93,7 +94,7 @@ def size_samples(
     assumptions: list[str] = []
     ready = _hold_lengths(files)
     if ready:
-        parts = _read_lengths(files, image_rule)
+        parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
         how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
         settings = _Settings(
@@ -139,14 +140,6 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
     return ready[0]
 
 
-def _read_lengths(files: Sequence[Path], image_rule: ImageRule) -> list[list[Part]]:
-    if isinstance(image_rule, AskedRule):
-        alone = image_counter(_SizesAlone())
-        image_rule.prepare(_sizes_in([read_length_part(file, count_image=alone) for file in files]))
-    count_image = image_counter(image_rule)
-    return [[read_length_part(file, count_image=count_image)] for file in files]
-
-
 def _size_conversations(
     files: Sequence[Path],
     settings: _Settings,
@@ -156,32 +149,11 @@ def _size_conversations(
     progress: Progress | None,
 ) -> list[list[Part]]:
     rule = settings.image_rule
-    if isinstance(rule, AskedRule):  # one question about all images, before any text is encoded
-        alone = replace(settings, image_rule=_SizesAlone(), tokenizer=None)
+    if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
+        alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
         seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
-        rule.prepare(_sizes_in([part for file_parts in seen for part in file_parts]))
+        rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
     return _size_files(files, settings, workers, map_chunks, resume_dir, progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SizesAlone:
-    """Stands for a rule that has yet to be asked: an image's `patches` are its width and height."""
-
-    name: str = "sizes"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        packed = width << _SIDE_BITS | height
-        return ImageCounts(patches=packed, tokens=0, tiles=1, patches_sq=0, patches_windowed=0)
-
-
-_SIDE_BITS = 28  # of an image of `MAX_PIXELS`; a sample of a hundred such images still fits 63 bits
-
-
-def _sizes_in(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Distinct (width, height) of all images, sized by `_SizesAlone`."""
-    columns = [part.image_patches for part in parts if part.image_patches is not None and len(part.image_patches)]
-    distinct = np.unique(np.concatenate(columns)).tolist() if columns else []
-    return [(packed >> _SIDE_BITS, packed & (1 << _SIDE_BITS) - 1) for packed in distinct]
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -268,6 +240,17 @@ def _place(part: Part, file: Path, offset: int) -> Part:
     return replace(part, lines=part.lines + offset, bad=bad)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    """One good record of a chunk, its text yet to be encoded."""
+
+    line: int
+    name: str | None
+    source: str
+    images: list[ImageCounts]
+    chat: Rendered
+
+
 class _Sizer:
     """Sizes chunks; holds the tokenizer, the resolved folders and the counts of image sizes met before."""
 
@@ -283,19 +266,10 @@ class _Sizer:
         )
 
     def size(self, chunk: Chunk) -> Part:
-        """The chunk's samples, one batch of chats encoded at a time."""
-        numbers: list[tuple[int, ...]] = []
-        image_patches: list[int] = []
-        lines: list[int] = []
-        ids: list[str | None] = []
-        sources: dict[str, int] = {}
-        source: list[int] = []
+        """The chunk's samples."""
+        sized: list[_Sized] = []
         bad: list[BadSample] = []
-        chats: list[Rendered] = []
-        tokens: list[int] = []
-        media = self._media.of(chunk.file)
-        num_lines = 0
-        key = self._settings.source_key
+        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
             num_lines += 1
             if record.blank:
@@ -303,61 +277,48 @@ class _Sizer:
             name = record.key
             try:
                 name = record_id(record.value) or record.key
-                origin = self._source(record)
-                chats.append(self._size_record(record, media, numbers, image_patches))
-                source.append(sources.setdefault(origin, len(sources)))
-                lines.append(record.line)
-                ids.append(name)
+                sized.append(self._size_record(record, name, media))
             except BadRecordError as error:
                 bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
-            if len(chats) == _BATCH:
-                tokens += self._counter.count(chats)
-                chats.clear()
-        tokens += self._counter.count(chats)
-        table = np.array(numbers, np.int64).reshape(-1, len(COLUMNS))
-        table[:, 2] = tokens
+        tokens: list[int] = []
+        for first in range(0, len(sized), _BATCH):
+            tokens += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
+        rows = [numbers_of(x.images, num) for x, num in zip(sized, tokens, strict=True)]
+        codes: dict[str, int] = {}
+        source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
         return Part(
-            numbers=table,
-            image_patches=np.array(image_patches, np.int64),
-            lines=np.array(lines, np.int64),
-            ids=tuple(ids) if any(name is not None for name in ids) else None,
+            numbers=np.array(rows, np.int64).reshape(-1, len(COLUMNS)),
+            image_patches=np.array([image.patches for x in sized for image in x.images], np.int64),
+            lines=np.array([x.line for x in sized], np.int64),
+            ids=tuple(x.name for x in sized) if any(x.name is not None for x in sized) else None,
             bad=tuple(bad),
             num_lines=num_lines if chunk.first_line is None else 0,
-            source=np.array(source, np.int32) if self._settings.source_key is not None else None,
-            source_names=tuple(sources),
+            source=source if key is not None else None,
+            source_names=tuple(codes),
             patch_unit="patches",
             tokens_exact=self._counter.exact,
         )
 
     def _source(self, record: Record) -> str:
         key = self._settings.source_key
-        if key is None or record.problem is not None:
+        if key is None:
             return ""
         name = record.value.get(key) if isinstance(record.value, dict) else None
         if not isinstance(name, str) or not 0 < len(name) <= 80:
             raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
         return name
 
-    def _size_record(
-        self, record: Record, media: MediaFolder, numbers: list[tuple[int, ...]], image_patches: list[int]
-    ) -> Rendered:
+    def _size_record(self, record: Record, name: str | None, media: MediaFolder) -> _Sized:
         if record.problem is not None:
             raise record.problem
-        conversation = read_conversation(record.value, images=record.images)
+        source, conversation = self._source(record), read_conversation(record.value, images=record.images)
         try:
             num_images = len(conversation.images)
-            counts = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
+            images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
         except ImageError as error:
             raise BadRecordError("image", str(error)) from None
-        chat = self._counter.render(conversation, counts)
-        patches = squares = windowed = 0
-        for count in counts:
-            patches += count.patches
-            squares += count.patches_sq
-            windowed += count.patches_windowed
-        numbers.append((len(counts), patches, 0, squares, windowed))
-        image_patches += [count.patches for count in counts]
-        return chat
+        chat = self._counter.render(conversation, images)
+        return _Sized(line=record.line, name=name, source=source, images=images, chat=chat)
 
 
 # -- what only the whole file tells ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trimtab.errors import SampleError
 from trimtab.files import write_atomically
 from trimtab.samples.problems import BadKind, BadSample, shorten
-from trimtab.specs import IntArray, SampleTable
+from trimtab.specs import ImageCounts, IntArray, SampleTable
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
 TABLE_VERSION = "1"
@@ -39,6 +39,9 @@ class SizingResult:
     assumptions: tuple[str, ...] = ()
     image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
     files: tuple[tuple[str, str], ...] = ()  # path and `fingerprint_file` of every file that was sized, in order
+
+    def __repr__(self) -> str:
+        return f"SizingResult, {len(self.bad)} samples left out, of a {self.table!r}"
 
     @property
     def num_read(self) -> int:
@@ -67,6 +70,12 @@ class Part:
     def num_read(self) -> int:
         """Samples in the stretch."""
         return len(self.lines) + len(self.bad)
+
+
+def numbers_of(images: Sequence[ImageCounts], num_tokens: int) -> tuple[int, ...]:
+    """A sample's row of `COLUMNS`."""
+    sums = (sum(c.patches for c in images), sum(c.patches_sq for c in images), sum(c.patches_windowed for c in images))
+    return len(images), sums[0], num_tokens, sums[1], sums[2]
 
 
 def source_names_of(files: Sequence[Path]) -> list[str]:

@@ -64,10 +64,6 @@ def _place(path: str, folder: Path) -> Path:
 
 def _behind(file: DataFile, place: Path) -> list[tuple[str, str]] | None:
     """Path and fingerprint of the files behind one file of the plan; None where that cannot be told."""
-    if Path(file.path).suffix not in (".npz", ".parquet"):
-        return [(file.path, file.blake2b)]
-    if not place.is_file():
-        return None if Path(file.path).suffix == ".npz" else [(file.path, file.blake2b)]
     if not is_saved_table(place):
         return [(file.path, file.blake2b)]
-    return list(sized_files(place)) or None
+    return (list(sized_files(place)) or None) if place.is_file() else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.plan.plan import Plan, find_baseline
+from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage, Timeline
 
 
@@ -52,6 +53,18 @@ class PlanDetails:
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        shape, _, expected = self.plan.summary.partition(". ")
+        return three_lines(f"PlanDetails of {self.model.name}", f"{shape}.", expected)
+
+    def _repr_html_(self) -> str:
+        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
+        rows = [
+            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
+            for row in self.plan.estimates.variants
+        ]
+        return html_table(repr(self), head, rows)
 
     @property
     def baseline(self) -> Variant:

@@ -187,6 +187,12 @@ def load_plan(path: Path | str) -> Plan:
     return plan_from_yaml(text, origin=origin)
 
 
+def open_plan(path: Path | str) -> tuple[Plan, Path]:
+    """The plan of `load_plan`, and the folder that it and its tables lie in."""
+    path = Path(path)
+    return load_plan(path), path if path.is_dir() else path.parent
+
+
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
     version = ("plan_version", PLAN_VERSION)

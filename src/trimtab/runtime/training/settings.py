@@ -51,7 +51,7 @@ class TrainSettings:
     model: Annotated[
         Path, Option("Folder with config.json, preprocessor, tokenizer and weights.", argument=True)
     ]  # weights as safetensors
-    out: Annotated[Path, Option("Folder for run.jsonl and checkpoints.")] = Path("run")
+    out: Annotated[Path, Option("Folder for run.jsonl and checkpoints.", common=True)] = Path("run")
     data: Annotated[
         tuple[Path, ...],
         Option(
@@ -60,7 +60,7 @@ class TrainSettings:
             typed=list[Path],
         ),
     ] = ()
-    steps: Annotated[int | None, Option("Optimizer steps in all; else --epochs.", least=1)] = None
+    steps: Annotated[int | None, Option("Optimizer steps in all; else --epochs.", least=1, common=True)] = None
     epochs: Annotated[int, Option("Passes over the plan's packs.", least=1)] = 1
     optimizer: Annotated[str, Option("A class of torch.optim.")] = "AdamW"
     optimizer_options: Annotated[
@@ -72,7 +72,7 @@ class TrainSettings:
             typed=list[str],
         ),
     ] = field(default_factory=dict)
-    learning_rate: Annotated[float, Option("Peak learning rate.", flag="--lr")] = 1e-5
+    learning_rate: Annotated[float, Option("Peak learning rate.", flag="--lr", common=True)] = 1e-5
     warmup_steps: Annotated[int, Option("Steps up to the peak.", flag="--warmup", least=0)] = 0
     decay: Annotated[Decay, Option("After the warm-up.")] = "constant"
     max_grad_norm: Annotated[
@@ -96,8 +96,10 @@ class TrainSettings:
     save_every: Annotated[int | None, Option("Steps between checkpoints; else one at the end.", least=1)] = None
     save: Annotated[bool, Option("Write no checkpoint: a run that only measures.", flag="--no-save")] = True
     keep: Annotated[int | None, Option("Newest checkpoints that stay.", least=1)] = 2
-    resume: Annotated[bool, Option("Go on from the newest checkpoint in --out.")] = False
-    export: Annotated[Path | None, Option("New folder for the trained model, as Transformers loads it.")] = None
+    resume: Annotated[bool, Option("Go on from the newest checkpoint in --out.", common=True)] = False
+    export: Annotated[
+        Path | None, Option("New folder for the trained model, as Transformers loads it.", common=True)
+    ] = None
     vision_dp: Annotated[
         Literal["plan", "dispatch", "off"],
         Option("Do data-parallel ranks share images: as planned, whatever is planned, or never."),

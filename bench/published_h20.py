@@ -1,0 +1,222 @@
+"""Training logs of Qwen2-VL-7B with uneven pipeline stages on H20, predicted.
+
+Parameters of every rank, memory of middle stages, and step times of the runs that three others calibrate.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.fit import Calibration, predict_step
+from trimtab.costs.logs import LoggedRun, place_blocks
+from trimtab.costs.profile import profile_model
+from trimtab.models.describe import describe
+from trimtab.partition.assess import SplitProblem
+from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
+from trimtab.specs import ModelSpec, ParallelDims, evaluate
+from trimtab.units import MIB
+
+REFERENCE = Path(__file__).resolve().parent / "data"
+
+
+def load(name: str) -> Any:
+    return json.loads((REFERENCE / name).read_text())
+
+
+ASSUMED_PATCHES = 256.0
+"""One 224 x 224 image, 14 px patches. How many images a sample holds is not logged: the vision factor takes it up."""
+
+DRIFTING = ("1280", 1, "14/14")
+"""Its iterations take 13.4 s until the 40th and 17 to 19 s later: no time to calibrate on or to predict."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class H20Run:
+    """One log: the run as it was built, and what was logged."""
+
+    logged: dict[str, Any]
+    model: ModelSpec
+    run: LoggedRun
+
+    @property
+    def group(self) -> tuple[int, int]:
+        return self.logged["vision_hidden_size"], self.logged["tp"]
+
+    @property
+    def has_steady_time(self) -> bool:
+        return (str(self.group[0]), self.group[1], self.run.name) != DRIFTING
+
+
+def h20_runs() -> list[H20Run]:
+    """Megatron-Core with fused kernels, no distributed optimizer, the vision tower as deep as it was built."""
+    config = copy.deepcopy(load("model_zoo.json")["models"]["Qwen2-VL-7B"])
+    del config["projector"]
+    work = np.array([1.0, ASSUMED_PATCHES, *[ASSUMED_PATCHES * 256] * 2, 2048, 2048**2, 2048**2])
+    found = []
+    for row in load("h20_uneven_pp_runs.json")["rows"]:
+        config["vision_config"]["embed_dim"] = row["vision_hidden_size"]
+        counts = [{"language": n} for n in row["decoder_layers_per_stage"]]
+        counts[0]["vision"] = row["vision_layers_built_on_stage_0"]
+        model, stages = place_blocks(describe(config, name="Qwen2-VL-7B"), counts)
+        dims = ParallelDims(tp=row["tp"], pp=row["pp"])
+        run = LoggedRun(
+            name="/".join(map(str, row["decoder_layers_per_stage"])),
+            profile=profile_model(model, DEVICES["H20"], dims=dims, zero_stage=0, fused_kernels=True),
+            stages=stages,
+            work=np.tile(work, (row["num_microbatches"], 1)),
+            iteration_s=row["iteration_ms_median_20_to_100"] / 1e3,
+        )
+        found.append(H20Run(logged=row, model=model, run=run))
+    return found
+
+
+def stage_params(run: H20Run) -> list[float]:
+    """Parameters of one rank of each stage."""
+    return [sum(layer.num_params for layer in run.run.profile.layers[s.start : s.stop]) for s in run.run.stages]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiddleStage:
+    """Peak memory of a stage that holds language blocks alone; activations are peak less what is held all the time."""
+
+    pp: int
+    stage: int
+    num_layers: int
+    in_flight: int
+    kept_bytes: float
+    workspace_bytes: float
+    state_bytes: float
+    planned_bytes: float  # activations as `SplitProblem.assess` counts them: a whole block instead of the workspace
+    logged_peak_bytes: float
+    logged_state_bytes: float
+
+    @property
+    def activation_bytes(self) -> float:
+        return self.kept_bytes + self.workspace_bytes
+
+    @property
+    def activation_error(self) -> float:
+        return self.activation_bytes / self.logged_activation_bytes - 1
+
+    @property
+    def logged_activation_bytes(self) -> float:
+        return self.logged_peak_bytes - self.logged_state_bytes
+
+    @property
+    def peak_error(self) -> float:
+        return (self.state_bytes + self.activation_bytes) / self.logged_peak_bytes - 1
+
+
+def middle_stages(runs: Sequence[H20Run]) -> list[MiddleStage]:
+    """Nothing is fitted: kept bytes by formula x micro-batches in flight, and the workspace of one block's backward."""
+    found = []
+    for x in runs:
+        dims, profile = x.run.profile.dims, x.run.profile
+        work = x.run.work[0]
+        problem = SplitProblem(
+            profile=profile,
+            num_stages=len(x.run.stages),
+            work_mean=work,
+            work_max=work,
+            num_microbatches=len(x.run.work),
+        )
+        planned = problem.assess(x.run.stages).memory
+        for stage in x.run.stages[1:-1]:
+            block, num = profile.layers[stage.start], stage.stop - stage.start
+            memory = x.logged["memory_mib_by_global_rank"][str(stage.index * dims.tp)]
+            in_flight = dims.pp - stage.index
+            found.append(
+                MiddleStage(
+                    pp=dims.pp,
+                    stage=stage.index,
+                    num_layers=num,
+                    in_flight=in_flight,
+                    kept_bytes=in_flight * num * float(evaluate(block.tiers[0].saved_bytes, work)),
+                    workspace_bytes=float(profile.transients(work)[stage.start]),
+                    state_bytes=num * block.state_bytes,
+                    planned_bytes=planned[stage.index].saved_bytes + planned[stage.index].transient_bytes,
+                    logged_peak_bytes=memory["max_allocated"] * MIB,
+                    logged_state_bytes=memory["allocated"] * MIB,
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Triple:
+    """Three runs that calibrate, and the errors at the other runs of the same vision width and tp."""
+
+    names: tuple[str, ...]
+    calibration: Calibration
+    errors: dict[str, float]
+
+
+def triples(runs: Sequence[H20Run]) -> list[Triple]:
+    steady = [x.run for x in runs if x.has_steady_time]
+    found = []
+    for chosen in itertools.combinations(steady, 3):
+        calibration = calibrate_profile(chosen[0].profile, chosen)
+        errors = {
+            run.name: predict_step(run, calibration.terms, simulate_logged) / run.iteration_s - 1
+            for run in steady
+            if run not in chosen and run.iteration_s is not None
+        }
+        found.append(Triple(names=tuple(run.name for run in chosen), calibration=calibration, errors=errors))
+    return found
+
+
+def print_h20() -> None:
+    runs = h20_runs()
+    wrong = [
+        abs(ours - logged)
+        for x in runs
+        for ours, logged in zip(stage_params(x), x.logged["params_per_rank_by_pp_stage"], strict=True)
+    ]
+    print(f"Qwen2-VL-7B on H20, {len(runs)} published logs\n")
+    print(f"parameters of a rank, {len(wrong)} stages of all kinds: largest difference {max(wrong):.0f}\n")
+    print("middle stages, MiB; activations = peak - held all the time; nothing is fitted")
+    print("  pp stage layers in flight |   kept + workspace   logged  error |   peak   logged  error")
+    points = middle_stages(runs)
+    for p in points:
+        logged = p.logged_activation_bytes / MIB
+        print(
+            f"  {p.pp:2} {p.stage:5} {p.num_layers:6} {p.in_flight:9} | {p.kept_bytes / MIB:6.0f} + "
+            f"{p.workspace_bytes / MIB:9.1f} {logged:8.1f} {p.activation_error:6.2%} | "
+            f"{(p.state_bytes + p.activation_bytes) / MIB:6.0f} {p.logged_peak_bytes / MIB:8.1f} {p.peak_error:6.2%}"
+        )
+    for what, errors in (
+        ("activations", [p.activation_error for p in points]),
+        ("activations without the workspace", [p.kept_bytes / p.logged_activation_bytes - 1 for p in points]),
+        ("activations as the planner counts", [p.planned_bytes / p.logged_activation_bytes - 1 for p in points]),
+        ("peak", [p.peak_error for p in points]),
+        ("peak as the planner counts", [(p.state_bytes + p.planned_bytes) / p.logged_peak_bytes - 1 for p in points]),
+    ):
+        print(f"  {what}: mean {np.mean(errors):+.2%}, widest {max(errors, key=abs):+.2%}")
+    for group in sorted({x.group for x in runs}, reverse=True):
+        members = [x for x in runs if x.group == group and x.has_steady_time]
+        if len(members) < 4:
+            print(f"\nvision width {group[0]}, tp {group[1]}: {len(members)} run, nothing to calibrate on and predict")
+            continue
+        print(
+            f"\nstep time, vision width {group[0]}, tp {group[1]}: every three runs calibrate, the others are predicted"
+        )
+        for triple in triples(members):
+            terms = ", ".join(
+                f"{t.name} {t.value:.3g}{'' if t.error is None else f' +-{t.error:.0%}'}"
+                for t in triple.calibration.terms
+            )
+            errors = ", ".join(f"{name} {error:+.1%}" for name, error in triple.errors.items())
+            print(f"  {' '.join(triple.names)}: {terms}")
+            print(f"    predicted {errors}; band {triple.calibration.profile.time_error:.0%}")
+            for warning in triple.calibration.warnings:
+                print(f"    warned: {warning}")
+    print()

@@ -1,0 +1,100 @@
+"""Help that a reader of 80 columns sees whole, and messages that name only what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trimtab.cli.main import app
+from trimtab.cli.output import progress
+from trimtab.samples.read import read_lengths
+from trimtab.units import format_number
+
+Run = Any
+
+
+def help_of(*words: str) -> str:
+    return CliRunner().invoke(app, [*words, "--help"], terminal_width=80, prog_name="trimtab").output
+
+
+VERBS = re.findall(r"^  ([a-z][a-z-]+)  ", help_of().partition("Commands:")[2], re.M)
+EXPORTS = re.findall(r"^  ([a-z][a-z-]+)  ", help_of("export").partition("Commands:")[2], re.M)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), *((verb,) for verb in VERBS), *(("export", name) for name in EXPORTS)],
+    ids=lambda words: " ".join(words) or "trimtab",
+)
+def test_help_is_whole_at_80_columns(words: tuple[str, ...]) -> None:
+    text = help_of(*words)
+    assert text.startswith("Usage: trimtab")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text.replace("[ARGS]...", "").partition("\n")[2].replace("... <list", "")
+
+
+def test_the_options_that_matter_stand_first() -> None:
+    first = re.search(r"^Options:\n(.*?)\n\n", help_of("plan"), re.M | re.S)
+    assert first is not None
+    named = set(re.findall(r"^  (--[a-z-]+)", first[1], re.M))
+    assert named == {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--help"}
+    groups = re.findall(r"^(\w[\w ]+):$", help_of("plan"), re.M)
+    assert groups[:3] == ["Arguments", "Options", "Plan options"]
+    assert "Vision choice" in groups
+
+
+def test_other_image_sizes_are_told_by_their_limits(run: Run, drawn: Path, tmp_path: Path) -> None:
+    sizes = tmp_path / "sizes.npz"
+    words = ["--tokenizer", drawn / "tokenizer.json", "--out", sizes]
+    assert run("size", drawn / "data.jsonl", "--model", "Qwen2.5-VL-7B", "--max-pixels", "200704", *words).code == 0
+    for model, message in (
+        ("Qwen2.5-VL-7B", "was sized with max_pixels 200704, and Qwen2.5-VL-7B counts images with max_pixels 12845056"),
+        ("InternVL-Chat-V1-5", "was sized with the rule qwen_smart_resize, and InternVL-Chat-V1-5 counts images with"),
+    ):
+        refused = run("plan", model, sizes, "--cluster", "8xA100-80GB")
+        assert refused.code == 2
+        assert message in refused.err
+        assert "(" not in refused.err
+
+
+def test_pack_advises_options_that_it_has(run: Run, tmp_path: Path) -> None:
+    own = set(re.findall(r"--[a-z-]+", help_of("pack")))
+    lengths, bad = tmp_path / "lengths.jsonl", tmp_path / "bad.jsonl"
+    rows = [{"token_num": 300 + i % 7, "vit_num": 1} for i in range(40)] + [{"token_num": 60_000, "vit_num": 3}]
+    lengths.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bad.write_text('{"token_num": -5, "vit_num": 1}\n')
+    searched = run("pack", lengths, "--limits-by", "search", "--dp", "2")
+    assert searched.code == 2
+    assert "1 of 41 samples exceed the limits that --limits-by search found" in searched.err
+    assert "give --oversize skip or --oversize alone" in searched.err
+    assert run("pack", lengths, "--limits-by", "search", "--dp", "2", "--oversize", "skip").code == 0
+    above = run("pack", lengths, "--max-patches", "8", "--max-tokens", "4000")
+    broken = run("pack", bad, "--max-patches", "8", "--max-tokens", "4000")
+    for refused in (searched, above, broken):
+        assert refused.code == 2
+        assert set(re.findall(r"--[a-z-]+", refused.err)) <= own
+    with pytest.raises(Exception, match=r"\(1 type\): fix them\n"):
+        read_lengths([bad])
+
+
+def test_progress_without_a_terminal_is_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 1.0, 10.5, 10.5, 12.0))
+    monkeypatch.setattr("trimtab.cli.output.time.monotonic", lambda: next(clock))
+    with progress("sizing") as advance:
+        for done in (10, 2000, 3000):
+            advance(done, 4000)
+    assert capsys.readouterr().err == "sizing: 2,000 of 4,000\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.125, "0.125"), (42.857, "42.9"), (999.4, "999"), (999.7, "1,000"), (2048.0, "2,048")]
+)
+def test_numbers_have_no_exponent(value: float, text: str) -> None:
+    assert format_number(value) == text

@@ -1,0 +1,79 @@
+"""Specs and results at a prompt: three lines; in a notebook a table; and one sentence for a value of a wrong type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trimtab
+from trimtab.plan.file.details import PlanDetails
+from trimtab.samples.table import SizingResult
+from trimtab.shown import html_table
+
+
+@pytest.fixture(scope="module")
+def details() -> PlanDetails:
+    patches, tokens = np.full(64, 1025), np.full(64, 400)
+    samples = trimtab.SampleTable(
+        num_images=np.ones(64, np.int64),
+        num_patches=patches,
+        num_tokens=tokens,
+        patches_sq=patches**2,
+        patches_windowed=patches**2,
+        source=np.zeros(64, np.int32),
+    )
+    model, cluster = trimtab.describe("InternVL-Chat-V1-5"), trimtab.parse_cluster("8xA100-80GB")
+    return trimtab.make_plan(model, samples, cluster, trimtab.PlanOptions(pp=4, tp=2))
+
+
+def test_specs_and_results_are_three_lines(details: PlanDetails) -> None:
+    packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
+    shown = (details.model, details.samples, details.profile, details.packing, details.schedule, details, packed)
+    for value in (*shown, SizingResult(table=details.samples)):
+        lines = repr(value).splitlines()
+        assert len(lines) == 3, lines
+        assert max(map(len, lines)) < 400
+    assert f"{len(details.model.layers)} layers" in repr(details.model)
+    assert f"{details.packing.num_packs:,} packs" in repr(details.packing)
+
+
+def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
+    rows = [variant.name for variant in details.plan.estimates.variants]
+    shown = details._repr_html_()
+    assert shown.count("<tr>") == 1 + len(rows)
+    assert all(f"<td>{name}</td>" in shown for name in rows)
+    packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
+    assert "<table>" in packed._repr_html_()
+    assert html_table("<b>", ("<i>",), [("a & b",)]) == (
+        "<p>&lt;b&gt;</p><table><tr><th>&lt;i&gt;</th></tr><tr><td>a &amp; b</td></tr></table>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: trimtab.PlanOptions(pp="2"), "pp '2' was asked for, which is a str: give a whole number"),
+        (lambda _: trimtab.PlanOptions(global_batch=2.5), "global_batch 2.5 was asked for, which is a float: give"),
+        (lambda _: trimtab.PlanOptions(tp=True), "tp True was asked for, which is a bool: give a whole number"),
+        (lambda x: trimtab.make_plan("m", x.samples, None), "model was given as str, and a ModelSpec is wanted: give"),
+        (lambda x: trimtab.make_plan(x.model, [1], None), "samples was given as list, and a SampleTable is wanted"),
+        (lambda x: trimtab.make_plan(x.model, x.samples, "8xH100"), "cluster was given as str, and a ClusterSpec is"),
+        (lambda _: trimtab.pack_samples([1], limits=(3, 4)), "samples was given as list, and a SampleTable is wanted"),
+        (lambda x: trimtab.write_plan(x.plan, "out"), "details was given as Plan, and a PlanDetails is wanted"),
+        (lambda _: trimtab.parse_cluster(8), 'cluster was given as int, and a str is wanted: give one as in "32x'),
+        (lambda _: trimtab.find_device(8), "name was given as int, and a str is wanted"),
+        (lambda _: trimtab.describe(8), "int does not describe a model: give a config.json, its folder or its content"),
+    ],
+)
+def test_a_wrong_type_is_one_sentence(call: Callable[[Any], object], message: str, details: PlanDetails) -> None:
+    with pytest.raises(trimtab.TrimtabError) as caught:
+        call(details)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert trimtab.PlanOptions(pp=np.int64(2), reserve=np.float64(0.1)).pp == 2
