@@ -33,6 +33,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import trimtab
 from trimtab.errors import ConfigError, PlanError, SampleError
+from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.options import ReadingOptions
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -130,20 +131,29 @@ def write_data(folder, *, num=8, seed=0):
     return folder / "data.jsonl"
 
 
+def write_plan_of(folder, family, data, options, cluster, **limits):
+    """plan/ for the model in model/ and this data, whose largest sample fills a pack unless `options` say otherwise."""
+    spec = describe(folder / "model", **limits)
+    sized = trimtab.size_samples(
+        data, image_rule=spec.image_rule, image_markup=MARKUPS[family], tokenizer=folder / "model"
+    )
+    most = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
+    file = DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data))
+    details = trimtab.make_plan(
+        spec,
+        sized.table,
+        trimtab.parse_cluster(cluster),
+        PlanOptions(**most | options),
+        origin=PlanOrigin(data_files=(file,)),
+    )
+    trimtab.write_plan(details, folder / "plan")
+
+
 def write_planned(tmp_path, family, **limits):
     config = write_model(tmp_path / "model", family)
     data = write_data(tmp_path / "data")
-    spec = describe(tmp_path / "model", **limits)
-    sized = trimtab.size_samples(
-        data,
-        image_rule=spec.image_rule,
-        image_markup=MARKUPS[family],
-        tokenizer=tmp_path / "model",
-    )
-    options = PlanOptions(dp=1, pp=1, num_microbatches=2, max_patches=4096, max_tokens=1024)
-    origin = PlanOrigin(data_files=(DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=""),))
-    details = trimtab.make_plan(spec, sized.table, trimtab.parse_cluster("1xA100-80GB"), options, origin=origin)
-    trimtab.write_plan(details, tmp_path / "plan")
+    options = {"dp": 1, "pp": 1, "num_microbatches": 2, "max_patches": 4096, "max_tokens": 1024}
+    write_plan_of(tmp_path, family, data, options, "1xA100-80GB", **limits)
     return config
 
 
@@ -165,17 +175,13 @@ def test_every_row_comes_out_as_it_was_sized_and_packs_run(tmp_path, family):
         assert torch.isfinite(model(**batch).loss)
 
 
-def test_the_users_own_limits_reach_the_processor(tmp_path):
-    write_planned(tmp_path, "qwen2_5_vl", max_pixels=8 * 28 * 28)
+@pytest.mark.parametrize(
+    ("family", "limit", "most"), [("qwen2_5_vl", {"max_pixels": 8 * 28 * 28}, 8 * 4), ("internvl", {"max_tiles": 2}, 3)]
+)
+def test_the_users_own_limits_reach_the_processor(tmp_path, family, limit, most):
+    write_planned(tmp_path, family, **limit)
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
-    assert len(rows[1]["pixel_values"]) <= 8 * 4
-    assert [len(rows[row]["input_ids"]) for row in range(8)] == rows.records.samples.num_tokens.tolist()
-
-
-def test_the_users_own_number_of_tiles_reaches_the_processor(tmp_path):
-    write_planned(tmp_path, "internvl", max_tiles=2)
-    rows = open_conversations(tmp_path / "plan", tmp_path / "model")
-    assert max(len(rows[row].get("pixel_values", ())) for row in (1, 4, 7)) <= 3
+    assert max(len(rows[row].get("pixel_values", ())) for row in (1, 4, 7)) <= most
     assert [len(rows[row]["input_ids"]) for row in range(8)] == rows.records.samples.num_tokens.tolist()
 
 

@@ -114,15 +114,17 @@ def test_a_signal_ends_it_and_handlers_are_as_before(folder, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_too_few_devices_are_refused(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, r"dp 1 x pp 2 = 2 devices, and this machine has 1 CPU cores: plan with fewer"),
+        ({"model": Path("InternVL")}, r"splits of the model InternVL were to be run, which is no folder"),
+    ],
+)
+def test_what_cannot_be_run_here_is_refused(folder, monkeypatch, change, message):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with pytest.raises(PlanError, match=r"dp 1 x pp 2 = 2 devices, and this machine has 1 CPU cores: plan with fewer"):
-        refine(folder / "plan", settings_of(folder))
-
-
-def test_a_model_that_is_no_folder_is_refused(folder):
-    with pytest.raises(PlanError, match=r"splits of the model InternVL were to be run, which is no folder"):
-        refine(folder / "plan", settings_of(folder, model=Path("InternVL")))
+    with pytest.raises(PlanError, match=message):
+        refine(folder / "plan", settings_of(folder, **change))
 
 
 def test_a_plan_that_the_runtime_cannot_run_is_refused(folder):

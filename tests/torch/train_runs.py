@@ -14,19 +14,15 @@ from typing import Any
 import psutil
 import torch
 from gloo_ranks import on_ranks
-from test_conversations import write_data, write_model
+from test_conversations import write_data, write_model, write_plan_of
 
-import trimtab
-from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.options import Tower
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, RecomputeDecision, StageDecision, VisionDecision
+from trimtab.plan.plan import RecomputeDecision, StageDecision, VisionDecision
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.samples.tokens import MARKUPS
 
 NUM_SAMPLES = 24
 
@@ -42,20 +38,8 @@ def write_run(folder: Path, family: str, *, dp: int = 2, **text: Any) -> None:
     config |= {key: value for key, value in text.items() if key == "tie_word_embeddings"}
     (folder / "model" / "config.json").write_text(json.dumps(config))
     data = write_data(folder / "data", num=NUM_SAMPLES)
-    spec = describe(folder / "model")
-    sized = trimtab.size_samples(
-        data,
-        image_rule=spec.image_rule,
-        image_markup=MARKUPS[family],
-        tokenizer=folder / "model",
-    )
-    limits = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
-    options = PlanOptions(dp=dp, pp=2, tp=1, num_microbatches=2, dtype="fp32", attention="sdpa", **limits)
-    origin = PlanOrigin(
-        data_files=(DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data)),)
-    )
-    details = trimtab.make_plan(spec, sized.table, trimtab.parse_cluster(f"{2 * dp}xA100-80GB"), options, origin=origin)
-    trimtab.write_plan(details, folder / "plan")
+    options = {"dp": dp, "pp": 2, "tp": 1, "num_microbatches": 2, "dtype": "fp32", "attention": "sdpa"}
+    write_plan_of(folder, family, data, options, f"{2 * dp}xA100-80GB")
 
 
 def write_variant(
