@@ -52,6 +52,7 @@ def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").endswith("\n")
     assert "the best plan found for" in fitted.json["notes"][0]
     assert run("check", tmp_path / "fit", "--for", name, "--vision-cleared").code == 0
+    assert run("export", name, tmp_path / "fit").out == (tmp_path / "out.txt").read_text(encoding="utf-8")
     again = run("export", name, tmp_path / "fit", "--json").json
     assert again == {key: value for key, value in {**fitted.json, "notes": []}.items() if key != "file"}
 

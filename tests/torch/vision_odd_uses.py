@@ -141,6 +141,8 @@ def run_copies(rank: int) -> None:
 
 def run_handles_over_handles(rank: int) -> None:
     case = make_case("qwen2_5_vl", "images")
+    with pytest.raises(TrimtabError, match="leaves every gradient, of text and of vision, 2 times too small"):
+        vision_dp(case.model, loss="sharded", reduction="mean")
     taken = "shared already, with another group or other settings: call remove"
     with vision_dp(case.model) as handle:
         assert vision_dp(case.model) is handle
@@ -227,7 +229,7 @@ def run_verified_dispatch(rank: int) -> None:
         assert max(check.loss_error, check.gradient_error) <= BOUNDS[torch.float32], check
         assert check.gradient_scale is None
         right = exchange._RouteRows.backward
-        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], None))
+        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], *[None] * 4))
         with pytest.raises(TrimtabError, match="and the vision gradients by 1: the family's declaration does not hold"):
             verify_vision_dp(handle, lambda: case.loss(case.forward()))
         exchange._RouteRows.backward = right
@@ -239,8 +241,8 @@ def run_many_handles(rank: int) -> None:
 
     case = make_case("qwen2_5_vl", "one image")
     files, handles = [], []
-    for _ in range(6):
-        with vision_dp(case.model, exchange="dispatch") as handle:
+    for way in ("dispatch", "gather") * 3:
+        with vision_dp(case.model, exchange=way) as handle:
             features(case)
         handles.append(handle)  # one that is kept holds no connection either
         files.append(psutil.Process().num_fds())
@@ -248,9 +250,11 @@ def run_many_handles(rank: int) -> None:
 
 
 def run_unequal_groups(rank: int) -> None:
-    """Ranks that are in unequally many process groups find one another all the same."""
-    if rank:
-        dist.new_group([rank], use_local_synchronization=True)
+    """Ranks that are in unequally many groups find one another all the same; a group of one replaces nothing."""
     case = make_case("qwen2_5_vl", "one image")
+    if rank:
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        vision_dp(case.model, alone, heartbeat=alone)
+        assert "get_image_features" not in case.model.model.__dict__
     with vision_dp(case.model, timeout_s=20):
         features(case)
