@@ -110,6 +110,7 @@ def test_all_unreadable_flags_are_named_at_once():
         ),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t*5|t*7", "must have one E, at its start"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|Lt*7", "must have one L, at its end"),
+        ("--pipeline-model-parallel-size 999999999", "do not divide by pp 999999999: choose a pp of 12 or less"),
         ("--num-layers 10", "--num-layers 10 was given, and tiny has 12 language blocks: give 12"),
         ("--tensor-model-parallel-size 3", "tp 3 does not divide the language model's 8 attention heads"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import AttentionSpec, ModelSpec, Stage, tiers_of
@@ -57,11 +57,6 @@ def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tupl
 def recomputed_blocks(model: ModelSpec, stage: Stage, tower: Tower = "language") -> dict[int, RecomputedTier]:
     """Those that the stage recomputes, each with its tier."""
     return {i: tier for i, tier in tiers_of(stage).items() if is_block(model, i, tower)}
-
-
-def has_other_kinds(model: ModelSpec, planned: Iterable[int], taken: Iterable[int]) -> bool:
-    """Whether a planned layer has no counterpart of its kind among those taken instead."""
-    return bool(Counter(model.layers[i].alike for i in planned) - Counter(model.layers[i].alike for i in taken))
 
 
 def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:

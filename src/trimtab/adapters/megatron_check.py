@@ -177,7 +177,8 @@ def expand_layout(layout: str) -> list[str] | None:
 
 
 def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
-    pp, first, last = flags.pipeline_model_parallel_size, *_first_last(flags)
+    pp = flags.pipeline_model_parallel_size
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if pp == 1:
         raise PlanError(
             f"a first or last count of {first if last is None else last} was given with pp 1, where Megatron-LM trains "
@@ -199,7 +200,7 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     elif middles and (left % middles or left == 0):
         problems.append(
             f"{left} layers are left for {middles} stages, and Megatron-Core gives each as many: leave a multiple of "
-            f"{middles}, or pass a layout such as {_some_layout(num_layers, pp)!r}"
+            f"{middles}, or {_advise_layout(num_layers, pp)}"
         )
     if problems:
         raise PlanError(join_problems(problems))
@@ -209,13 +210,12 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     return _in_chunks(flags, ranks)
 
 
-def _first_last(flags: MegatronFlags) -> tuple[int | None, int | None]:
-    return flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
-
-
-def _some_layout(num_layers: int, pp: int) -> str:
-    """A layout of stages as even as whole layers go."""
-    return layout_of([num_layers // pp + (stage < num_layers % pp) for stage in range(pp)])
+def _advise_layout(num_layers: int, pp: int) -> str:
+    """One of stages as even as whole layers go, where there are few enough."""
+    if pp > min(num_layers, _MOST):
+        return f"choose a pp of {min(num_layers, _MOST)} or less"
+    counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    return f"pass a layout such as {layout_of(counts)!r}"
 
 
 def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     total = num_layers + embedding + loss
     if total % pp:
         what = f"{num_layers} layers" + (f" and {total - num_layers} that count as one" if total > num_layers else "")
-        raise PlanError(f"{what} do not divide by pp {pp}: pass a layout such as {_some_layout(num_layers, pp)!r}")
+        raise PlanError(f"{what} do not divide by pp {pp}: {_advise_layout(num_layers, pp)}")
     counts = [*_in_chunks(flags, [total // pp] * pp)]
     counts[0] -= embedding
     counts[-1] -= loss
@@ -290,7 +290,7 @@ def built_vision_layers(declared: int, flags: MegatronFlags) -> int:
     if flags.pipeline_model_parallel_layout is not None:
         stages = expand_layout(flags.pipeline_model_parallel_layout)
         return declared if stages is None else stages[0].count("t")
-    first, last = _first_last(flags)
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if last is not None:
         return last
     return declared if first is None else first

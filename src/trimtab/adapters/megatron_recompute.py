@@ -13,7 +13,6 @@ from dataclasses import replace
 from trimtab.adapters.blocks import (
     MEANINGS,
     blocks_of,
-    has_other_kinds,
     is_block,
     lost_tiers,
     padded_heads,
@@ -104,7 +103,8 @@ def language_recompute(
         total = sum(cover - planned for _, cover, planned in extra)
         warnings.append(f"{how}, {total} more than planned ({listing}): the step takes longer than the plan says")
     for s, (stage, choice, cover) in enumerate(zip(stages, chosen, covered, strict=True)):
-        if has_other_kinds(model, choice, blocks_of(model, stage)[:cover]):
+        taken = Counter(model.layers[i].alike for i in blocks_of(model, stage)[:cover])
+        if Counter(model.layers[i].alike for i in choice) - taken:
             warnings.append(
                 f"stage {s} recomputes other kinds of blocks than its first {cover}, which Megatron-Core takes: check "
                 "the memory of that stage"

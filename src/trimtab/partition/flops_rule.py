@@ -147,7 +147,8 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
 def best_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     """The counts of least maximum FLOPs in the rule's own model (exact; the first stage as full as that allows)."""
     _check_pp(model, pp)
-    return min((split_with(model, first, pp=pp) for first in range(model.llm_layers, -1, -1)), key=_imbalance)
+    splits = (split_with(model, first, pp=pp) for first in range(model.llm_layers, -1, -1))
+    return min(splits, key=lambda split: split.imbalance)
 
 
 def split_with(model: UnevenModel, first: int, *, pp: int) -> UnevenSplit:
@@ -230,10 +231,6 @@ def _ffn(model: ModelSpec, layer: LayerSpec) -> int:
             "use plan, which counts them"
         )
     return layer.mlp.intermediate_size
-
-
-def _imbalance(split: UnevenSplit) -> float:
-    return split.imbalance
 
 
 def _check_pp(model: UnevenModel, pp: int) -> None:

@@ -15,7 +15,7 @@ from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.specs import LayerSpec, Profile, RecomputeChoice, Stage, stages_between
+from trimtab.specs import LayerSpec, Profile, Stage, recomputing, stages_between, tiers_of
 
 Stages = tuple[Stage, ...]
 _SIMULATED = 8  # candidates whose epoch is simulated; the others are ranked by their slowest stage
@@ -114,7 +114,7 @@ def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | N
     while low < high:
         middle = (low + high) // 2
         result = problem.assess(ladder[middle])
-        if max(device.total_bytes for device in result.memory) <= problem.memory_bytes:
+        if result.peak_bytes <= problem.memory_bytes:
             best, high = _Priced(stages=ladder[middle], bottleneck_s=result.bottleneck_s), middle
         else:
             low = middle + 1
@@ -171,22 +171,13 @@ def with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None)
 def _as_priced(profile: Profile, stages: Sequence[Stage]) -> Stages:
     """The stages as the profile prices them: a layer without a backward (a frozen tower's) has nothing to run again."""
     idle = {i for i, cost in enumerate(profile.layers) if len(cost.tiers) == 1}
-    if not any(idle.intersection(choice.layers) for stage in stages for choice in stage.recompute):
-        return tuple(stages)
-    return tuple(replace(stage, recompute=tuple(_without(idle, stage.recompute))) for stage in stages)
+    chosen = [{i: tier for i, tier in tiers_of(stage).items() if i not in idle} for stage in stages]
+    return tuple(recomputing(stage, tiers) for stage, tiers in zip(stages, chosen, strict=True))
 
 
 def _is_offered(profile: Profile, stages: Sequence[Stage]) -> bool:
     """Whether every tier has a price: unfused attention has none of its own."""
-    offered = [{tier.name for tier in cost.tiers} for cost in profile.layers]
-    return all(choice.tier in offered[i] for stage in stages for choice in stage.recompute for i in choice.layers)
-
-
-def _without(layers: Collection[int], choices: Iterable[RecomputeChoice]) -> Iterator[RecomputeChoice]:
-    for choice in choices:
-        left = tuple(i for i in choice.layers if i not in layers)
-        if left:
-            yield replace(choice, layers=left)
+    return all(profile.layers[i].tier(tier) is not None for stage in stages for i, tier in tiers_of(stage).items())
 
 
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:
@@ -211,7 +202,7 @@ def fastest_fitting(case: Case, ways: Sequence[Sequence[Stage]]) -> int | None:
     times: dict[int, float] = {}
     for number, way in enumerate(ways):
         result = problem.assess(_as_priced(problem.profile, way))
-        if max(device.total_bytes for device in result.memory) <= problem.memory_bytes:
+        if result.peak_bytes <= problem.memory_bytes:
             times[number] = result.bottleneck_s
     return min(times, key=lambda number: times[number], default=None)
 
