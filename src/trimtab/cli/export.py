@@ -36,10 +36,7 @@ def torchserve(
     device_map: Annotated[
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
-    rule: Annotated[
-        MapRule | None,
-        typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker; else auto."),
-    ] = None,
+    rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
     setup: Annotated[
         Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options beside it go first.")
     ] = None,
