@@ -89,6 +89,7 @@ def published_config(model: Any, *, internlm2: bool) -> dict[str, Any]:
     }
     own = text.to_dict()
     own |= {"model_type": "internlm2", "bias": False} if internlm2 else {}
+    own |= {"attn_implementation": "flash_attention_2", "torch_dtype": "bfloat16", "use_bfloat16": True}
     own["auto_map"] = {"AutoConfig": "configuration_internlm2.InternLM2Config"} if internlm2 else {}
     return {
         "model_type": "internvl_chat",
@@ -102,6 +103,8 @@ def published_config(model: Any, *, internlm2: bool) -> dict[str, Any]:
             "qk_normalization": vision.use_qk_norm,
             "qkv_bias": vision.attention_bias,
             "drop_path_rate": 0.1,
+            "use_flash_attn": True,
+            "torch_dtype": "bfloat16",
         },
         "llm_config": own,
         "downsample_ratio": model.config.downsample_ratio,

@@ -36,10 +36,7 @@ def torchserve(
     device_map: Annotated[
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
-    rule: Annotated[
-        MapRule | None,
-        typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker; else auto."),
-    ] = None,
+    rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
     setup: Annotated[
         Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options beside it go first.")
     ] = None,
@@ -60,12 +57,12 @@ def torchserve(
 ) -> None:
     """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
     from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory, read_recipe
-    from trimtab.serve.device_map import read_device_map
+    from trimtab.serve.device_map import WrittenMap, read_device_map
 
-    written = None if device_map is None else read_device_map(device_map)
+    written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
     given: dict[str, Any] = {
-        "device_map": rule if written is None else written.device_map,
-        "runs_on": None if written is None else written.runs_on,
+        "device_map": written.device_map or rule,
+        "runs_on": written.runs_on,
         "dtype": dtype,
         "max_memory": parse_max_memory(max_memory) if max_memory else None,
         "offload_folder": offload_folder,

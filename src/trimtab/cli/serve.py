@@ -46,8 +46,8 @@ def serve(
     written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
     check_config(model_dir)
     with open_port(host, port, api_key=key) as opened:
+        processor = load_processor(model_dir)  # first, as it is refused sooner
         model = load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
-        processor = load_processor(model_dir)
         server = ModelServer(model, processor, opened, limits, name=name or model_dir.resolve().name, api_key=key)
         _log_requests()
         together = f"up to {limits.max_batch} requests together" if server.thread.together else "one request at a time"

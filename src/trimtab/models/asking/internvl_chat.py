@@ -20,6 +20,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, apply_renamings
 
 from trimtab.errors import ConfigError
+from trimtab.models.asking.build import UNASKED
 from trimtab.models.families.internvl import REMOTE
 from trimtab.models.quote import quote
 
@@ -117,10 +118,9 @@ def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
             f"llm_config.model_type {quote(text_type)} has no class in Transformers {transformers.__version__}, and "
             "the folder's own code is never run: use one whose language model is InternLM2, Llama, Phi3 or Qwen"
         )
-    own_fields = {k: v for k, v in _text_fields(fields).items() if k not in ("auto_map", "model_type")}
-    text = transformers.CONFIG_MAPPING[own_type](**own_fields)
+    text = transformers.CONFIG_MAPPING[own_type](**_asked(_text_fields(fields)))
     # defaults are those of the folder's own code, where they differ from Transformers'
-    vision = {"qk_normalization": True, "qkv_bias": False, "norm_type": "rms_norm", **fields["vision_config"]}
+    vision = {"qk_normalization": True, "qkv_bias": False, "norm_type": "rms_norm", **_asked(fields["vision_config"])}
     ratio = fields.get("downsample_ratio", 0.5)
     renamed = {"qk_normalization": "use_qk_norm", "qkv_bias": "attention_bias"}
     known = transformers.InternVLVisionConfig().to_dict()
@@ -131,7 +131,7 @@ def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
         downsample_ratio=ratio,
         vision_feature_layer=fields.get("select_layer", -1),
         tie_word_embeddings=text.tie_word_embeddings,
-        dtype=fields.get("dtype") or fields.get("torch_dtype") or text.dtype,
+        dtype=fields.get("dtype") or fields.get("torch_dtype"),
     )
     config.published = dict(fields)
     return config
@@ -167,6 +167,11 @@ def forget_published_names(model: Any) -> None:
         model.config.__class__ = transformers.InternVLConfig
         del model.config.published
         model._weight_conversions = []
+
+
+def _asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what names code, kernels or number formats: those are said to the loader."""
+    return {key: value for key, value in fields.items() if key != "model_type" and not UNASKED.fullmatch(key)}
 
 
 def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class StoredNames:
         self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
         self._converters = [x for x in transforms if isinstance(x, WeightConverter)]
         self._prefix, self._tensors = getattr(model, "base_model_prefix", None), model.state_dict()
+        self._tied = getattr(model, "all_tied_weights_keys", {})
         self._modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
     def of_map(self, device_map: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
@@ -93,4 +94,7 @@ class StoredNames:
                 own, converter = name, None  # as Transformers does
             if converter is None:
                 found[own] = tensor
+        for pair in self._tied.items():
+            present = [found[name] for name in pair if name in found]
+            found.update(dict.fromkeys(pair, present[0]) if present else {})
         return found

@@ -17,7 +17,7 @@ from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation
-from trimtab.runtime.placing.stored_weights import LazyTensors, StoredTensor, open_file, open_weights
+from trimtab.runtime.placing.stored_weights import StoredTensor, open_file, open_weights
 from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
 
 
@@ -62,13 +62,13 @@ def load_placed(
     names = StoredNames(skeleton)
     placed = resolve_units(skeleton, names.of_map(placement), names.of_map(runs_on or {}))
     dtype = dtype or _dtype_of(config, stored)
+    as_stored = names.of_tensors(stored)
     if offload_folder is None:
-        _check_on_disk(skeleton, placed, names.of_tensors(stored), dtype)
+        _check_on_disk(skeleton, placed, as_stored, dtype)
     del skeleton, names
-    lazy = LazyTensors(stored)
     target = None if offload_folder is None else Path(offload_folder)
-    model = _load(kind, config, folder, lazy, _load_map(placed, target), dtype, target)
-    on_disk = _settle(model, placed, lazy, target)
+    model = _load(kind, config, folder, stored, _load_map(placed, target), dtype, target)
+    on_disk = _settle(model, placed, as_stored, target)
     remove_hook_from_submodules(model)
     dispatch(model, placed, on_disk)
     forget_published_names(model)
@@ -103,7 +103,7 @@ def _load(
     kind: Any,
     config: Any,
     folder: Path,
-    lazy: LazyTensors,
+    stored: Mapping[str, StoredTensor],
     load_map: Mapping[str, torch.device | str],
     dtype: torch.dtype,
     offload_folder: Path | None,
@@ -119,7 +119,7 @@ def _load(
             model, report = kind.from_pretrained(
                 None,
                 config=config,
-                state_dict=lazy.state_dict(),
+                state_dict=dict(stored),
                 device_map=dict(load_map),
                 dtype=dtype,
                 offload_folder=None if offload_folder is None else str(offload_folder),
@@ -143,41 +143,46 @@ def _load(
 
 
 def _settle(
-    model: nn.Module, placed: DeviceUnits, lazy: LazyTensors, offload_folder: Path | None
+    model: nn.Module, placed: DeviceUnits, as_stored: Mapping[str, StoredTensor], offload_folder: Path | None
 ) -> dict[str, StoredTensor]:
     """Copies into host memory what belongs there; where what belongs on disk lies, by its name in the model."""
     on_disk: dict[str, StoredTensor] = {}
+    copied: set[nn.Parameter] = set()  # tied ones are in two units
     for unit in placed.units:
         if not isinstance(unit.home, str):
             continue
         for name, parameter in model.get_submodule(unit.name).named_parameters(prefix=unit.name):
+            stored = as_stored.get(name)
             if parameter.device.type == "meta":
                 assert offload_folder is not None
                 on_disk.update(open_file(offload_folder / f"{name}.safetensors"))
-                continue
-            origin = lazy.origin(parameter)
-            if unit.home == "cpu" and origin is not None:
+            elif unit.home == "disk" and stored is not None:
+                on_disk[name] = stored
+            elif unit.home == "cpu" and parameter not in copied and _is_mapped(parameter, stored):
                 parameter.data = parameter.data.clone()
-            elif unit.home == "disk" and origin is not None:
-                on_disk[name] = origin
+                copied.add(parameter)
     return on_disk
+
+
+def _is_mapped(parameter: nn.Parameter, stored: StoredTensor | None) -> bool:
+    """Whether it is still the mapping of a file: all of it, or a part that was split off."""
+    if stored is not None:
+        return stored.dtype == parameter.dtype
+    return parameter.untyped_storage().nbytes() > parameter.nbytes
 
 
 def _check_on_disk(
     skeleton: nn.Module, placed: DeviceUnits, as_stored: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> None:
     """Refuses, before anything is read, what cannot stay in the files: tensors that loading casts or puts together."""
-    lost = [
-        name
-        for unit in placed.units
-        if unit.home == "disk"
-        for name, parameter in skeleton.get_submodule(unit.name).named_parameters(prefix=unit.name)
-        if name not in getattr(skeleton, "all_tied_weights_keys", {})
-        and (
-            name not in as_stored
-            or as_stored[name].dtype != (dtype if parameter.is_floating_point() else parameter.dtype)
-        )
-    ]
+    lost = []
+    for unit in placed.units:
+        if unit.home != "disk":
+            continue
+        for name, parameter in skeleton.get_submodule(unit.name).named_parameters(prefix=unit.name):
+            wanted = dtype if parameter.is_floating_point() else parameter.dtype
+            if name not in as_stored or as_stored[name].dtype != wanted:
+                lost.append(name)
     if lost:
         raise PartitionError(
             join_problems(

@@ -7,8 +7,7 @@ that stays mapped costs no memory before it is read, and none that the system co
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES  # its names of types; there is no public table (0.8)
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.errors import ConfigError, join_problems
 from trimtab.models.quote import quote
@@ -26,7 +24,10 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies, and how to have it."""
+    """Where one tensor lies, and how to have it.
+
+    Transformers 5 reads it as a slice of safetensors, when its turn comes: `stored[...]`, before that dtype and shape.
+    """
 
     file: Path
     name: str
@@ -43,43 +44,14 @@ class StoredTensor:
             tensor: torch.Tensor = opened.get_tensor(self.name)
             return tensor
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LazyTensors:
-    """A state dict that reads a tensor when it is asked for, and knows later which tensors are still mapped."""
-
-    stored: Mapping[str, StoredTensor]
-    mapped: dict[int, tuple[StorageWeakRef, StoredTensor]] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, _LazyTensor]:
-        return {name: _LazyTensor(stored, self.mapped) for name, stored in self.stored.items()}
-
-    def origin(self, tensor: torch.Tensor) -> StoredTensor | None:
-        """What of the files `tensor` is a mapping of, or of a part; None if it was copied, cast or put together."""
-        storage, stored = self.mapped.get(tensor.untyped_storage().data_ptr(), (None, None))
-        # else the address may be another tensor's by now
-        return stored if storage is not None and not storage.expired() else None  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LazyTensor:
-    """What Transformers 5 uses of a safetensors slice: `lazy[...]` reads it, and before that its dtype and shape."""
-
-    stored: StoredTensor
-    mapped: dict[int, tuple[StorageWeakRef, StoredTensor]]
-
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        tensor = self.stored.map()
-        if tensor.numel():
-            storage = tensor.untyped_storage()
-            self.mapped[storage.data_ptr()] = (StorageWeakRef(storage), self.stored)  # type: ignore[no-untyped-call]
-        return tensor
+        return self.map()
 
     def get_dtype(self) -> str:
-        return self.stored.dtype_name
+        return self.dtype_name
 
     def get_shape(self) -> list[int]:
-        return list(self.stored.shape)
+        return list(self.shape)
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
