@@ -1,4 +1,4 @@
-"""Parts of runtime/vision/ that need no second process: inputs, outputs, control, exchange, gradients, pooled.
+"""Tests of runtime/vision/ (inputs, outputs, control, exchange, gradients, pooled) that need no second process.
 
 Needs torch."""
 
