@@ -41,6 +41,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_described_placement.py::test_the_cache_of_every_layer_is_the_one_that_its_own_code_makes": 1,
     "torch/test_families.py::test_a_family_has_a_value_for_a_capability_or_a_sentence": ("llava_next",),  # 30
     "torch/test_internvl_chat.py::test_a_published_folder_answers_as_transformers_model": 2,
+    "torch/test_internvl_chat.py::test_other_language_models_keep_their_names": 0,
     "torch/test_internvl_chat.py::test_what_is_split_cannot_stay_in_the_folders_files_and_the_rest_can": 0,
     "torch/test_internvl_chat.py::test_what_transformers_classes_would_compute_otherwise_is_refused": 3,
     "torch/test_internvl_chat.py::test_what_was_loaded_is_saved_in_transformers_own_format": 1,
@@ -125,6 +126,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_search.py::test_the_search_is_near_the_best_of_all_splits": 4,  # 20 cases
     "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,
     "unit/test_setting.py::test_auto_takes_the_fastest_of_all_schedules_that_fit": 0,  # 3
+    "unit/test_setting.py::test_plain_data_parallel_with_sharded_state_stands_beside_a_divided_model": 0,  # 5
     "unit/test_setting.py::test_zero_bubble_plans_check": 1,  # 4
     "unit/test_stages.py::test_split_equals_brute_force_on_a_thousand_instances": 4,
     "unit/test_vision_decision.py::test_a_pipeline_keeps_the_tower_whole_on_its_first_stage": 0,

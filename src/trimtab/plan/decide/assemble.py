@@ -47,6 +47,7 @@ from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
 from trimtab.units import format_number, format_seconds, round_digits, round_gib
 
+_LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"
 PROFILE_FILE = "profile.json"
 
@@ -244,9 +245,14 @@ def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
 
 
 def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
-    """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from."""
+    """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from.
+
+    A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
+    first row that fits is.
+    """
     parallel, cluster = decisions.parallel, inputs.cluster
     baseline, *_, ours = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
+    told = next((row for row in estimates.compared if row.fits), ours)
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
     gains = [
         f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
@@ -255,12 +261,18 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     per_step = num_drawn / decisions.packing.num_steps
     recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
-    misfit = "" if baseline.fits else "; does not fit the memory"
-    return (
+    if baseline.fits:
+        against = f"would take {baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
+    else:
+        against = (
+            f"does not fit the memory; {told.name}, which fits, would take {told.epoch_s / ours.epoch_s:.2f}x as long."
+        )
+    longer, faster = ours.step_ms / told.step_ms, ours.samples_per_s / told.samples_per_s
+    slow = f"A step takes {longer:.2f}x as long as that of {told.name}, at {faster:.2f}x its samples/s. "
+    return (slow if longer > _LONGER else "") + (
         f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}, "
         f"about {format_number(per_step)} samples a step; "
         f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
         f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
-        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute{misfit}) would take "
-        f"{baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
+        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
     )

@@ -39,6 +39,7 @@ _MOST_OVER = 1.25  # of a global batch that was asked for
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
 _MOST_STAGES = 16  # pipeline degree, where it is left open
 _RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
+_ALIKE = 0.95  # of the best speed: the costs that choices share err by more than this
 _SAID = 4  # divisions and schedules named in the plan
 
 
@@ -47,6 +48,8 @@ class _Priced:
     setting: Setting
     options: PlanOptions  # with its schedule
     samples_per_s: float
+    samples_per_pack: float
+    larger: _Priced | None = None  # the next larger packs that fit; None: there are none
 
     @property
     def label(self) -> str:
@@ -61,6 +64,7 @@ class ChosenSetting:
 
     considered: tuple[_Priced, ...]  # the fastest first: that one is taken
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+    sharded: _Priced | None = None  # plain data parallel with ZeRO-3, where it fits; None too where it was not open
 
     @property
     def best(self) -> _Priced:
@@ -68,16 +72,38 @@ class ChosenSetting:
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
-        if len(self.considered) + self.num_misfits < 2:
-            return ()
+        said: list[str] = []
+        best = self.best
+        if (larger := best.larger) is not None:
+            said.append(
+                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
+                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
+                f"{format_number(larger.samples_per_s)}."
+            )
+        if len(self.considered) + self.num_misfits > 1:
+            said += [self._degrees(), *self._simpler()]
+        return tuple(said)
+
+    def _degrees(self) -> str:
         said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
-        return (
-            "Degrees and schedules considered, at their mean packs: "
-            + ", ".join([*said, *(text for text in more if text)])
-            + ".",
+        named = ", ".join([*said, *filter(None, more)])
+        return f"Degrees and schedules considered, at their mean packs: {named}."
+
+    def _simpler(self) -> list[str]:
+        """How plain data parallel with ZeRO-3, which needs no pipeline and no tensor parallelism, compares."""
+        if self.sharded is None:
+            return []
+        ratio = self.sharded.samples_per_s / self.best.samples_per_s
+        verdict = (
+            "that is the same within the error of such costs, or better, and simpler: plan with --pp 1 --tp 1 "
+            "--zero-stage 3 to have it"
+            if ratio >= _ALIKE
+            else "that is slower"
         )
+        speed, share = format_number(self.sharded.samples_per_s), f"{100 * ratio:.0f} %"
+        return [f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {share} of the plan: {verdict}."]
 
 
 def choose_setting(
@@ -140,7 +166,35 @@ def choose_setting(
                 except PartitionError:
                     continue
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
-    return ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
+    chosen = ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
+    if not _leaves_sharding_open(first, chosen.best.setting.dims):
+        return chosen
+    return replace(chosen, sharded=_price_sharded(model, cluster, first, budget, limits, global_batch))
+
+
+def _leaves_sharding_open(options: PlanOptions, dims: ParallelDims) -> bool:
+    """Whether the planner chose to divide the model, where nobody asked for it."""
+    asked = (options.dp, options.pp, options.tp, options.profile)
+    return (
+        dims.pp * dims.tp > 1 and asked == (None,) * 4 and options.zero_stage in (1, 2) and options.schedule == "1F1B"
+    )
+
+
+def _price_sharded(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    limits: Sequence[TriedLimits],
+    global_batch: int | None,
+) -> _Priced | None:
+    """One replica a device, its state sharded over all of them; None where that does not fit."""
+    options = replace(options, pp=1, tp=1, zero_stage=3)
+    try:
+        profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices, pp=1, tp=1))
+        return _price_limits(model, cluster, options, profile, budget, limits, global_batch)
+    except PartitionError:
+        return None
 
 
 def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:
@@ -320,12 +374,19 @@ def _price_limits(
         )
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
         step_s = line.makespan_s + rank_step_s(problem, split.stages)
-        priced.append(_Priced(setting=setting, options=options, samples_per_s=useful / step_s))
+        rate, size = useful / step_s, tried.samples_per_pack
+        priced.append(_Priced(setting=setting, options=options, samples_per_s=rate, samples_per_pack=size))
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
+    return _smallest_good(priced)
+
+
+def _smallest_good(priced: Sequence[_Priced]) -> _Priced:
+    """Of settings in the order of their packs' size, the first that is nearly as fast as any; with the one after it."""
     fastest = max(p.samples_per_s for p in priced)
-    return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    return replace(priced[best], larger=priced[best + 1] if best + 1 < len(priced) else None)
 
 
 def _num_microbatches(

@@ -1,0 +1,52 @@
+"""The headline of a plan: what is said first, and against which run a gain is quoted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plans import small_plan
+
+from trimtab.plan.decide.assemble import summarise
+from trimtab.plan.plan import BASELINE, Plan
+
+
+def headline(plan: Plan, **changed: dict[str, Any]) -> str:
+    """The summary after fields of rows were changed, each named by its place: first, second or last."""
+    rows = list(plan.estimates.variants)
+    for place, number in (("first", 0), ("second", 1), ("last", -1)):
+        rows[number] = replace(rows[number], **changed.get(place, {}))
+    return summarise(plan.inputs, plan.decisions, replace(plan.estimates, variants=tuple(rows)))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = small_plan()
+    row = replace(made.estimates.variants[0], name=BASELINE)
+    rows = (row, replace(row, name="balanced packs"), replace(row, name="recompute as needed"))
+    return replace(made, estimates=replace(made.estimates, variants=rows))
+
+
+def test_a_longer_step_is_said_first(plan: Plan) -> None:
+    step_ms = plan.estimates.compared[0].step_ms
+    first = {"fits": True, "samples_per_s": 100.0}
+    slow = headline(plan, first=first, last={"step_ms": 1.2 * step_ms, "samples_per_s": 150.0})
+    assert slow.startswith("A step takes 1.20x as long as that of baseline, at 1.50x its samples/s. ")
+    fast = headline(plan, first=first, last={"step_ms": 0.8 * step_ms})
+    assert fast.startswith(f"{plan.inputs.cluster.num_nodes * plan.inputs.cluster.devices_per_node} ")
+
+
+def test_a_gain_is_quoted_against_a_run_that_fits(plan: Plan) -> None:
+    ours, second = plan.estimates.compared[-1], plan.estimates.compared[1]
+    against = headline(plan, first={"fits": False}, second={"fits": True})
+    assert f"does not fit the memory; {second.name}, which fits, would take" in against
+    assert against.endswith(f"{second.epoch_s / ours.epoch_s:.2f}x as long.")
+    assert "does not fit" not in headline(plan, first={"fits": True})
+
+
+def test_counts_of_samples_have_no_exponent(plan: Plan) -> None:
+    many = replace(plan.inputs, data=replace(plan.inputs.data, num_samples=2048, mixture=()))
+    packing = replace(plan.decisions.packing, num_steps=1)
+    told = summarise(many, replace(plan.decisions, packing=packing), plan.estimates)
+    assert "about 2,048 samples a step" in told
