@@ -37,14 +37,6 @@ def test_no_packing_has_fewer(sizes):
     assert lower_bound_packs(np.array(sizes), (9, 60)) <= fewest(sizes, (9, 60))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
-def test_the_threshold_is_the_best_of_all(sizes):
-    n = np.array(sizes)
-    volumes = [(np.where(n > 9 - x, 9, n) * (n >= x)).sum() for x in np.arange(0.0, 4.75, 0.25)]
-    rounded = rounded_sizes(n, 9)
-    assert (n if rounded is None else rounded).sum() == max(volumes)
-
-
 @pytest.mark.parametrize(
     ("sizes", "limits", "bound"),
     [
