@@ -25,8 +25,7 @@ def tests_of(file: Path, levels_more: int) -> tuple[list[Path], list[Path]]:
     """The test files nearest to a source file, and those that `levels_more` levels of imports more reach."""
     module, files = _module_of(file), _test_files()
     folder, stem = f"{file.parent.relative_to(SOURCE).as_posix()}/", file.stem
-    named = re.compile(rf"\b{re.escape(stem)}\b")
-    about = [path for path, (said, _) in files.items() if folder in said and named.search(said.replace(folder, ""))]
+    about = [path for path, (said, _) in files.items() if stem in _names_after(folder, said)]
     about = about or [path for path, (_, used) in files.items() if path.stem == f"test_{stem}" and module in used]
     levels = [sorted(about)] if about else []
     level, seen = {module}, {module}
@@ -41,6 +40,12 @@ def tests_of(file: Path, levels_more: int) -> tuple[list[Path], list[Path]]:
         level = {above for below in level for above in _importers().get(below, ())} - seen
         seen |= level
     return (levels[0] if levels else []), [path for group in levels[1:] for path in group]
+
+
+def _names_after(folder: str, said: str) -> set[str]:
+    """What a docstring names of a folder: "partition/simulate.py", "partition/ (simulate, replay)"."""
+    found = re.findall(rf"\b{re.escape(folder)}(?:(\w+)\.py|\s*\(([^)]*)\))", said)
+    return {name for one, several in found for name in (one, *re.findall(r"\w+", several))}
 
 
 def tests_of_change(files: list[Path]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Parts of runtime/vision/ that need no second process: inputs, outputs, control, exchange, gradients, pooled.
+"""Tests of runtime/vision/ (inputs, outputs, control, exchange, gradients, pooled) that need no second process.
 
 Needs torch."""
 
@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the exchange is of tensors")
 
-from trimtab.balance.images import keep_at_home, share_images  # noqa: E402
+from trimtab.balance.images import share_images  # noqa: E402
 from trimtab.errors import TrimtabError  # noqa: E402
 from trimtab.runtime.vision.control import differing_ranks, fingerprint  # noqa: E402
 from trimtab.runtime.vision.exchange import lay_out_rows  # noqa: E402
@@ -100,15 +100,6 @@ def test_inputs_of_several_micro_batches_join():
     assert joined.take(np.array([2, 1])).arguments()["pixels"][:, 0].tolist() == [*range(12), *range(8, 12)]
     assert (joined.patches.tolist(), joined.rows.tolist(), len(joined)) == ([8, 4, 12], [2, 1, 3], 3)
     assert join_inputs([]) is None
-
-
-def test_images_stay_where_they_are_if_loads_allow():
-    cost = np.array([5.0, 5.0, 3.0, 2.0])
-    shares = share_images(cost, 3)
-    for home in ([0, 1, 2, 2], [2, 0, 1, 1], [1, 2, 0, 0]):
-        kept = keep_at_home(shares, np.array(home), cost)
-        assert sorted(kept.load) == sorted(shares.load)
-        assert all(home[atom] == rank for rank in range(3) for atom in kept.atoms_of(rank))
 
 
 def test_fingerprints_see_types_shapes_and_values():

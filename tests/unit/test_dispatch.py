@@ -109,6 +109,8 @@ def test_ranks_of_alike_packs_are_shuffled_within_steps_of_random_order():
     """Rows are made of neighbours by size: in that order rank 0 would get the lightest pack of nearly every row."""
     columns = make_columns(8 * BLOCK_STEPS)
     schedule = dispatch_packs(columns, dp=8, num_microbatches=4, seed=1)
+    # every step keeps its packs of the shuffle
+    assert np.array_equal(np.sort(schedule.table.reshape(-1, 32)), np.arange(len(columns)).reshape(-1, 32))
     cost = columns[:, 2][rows_of(schedule)]
     # spread of the mean place, were every pack of a row as likely on any rank: 2.29 / sqrt(512) = 0.10
     place = cost.argsort(axis=1).argsort(axis=1).mean(axis=0)

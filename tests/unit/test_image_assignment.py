@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trimtab.balance.image_search import lower_bound
 from trimtab.balance.images import (
     TowerCost,
+    keep_at_home,
     share_images,
     tower_bytes,
     tower_seconds,
@@ -114,6 +115,16 @@ def test_equal_input_gives_equal_shares_whatever_its_unit():
     for other in (b, c):
         assert (a.order == other.order).all()
         assert (a.offsets == other.offsets).all()
+
+
+def test_images_stay_where_they_are_if_loads_allow():
+    cost = np.array([5.0, 5.0, 3.0, 2.0])
+    shares = share_images(cost, 3)
+    for home in ([0, 1, 2, 2], [2, 0, 1, 1], [1, 2, 0, 0]):
+        kept = keep_at_home(shares, np.array(home), cost)
+        assert sorted(kept.load) == sorted(shares.load)
+        assert all(home[atom] == rank for rank in range(3) for atom in kept.atoms_of(rank))
+    assert sorted(keep_at_home(shares, np.zeros(4, np.int64), cost).order) == [0, 1, 2, 3]  # all on one rank
 
 
 def test_no_images_and_one_rank():

@@ -1,4 +1,4 @@
-"""The fewest packs that samples need, against every packing of a few of them."""
+"""Tests of balance/bound.py: the fewest packs that samples need, against every packing of a few of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of balance/ (aim, balanced, cost, groups, packing, pair, window).
+"""Tests of balance/ (aim, balanced, cost, groups, packing, pair, stream, window).
 
 pack_samples: every sample once, limits kept, whole steps, the same bits each time; quality on real lengths."""
 
@@ -124,8 +124,9 @@ def test_extreme_inputs_are_packed(patches, tokens, limits, dp):
             assert_sound(table, result, limits=limits, dp=dp)
 
 
-def test_no_samples_make_no_packs():
-    result = pack_samples(make_table([], []), limits=(9, 90), dp=4)
+@pytest.mark.parametrize("method", ["balanced", "random"])
+def test_no_samples_make_no_packs(method):
+    result = pack_samples(make_table([], []), limits=(9, 90), dp=4, method=method)
     assert result.packing.num_packs == 0
     assert result.schedule.num_steps == 0
     assert report_packing(make_table([], []), result).utilisation == 1.0

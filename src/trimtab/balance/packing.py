@@ -147,7 +147,7 @@ def report_packing(
     """
     packing = result.packing
     per_sample = cost_column(samples, cost)
-    if packing.method not in PADDED_METHODS or packing.num_packs == 0:
+    if packing.method not in PADDED_METHODS:
         return report_balance(samples, packing, result.schedule, cost=per_sample)
     own = samples.num_tokens.astype(np.float64)
     longest = np.maximum.reduceat(own[packing.indices], packing.offsets[:-1])
