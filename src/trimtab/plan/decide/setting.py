@@ -330,10 +330,7 @@ def _price_limits(
             )
             continue
         if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:
-            reason = reason or PartitionError(
-                f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
-                "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
-            )
+            reason = reason or _unfilled(num_microbatches, dims.pp)
             continue
         work_mean = tried.mean * tried.samples_per_pack
         work_mean[MICROBATCHES] = 1.0
@@ -370,6 +367,13 @@ def _price_limits(
         raise reason
     fastest = max(p.samples_per_s for p in priced)
     return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+
+
+def _unfilled(num_microbatches: int, num_stages: int) -> PartitionError:
+    return PartitionError(
+        f"1F1B with {num_microbatches} micro-batches on {num_stages} stages was asked for, and torch's schedule "
+        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+    )
 
 
 def _num_microbatches(
