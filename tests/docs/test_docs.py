@@ -102,6 +102,8 @@ def pages_that_run() -> list[Any]:
 
 @pytest.mark.parametrize(("page", "with_torch"), pages_that_run())
 def test_every_snippet_runs(page: Path, with_torch: bool, demo: Path, tmp_path: Path) -> None:
+    if with_torch and "trimtab serve" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("uvicorn", reason="serves a model: pip install 'trimtab[serve]'")
     (tmp_path / "trimtab-demo").symlink_to(demo)
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
