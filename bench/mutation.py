@@ -11,7 +11,7 @@ that 100 % is out of reach.
 Tests run in processes forked where torch is imported already. Compiled modules are tried with an empty cache, since
 numba does not see a change in another file: half a minute each.
 Run: python bench/mutation.py [--rooms balance partition runtime/vision] [--per-room 12] [--seed 0] [--jobs 2]
-     [--then further|marked|nothing]
+     [--uncompiled] [--then further|marked|nothing]
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Copy:
             return "no test imports it"
         planted = self.root / fault.file.relative_to(ROOT)
         content = planted.read_bytes()
-        is_compiled = any(word in content for word in (b"compiled import", b"njit("))
+        is_compiled = _has_compiled_loops(content)
         marks = ["not integration", "integration"] if self.then == "marked" else ["not integration"]
         runs = [(self.baseline_s(test, mark, is_compiled), mark, test) for mark in marks for test in near]
         if any(seconds is None for seconds, _, _ in runs):
@@ -226,6 +226,10 @@ class Copy:
         finally:
             planted.write_bytes(content)
         return "unseen"
+
+
+def _has_compiled_loops(content: bytes) -> bool:
+    return b"trimtab.compiled import" in content
 
 
 def _run_tests(root: Path, words: list[str], cache_folder: Path, cpu_s: int, told: Connection) -> None:
@@ -256,13 +260,15 @@ _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(["numba", "pytest", "torch", "transformers.models.auto.modeling_auto"])
 
 
-def sample(rooms: Sequence[str], per_room: int, seed: int) -> list[Fault]:
-    """Of each room as many faults, every line equally likely."""
+def sample(rooms: Sequence[str], per_room: int, seed: int, *, uncompiled: bool) -> list[Fault]:
+    """Of each room as many faults, every line equally likely; `uncompiled`: of files without compiled loops."""
     chooser = random.Random(seed)
     chosen: list[Fault] = []
     for room in rooms:
         by_line: dict[tuple[Path, int], list[Fault]] = {}
         for file in sorted((SOURCE / room).rglob("*.py")):
+            if uncompiled and _has_compiled_loops(file.read_bytes()):
+                continue
             for fault in faults_of(file):
                 by_line.setdefault((file, fault.line), []).append(fault)
         lines = chooser.sample(sorted(by_line), min(per_room, len(by_line)))
@@ -276,9 +282,10 @@ def main() -> None:
     parser.add_argument("--per-room", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--uncompiled", action="store_true", help="only files without compiled loops, which are quick")
     parser.add_argument("--then", choices=["further", "marked", "nothing"], default="further", help="which tests next")
     arguments = parser.parse_args()
-    faults = sample(arguments.rooms, arguments.per_room, arguments.seed)
+    faults = sample(arguments.rooms, arguments.per_room, arguments.seed, uncompiled=arguments.uncompiled)
     random.Random(1).shuffle(faults)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     started = time.monotonic()

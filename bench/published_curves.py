@@ -82,7 +82,8 @@ def print_curves() -> None:
     )
     rows = (256, 512, 1025, 2050, 4096, 9225, 32768)
     print("            " + "".join(f"{n:8}" for n in rows))
-    for name, device in DEVICES.items():
+    for name in ("A100-80GB", "H100-80GB", "H200", "H20", "B200"):
+        device = DEVICES[name]
         e = efficiency_of(device)
         for K, M in ((4096, 4096), (3200, 6400)):
             shares = "".join(f"{e.product_share(n, K, M):8.0%}" for n in rows)

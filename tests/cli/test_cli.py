@@ -137,23 +137,6 @@ def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Pa
     assert "Before and after" in run("report", planned, "--out", tmp_path).out
 
 
-def test_export_megatron_refuses_with_a_price_or_prints_flags(
-    run: Run, planned: Path, drawn: Path, tmp_path: Path
-) -> None:
-    refused = run("export", "megatron", planned)
-    stages = load_plan(planned).decisions.stages
-    if any("visual" in module for stage in stages[1:] for module in stage.modules):
-        assert refused.code == 2
-        assert "letter" in refused.err
-    words = ["--tokenizer", drawn / "tokenizer.json", "--cluster", "8xA100-80GB", "--pp", "2", "--for", "megatron"]
-    out = tmp_path / "plan"
-    assert run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--out", out).code == 0
-    assert run("check", out).code == 0
-    exported = run("export", "megatron", out, "--json").json
-    assert exported["layout"].startswith("E")
-    assert "--pipeline-model-parallel-size" in exported["flags"]
-
-
 PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--num-microbatches", "4"]
 
 

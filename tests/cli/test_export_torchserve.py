@@ -43,12 +43,14 @@ def test_accelerates_rules_and_workers_are_the_recipes(run: Run, folder: Path, t
     assert "maxWorkers: 2\nbatchSize: 8\nmaxBatchDelay: 100\n" in (tmp_path / "model-config.yaml").read_text()
 
 
-def test_memory_limits_are_for_the_automatic_map(run: Run, folder: Path, tmp_path: Path) -> None:
-    words = ["export", "torchserve", folder, "--out", tmp_path, "--max-memory", "0=20GiB", "--max-memory", "cpu=1GiB"]
-    assert not any("not read" in note for note in run(*words, "--json").json["notes"])
-    assert json.loads((tmp_path / "setup_config.json").read_text())["max_memory"] == {"0": "20GiB", "cpu": "1GiB"}
-    (tmp_path / "map.json").write_text('{"": 0}')
-    assert any("not read" in note for note in run(*words, "--map", tmp_path / "map.json", "--json").json["notes"])
+def test_memory_limits_and_the_recipes_file_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"device_map": "sequential", "max_memory": {"0": "9GB"}, "offload_state_dict": true}')
+    words = ["export", "torchserve", folder, "--out", tmp_path, "--setup", recipe]
+    assert run(*words, "--max-memory", "0=20GiB", "--max-memory", "cpu=1GiB").code == 0  # options go first
+    setup = json.loads((tmp_path / "setup_config.json").read_text())
+    assert (setup["device_map"], setup["max_memory"]) == ("sequential", {"0": "20GiB", "cpu": "1GiB"})
+    assert setup["max_new_tokens"] == 256
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def test_memory_limits_are_for_the_automatic_map(run: Run, folder: Path, tmp_pat
         (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
         (["{folder}", "--map", "{missing}"], "missing"),
         (["{folder}", "--map", "{config}"], "holds no device map"),
+        (["{folder}", "--setup", "{missing}"], "cannot be read as JSON"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(

@@ -117,25 +117,5 @@ def test_bare_flags_are_checked_against_a_model(run: Run) -> None:
     assert even.code == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["check"], "takes either a plan or --flags: give one of them"),
-        (["check", "plan", "--for", "megatron", "--flags", FLAGS], "either a plan or --flags"),
-        (["check", "--flags", FLAGS, "--config", "Qwen2.5-VL-7B"], "give --for one of megatron, megatron-bridge"),
-        (["check", "--for", "deepspeed", "--flags", FLAGS, "--config", "Qwen2.5-VL-7B"], "they are Megatron-LM's"),
-        (["check", "--for", "megatron", "--flags", FLAGS], "without the model they are for: give --config"),
-        (["check", "--for", "megatron", "--flags", "--num-layers x", "--config", "Qwen2.5-VL-7B"], "no whole number"),
-        (["check", "--for", "megatron", "--flags", FLAGS, "--config", "no-such-model"], "config.json"),
-        (["export", "ms-swift", "missing"], "give a plan.yaml"),
-    ],
-)
-def test_bad_input_is_one_sentence(run: Run, words: list[str], message: str) -> None:
-    result = run(*words, "--json")
-    assert result.code == 2, result
-    assert message in result.json["error"]
-    assert "Traceback" not in result.err
-
-
 def test_an_unknown_framework_is_exit_code_two(run: Run) -> None:
     assert run("check", "plan", "--for", "abacus").code == 2

@@ -18,6 +18,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,10 @@ class Server:
 def free_ports() -> int:
     """The first of three free ports in a row."""
     for port in range(18080, 60000, 3):
-        try:
-            opened = [socket.create_server(("127.0.0.1", port + i)) for i in range(3)]
-        except OSError:
-            continue
-        for taken in opened:
-            taken.close()
-        return port
+        with ExitStack() as taken, suppress(OSError):
+            for i in range(3):
+                taken.enter_context(socket.create_server(("127.0.0.1", port + i)))
+            return port
     raise AssertionError("no three free ports")
 
 

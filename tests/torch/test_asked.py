@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ torch = pytest.importorskip("torch", reason="builds the real models on torch's m
 transformers = pytest.importorskip("transformers", reason="is asked")
 
 from real_parameters import assert_same_parameters, build, layer  # noqa: E402
-from tiny_models import ODD_CONFIGS, as_saved, preprocessor_of  # noqa: E402
+from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
@@ -57,14 +56,9 @@ GAPS = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "inter
 GAPS += ("gemma3", "llava mistral, window, three taps, siglip with head", "llava qwen3")
 
 
-def small_config(case: str) -> transformers.PretrainedConfig:
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    return transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-
-
 @pytest.mark.parametrize("case", GAPS)
 def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process):
-    config = small_config(case)
+    config = odd_config(case)
     config.save_pretrained(tmp_path)
     settings = preprocessor_of(config.model_type, ODD_CONFIGS[case][1])
     whole = describe(as_saved(config), preprocessor=settings)
@@ -81,7 +75,7 @@ def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process
 
 @pytest.mark.parametrize("case", [x for x in ODD_CONFIGS if x.startswith("qwen") and "sliding" not in x])
 def test_asking_finds_what_was_written_by_hand(case):
-    config = small_config(case)
+    config = odd_config(case)
     written = describe(
         as_saved(config), preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]), ask=False
     )
@@ -130,7 +124,7 @@ def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     ],
 )
 def test_states_that_are_joined_and_bare_parameters_forbid_cuts(case, first, behind):
-    spec = describe_fields(as_saved(small_config(case)))
+    spec = describe_fields(as_saved(odd_config(case)))
     names = [x.name for x in spec.layers]
     start, stop = (next(i for i, x in enumerate(names) if x.endswith(end)) for end in (first, behind))
     # state 0 enters block 0, and must then cross every cut behind it
@@ -139,8 +133,7 @@ def test_states_that_are_joined_and_bare_parameters_forbid_cuts(case, first, beh
 
 
 def test_every_cut_in_front_of_cross_attention_is_forbidden():
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["mllama"])
-    spec = describe_fields({"model_type": model_type, "vision_config": vision, "text_config": text, **outer})
+    spec = describe_fields(as_saved(odd_config("mllama")))
     last = max(i for i, x in enumerate(spec.layers) if x.attention is not None and x.attention.cross)
     start = spec.indices("language")[0]
     assert set(range(start, last + 1)) <= spec.forbidden_cuts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ torch = pytest.importorskip("torch", reason="builds the real models on torch's m
 transformers = pytest.importorskip("transformers", reason="holds the models that descriptions are compared with")
 
 from real_parameters import assert_same_parameters, build, owner_of  # noqa: E402
-from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, preprocessor_of  # noqa: E402
+from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of  # noqa: E402
 
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.models.families.known import FAMILIES  # noqa: E402
@@ -23,9 +22,8 @@ ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 
 @pytest.mark.parametrize("case", ODD_CONFIGS)
 def test_odd_small_configs_have_the_parameters_of_the_real_model(case):
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config(case)
+    spec = describe_here(config, preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]))
     assert_same_parameters(spec, build(config))
 
 
@@ -117,9 +115,8 @@ def test_layers_run_in_the_described_order_on_the_described_rows(case):
 
 
 def test_expert_layers_count_the_active_experts_only():
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen3_vl_moe"])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config("qwen3_vl_moe")
+    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen3_vl_moe", ODD_CONFIGS["qwen3_vl_moe"][1]))
     layer = next(x for x in spec.layers if x.name == "model.language_model.layers.1")
     attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
     assert layer.num_matmul_params == attention + 6 * 64 + 2 * 3 * 64 * 24
@@ -128,9 +125,8 @@ def test_expert_layers_count_the_active_experts_only():
 
 def test_windows_are_those_of_the_real_vision_tower():
     """Qwen2.5-VL's own window index: no window holds more rows than described, and the largest holds them all."""
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS["qwen2_5_vl"])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    spec = describe(as_saved(config), preprocessor=preprocessor_of(model_type, vision))
+    config = odd_config("qwen2_5_vl")
+    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen2_5_vl", ODD_CONFIGS["qwen2_5_vl"][1]))
     windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
     assert windows == [64, None, 64, None]
     assert windows[0] == (config.vision_config.window_size // config.vision_config.patch_size) ** 2

@@ -86,6 +86,14 @@ def test_a_published_folder_answers_as_transformers_model(case, kind, tmp_path):
         assert torch.equal(loaded(**given).logits.cpu(), model(**given).logits)
 
 
+@pytest.mark.parametrize("text", ["llama", "phi3", "qwen3"])
+def test_other_language_models_keep_their_names(text, tmp_path):
+    model = tiny(text, THIRD)
+    with torch.no_grad():
+        found = load_placed(publish(model, tmp_path), {"": "cpu"})(**inputs()).logits
+        assert torch.equal(found, model(**inputs()).logits)
+
+
 def test_what_is_split_cannot_stay_in_the_folders_files_and_the_rest_can(case):
     model, folder = case
     given = inputs()

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="collates tensors")
 transformers = pytest.importorskip("transformers", reason="holds the configurations that packs are made for")
 
 from tiny_models import IMAGE_TOKEN  # noqa: E402
-from tiny_packs import CASES, alone, make_tiny_packs, one_thread  # noqa: E402, F401
+from tiny_packs import CASES, alone, make_tiny_packs, one_thread, trainer_arguments  # noqa: E402, F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
 from trimtab.models.families.family import PackFormat  # noqa: E402
@@ -232,26 +232,10 @@ def trainer_of(tmp_path):
 
     def make(packs, weighting, groups, **options):
         collator = PackedCollator(packs.model.config, loss_weighting=weighting)
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=len(groups),
-            max_steps=1,
-            learning_rate=1.0,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0,
-            remove_unused_columns=False,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            **options.pop("arguments", {}),
-        )
+        more = {"gradient_accumulation_steps": len(groups), "max_steps": 1, **options.pop("arguments", {})}
         return PackedTrainer(
             model=packs.model,
-            args=arguments,
+            args=trainer_arguments(tmp_path, **more),
             train_dataset=groups,
             data_collator=lambda items: collator(items[0]),
             **options,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="trains a tiny model")
-transformers = pytest.importorskip("transformers", reason="holds the model and its Trainer")
+pytest.importorskip("transformers", reason="holds the model and its Trainer")
 pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
 
 from test_packed_gradients import gradient_alone  # noqa: E402
-from tiny_packs import TinyPacks, make_tiny_packs, one_thread  # noqa: E402, F401
+from tiny_packs import TinyPacks, make_tiny_packs, one_thread, trainer_arguments  # noqa: E402, F401
 
 from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
 from trimtab.runtime.data.tables import PlanTables, hold_tables  # noqa: E402
@@ -43,24 +43,9 @@ def test_a_planned_step_of_the_trainer_goes_along_the_gradient_of_the_samples_al
     expected = gradient_alone(packs, packs.samples, weighting)
     packs.model.zero_grad(set_to_none=True)
     before = {name: p.detach().clone() for name, p in packs.model.named_parameters()}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        gradient_accumulation_steps=2,
-        max_steps=1,
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        remove_unused_columns=False,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-    )
     trainer = PlannedTrainer(
         model=packs.model,
-        args=arguments,
+        args=trainer_arguments(tmp_path, gradient_accumulation_steps=2, max_steps=1),
         train_dataset=packs.samples,
         data_collator=PackedCollator(packs.model.config, loss_weighting=weighting),
         plan=tables,

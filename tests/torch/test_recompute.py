@@ -21,7 +21,7 @@ from recompute_checks import (  # noqa: E402
     trace_of,
 )
 from recompute_ranks import WAYS, run_ranks  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
+from tiny_packs import one_thread, trainer_arguments  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from traced_families import FAMILIES, find_layers  # noqa: E402
@@ -296,18 +296,12 @@ def test_transformers_trainer_trains_to_the_same_weights(tmp_path, dtype):
         row = {name: x for name, x in family.inputs.items() if name != "use_cache"}
         trainer = transformers.Trainer(
             model=model,
-            args=transformers.TrainingArguments(
-                output_dir=str(tmp_path / str(recomputed)),
+            args=trainer_arguments(
+                tmp_path / str(recomputed),
                 max_steps=2,
-                per_device_train_batch_size=1,
                 gradient_accumulation_steps=2,
                 learning_rate=1e-2,
-                report_to=[],
-                save_strategy="no",
-                use_cpu=True,
                 bf16=dtype == "bf16",
-                remove_unused_columns=False,
-                disable_tqdm=True,
             ),
             train_dataset=[row] * 4,
             data_collator=lambda rows: rows[0],

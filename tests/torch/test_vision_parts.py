@@ -49,12 +49,6 @@ def test_a_layout_finds_every_row():
         assert [made[r][p] for r, p in zip(layout.owner, layout.position, strict=True)] == ids.tolist()
 
 
-def test_parts_give_the_rows_of_chosen_atoms():
-    inputs = inputs_of([2, 1, 3])
-    taken = inputs.take(np.array([2, 0])).arguments()["pixels"][:, 0]
-    assert taken.tolist() == [*range(12, 24), *range(8)]
-
-
 @pytest.mark.parametrize("kind", ["tensor", "tuple"])
 def test_outputs_of_the_tower_of_transformers_4(kind):
     inputs = inputs_of([2, 1, 3])
@@ -150,13 +144,3 @@ def test_wrong_conventions_are_refused_by_name(loss, reduction, message):
         check_convention(loss, reduction, 4)
     if "no way" not in message:
         check_convention(loss, reduction, 1)
-
-
-def test_the_conventions_that_give_the_whole_gradient_are_taken():
-    for loss, reduction in (
-        ("sharded", "sum"),
-        ("sharded x N", "mean"),
-        ("replicated", "mean"),
-        ("replicated", "none"),
-    ):
-        check_convention(loss, reduction, 4)

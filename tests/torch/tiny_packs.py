@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +149,23 @@ def alone(sample: Sample) -> Sample:
     """The sample as a batch of one, without labels: what `model(**...)` takes."""
     rows = ("input_ids", "mm_token_type_ids", "token_type_ids")
     return {key: value[None] if key in rows else value for key, value in sample.items() if key != "labels"}
+
+
+def trainer_arguments(folder: Path, **more: Any) -> Any:
+    """For a Transformers `Trainer`: plain SGD on the CPU at a constant rate, nothing reported or saved."""
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "remove_unused_columns": False,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+    }
+    return TrainingArguments(output_dir=str(folder), **given | more)

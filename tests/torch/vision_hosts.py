@@ -14,10 +14,10 @@ from rounding import BOUNDS, assert_close
 from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import (
-    run_calls_that_differ,
+    fail,
+    features,
     run_odd_uses,
-    run_problems_of_one_rank,
-    run_verified_dispatch,
+    run_uses_of_one_model,
 )
 from vision_runs import (
     VIDEO_TOKEN,
@@ -153,43 +153,25 @@ def reduce(case: Case, how: str) -> None:
 
 
 def run_conventions(rank: int) -> None:
-    """Every way losses and gradients add up: right, or refused by name."""
+    """Every way losses and gradients add up that gives the whole gradient."""
     case = make_case("qwen3_vl", "images")
     case.loss(case.forward()).backward()
     expected = case.gradients()
-    refused = []
-    for loss in KAPPA_IS_N:
-        for how in ("sum", "mean", "none"):
-            try:
-                handle = vision_dp(case.model, loss=loss, reduction=how, timeout_s=60)
-            except TrimtabError as error:
-                refused.append((loss, how, "leaves every gradient, of text and of vision, " in str(error)))
-                continue
-            with handle:
-                own_loss(case, loss).backward()
-                if how == "none":
-                    handle.reduce_gradients()
-                    held = [p.grad for p in handle.vision_parameters()]
-                    for p in handle.vision_parameters():
-                        p.grad = None
-                    with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the back"):
-                        handle.reduce_gradients()
-                    for p, gradient in zip(handle.vision_parameters(), held, strict=True):
-                        p.grad = gradient
-                else:
-                    reduce(case, how)
-                assert_close(case.gradients(), expected, (loss, how), part="visual")
-                host = None if how == "none" else functools.partial(reduce, case, how)
-                check = verify_vision_dp(handle, functools.partial(own_loss, case, loss), reduce_gradients=host)
-                assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
-                assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
-    assert refused == [
-        ("sharded", "mean", True),
-        ("sharded", "none", True),
-        ("sharded x N", "sum", True),
-        ("sharded x N", "none", True),
-        ("replicated", "sum", True),
-    ]
+    for loss, how in (("sharded", "sum"), ("sharded x N", "mean"), ("replicated", "mean"), ("replicated", "none")):
+        with vision_dp(case.model, loss=loss, reduction=how, timeout_s=60) as handle:
+            own_loss(case, loss).backward()
+            if how == "none":
+                handle.reduce_gradients()
+            else:
+                reduce(case, how)
+            assert_close(case.gradients(), expected, (loss, how), part="visual")
+            host = None if how == "none" else functools.partial(reduce, case, how)
+            check = verify_vision_dp(handle, functools.partial(own_loss, case, loss), reduce_gradients=host)
+            assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
+            assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
+            if how == "none":
+                with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the backward"):
+                    handle.reduce_gradients()  # cleared by the check
 
 
 def run_verified(rank: int) -> None:
@@ -222,24 +204,20 @@ def run_pooled(rank: int) -> None:
         case.loss(case.forward()).backward()
     expected = cases[0].gradients()
     with vision_dp(cases[0].model, timeout_s=60) as handle:
-        pooled = encode_pooled(handle, [case.inputs for case in cases])
-        assert handle.load.calls == 2  # images, then clips
-        for case, outputs in zip(cases, pooled.outputs, strict=True):
-            inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
-            logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
-            case.loss(logits, shard(rank, num_ranks, case.num_tokens)).backward()
-        pooled.backward()
-        assert_close(sum_over_ranks(cases[0].gradients()), expected)
-        # a rank to whose loss no image contributes takes part in the tower's backward all the same
-        pooled = encode_pooled(handle, [case.inputs for case in cases])
-        for case, outputs in zip(cases, pooled.outputs, strict=True):
-            inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
-            logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
-            if rank == 0:
-                case.loss(logits).backward()
-        pooled.backward()
-        found, expected = ({n: g for n, g in x.items() if "visual" in n} for x in (cases[0].gradients(), expected))
-        assert_close(sum_over_ranks(found), expected)
+        # each rank its part of every loss; then the first all, and the other takes part in the tower's backward alone
+        for parts in ([rank / num_ranks, (rank + 1) / num_ranks], [0.0, 1.0 - rank]):
+            pooled = encode_pooled(handle, [case.inputs for case in cases])
+            for case, outputs in zip(cases, pooled.outputs, strict=True):
+                inputs = {name: value for name, value in case.inputs.items() if not name.startswith("pixel")}
+                logits = case.model(**inputs, mm_encoder_outputs=outputs or None).logits
+                own = slice(*(int(part * case.num_tokens) for part in parts))
+                if own.stop:
+                    case.loss(logits, own).backward()
+            pooled.backward()
+            visual = {name: p.grad for name, p in cases[0].model.named_parameters() if "visual" in name}
+            assert_close(sum_over_ranks(visual), {name: expected[name] for name in visual})
+            cases[0].model.zero_grad()
+        assert handle.load.calls == 4  # images, then clips, twice
 
 
 # -- disagreement ---------------------------------------------------------------------------------------------------
@@ -248,52 +226,38 @@ def run_pooled(rank: int) -> None:
 def run_disagreements(rank: int) -> None:
     """Whatever one rank does otherwise raises on all, and the group works on; last, a rank that does not come."""
     case = make_case("qwen3_vl", "images")
-    inner, inputs = case.model.model, case.inputs
-    odd = rank == 1
-
-    def features(pixels: Tensor | None = None, **more: Any) -> Any:
-        pixels = inputs["pixel_values"] if pixels is None else pixels
-        return inner.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True, **more)
-
-    alone = features()
+    pixels, odd = case.inputs["pixel_values"], rank == 1
+    alone = features(case)
     with vision_dp(case.model, timeout_s=60):
         with pytest.raises(TrimtabError, match=r"rank 1 of the group called get_image_features with other images"):
-            features(inputs["pixel_values"] + odd)
-        message = "asks the vision tower for the states" if odd else "rank 1 refused what get_image_features was given"
-        with pytest.raises(TrimtabError, match=message):
-            features(**({"output_hidden_states": True} if odd else {}))
+            features(case, pixel_values=pixels + odd)
         case.tower.requires_grad_(not odd)
         with pytest.raises(TrimtabError, match=r"rank 1 of the group has image features of another need of gradients"):
-            features()
+            features(case)
         case.tower.requires_grad_(True)
-        hook = case.tower.register_forward_pre_hook(_fail) if odd else None
+        hook = case.tower.register_forward_pre_hook(fail) if odd else None
         with pytest.raises((TrimtabError, ArithmeticError), match=r"failed on rank 1: that|out of patience"):
-            features()
+            features(case)
         if hook is not None:
             hook.remove()
-        for a, b in zip(features().pooler_output, alone.pooler_output, strict=True):
+        for a, b in zip(features(case).pooler_output, alone.pooler_output, strict=True):
             assert_close(a, b, "features after all that")
-        as_tuple = inner.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=False)
-        assert isinstance(as_tuple, tuple)
-    assert "last_hidden_state" in features()  # the module's own function again
+        assert isinstance(features(case, return_dict=False), tuple)
+    assert "last_hidden_state" in features(case)  # the module's own function again
 
     with vision_dp(case.model, timeout_s=2):
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited 2 s at get_image_features for rank 1"):
-                features()
+                features(case)
         dist.barrier()
         if odd:  # late: it is told as well
             with pytest.raises(TrimtabError, match=r"rank 1 of 2 waited \d s at get_image_features for "):
-                features()
+                features(case)
     with vision_dp(case.model):  # of ten minutes; a rank that leaves is missed at once
         if not odd:
             with pytest.raises(TrimtabError, match=r"rank 0 of 2 waited \d s at get_image_features for "):
-                features()
+                features(case)
     dist.barrier()
-
-
-def _fail(*_: Any) -> None:
-    raise ArithmeticError("out of patience")
 
 
 # -- one start of the processes for many of the above ---------------------------------------------------------------
@@ -306,9 +270,7 @@ def run_in_short(rank: int) -> None:
     run_routed("qwen3_vl", "one image")
     run_dispatched("qwen3_vl", ["text", "images and clip"])
     run_pooled(rank)
-    run_calls_that_differ(rank)
-    run_problems_of_one_rank(rank)
-    run_verified_dispatch(rank)
+    run_odd_uses(rank)
 
 
 def run_on_two(rank: int) -> None:
@@ -316,7 +278,7 @@ def run_on_two(rank: int) -> None:
     run_modes("qwen2_5_vl", "one image")
     run_modes("qwen3_vl", "images and clip")
     run_ulysses(rank)
-    run_odd_uses(rank)
+    run_uses_of_one_model(rank)
     run_disagreements(rank)
 
 

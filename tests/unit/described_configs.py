@@ -78,13 +78,16 @@ def small_internvl(**text: object) -> dict:
     return {**config, **tiles}
 
 
-def edit(config: dict, path: str, value: object) -> dict:
-    result = copy.deepcopy(dict(config))
-    *sections, key = path.split(".")
+def edit(data: dict, path: str, value: object) -> dict:
+    """A copy with another value at a dotted path; `...` takes the field out."""
+    result = copy.deepcopy(data)
+    *parents, key = path.split(".")
     target = result
-    for section in sections:
-        target = target[section]
-    if value is ...:
+    for part in parents:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    if isinstance(target, list):
+        target[int(key)] = value
+    elif value is ...:
         del target[key]
     else:
         target[key] = value

@@ -311,15 +311,6 @@ def test_two_half_packs_take_longer_than_a_whole_one():
     assert once[0] - once[1] == pytest.approx(10 * layer.num_params / A100.memory_bytes_per_s)
 
 
-def test_attention_over_short_samples_reaches_less():
-    e = replace(PERFECT, attention_rows=256)
-    priced = cost_layer(vision_block(), BOTH, A100, replace(settings(), efficiency=e), group=0)
-    whole = cost(vision_block())
-    for ours, perfect in ((priced.forward_s, whole.forward_s), (priced.backward_s, whole.backward_s)):
-        lost = ours[TERM["patches"]] - perfect[TERM["patches"]]
-        assert lost == pytest.approx(256 * perfect[TERM["patches_sq"]])
-
-
 @limits(max_examples=30, deadline=None)
 @given(name=st.sampled_from(["matmul", "attention", "memory", "link"]), share=st.floats(0.05, 0.95))
 def test_a_lower_efficiency_never_makes_a_layer_faster(name, share):

@@ -14,6 +14,7 @@ from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide.compare import explain_losses
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.measured.check import check_plan
@@ -111,3 +112,14 @@ def test_without_baselines_the_plan_and_its_file_are_as_they_were(made: PlanDeta
     assert plain.plan.decisions == made.plan.decisions
     assert plain.variants[0].name == "baseline"
     assert "baselines" not in plain.plan.summary
+
+
+def test_a_row_that_loses_says_why(made: PlanDetails) -> None:
+    first, second, *_ = [x for x in made.variants if not x.name.startswith("other")]
+    slower = dataclasses.replace(second, step_s=1.2 * first.step_s, recompute_rule="full")
+    faster = dataclasses.replace(slower, step_s=0.9 * first.step_s)
+    for above, wanted in (("none", "one switch for all layers"), ("full", "its part is in the rows below")):
+        (sentence,) = explain_losses([dataclasses.replace(first, recompute_rule=above), slower])
+        assert sentence.startswith(f'The row "{second.name}" takes 1.20 x as long')
+        assert wanted in sentence
+    assert not explain_losses([first, faster])

@@ -130,10 +130,8 @@ def test_a_layer_taken_out_of_recompute_by_hand_is_caught(planned: Path, tmp_pat
 
 
 def test_the_configuration_is_the_plans_own_or_the_one_that_is_given(planned: Path, tmp_path: Path) -> None:
-    assert find_traced_model(planned).config == "InternVL-Chat-V1-5"
-    assert find_traced_model(planned).model is None
-    given = find_traced_model(planned, "InternVL-Chat-V1-5")
-    assert (given.config, given.model) == ("InternVL-Chat-V1-5", None)
+    assert find_traced_model(planned) == ("InternVL-Chat-V1-5", None)
+    assert find_traced_model(planned, "InternVL-Chat-V1-5") == ("InternVL-Chat-V1-5", None)
     with pytest.raises(
         PlanError, match=r"--config Qwen2.5-VL-7B describes 65 layers with .*: give the configuration of"
     ):
@@ -142,7 +140,7 @@ def test_the_configuration_is_the_plans_own_or_the_one_that_is_given(planned: Pa
     (tmp_path / "plan.yaml").write_text(moved)
     with pytest.raises(PlanError, match=r"is to be at gone/config.json, and nothing is there: give --config"):
         find_traced_model(tmp_path)
-    found = find_traced_model(tmp_path, "InternVL-Chat-V1-5").model
+    found = find_traced_model(tmp_path, "InternVL-Chat-V1-5")[1]
     assert found is not None
     assert found.layers == describe("InternVL-Chat-V1-5").layers
 
@@ -155,4 +153,4 @@ def test_a_model_described_from_python_needs_its_configuration(tmp_path: Path) -
         PlanError, match=r"layers of mine, whose configuration was described from Python: give --config"
     ):
         find_traced_model(tmp_path)
-    assert find_traced_model(tmp_path, "InternVL-Chat-V1-5").model is not None
+    assert find_traced_model(tmp_path, "InternVL-Chat-V1-5")[1] is not None

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from trimtab import describe
+from trimtab.errors import ConfigError
 from trimtab.models.families.composed import composed_models
 
 TOWERS, LANGUAGE = composed_models()
@@ -47,3 +48,8 @@ def test_the_papers_model_is_the_shipped_one_layer_by_layer():
     composed, shipped = describe("internvl-6b + internlm2-20b"), describe("InternVL-Chat-V1-5")
     assert composed.layers == shipped.layers
     assert composed.image_rule == shipped.image_rule
+
+
+def test_an_unknown_part_is_answered_with_those_that_go():
+    with pytest.raises(ConfigError, match=r"towers are InternViT-6B, EVA-CLIP-1B, .*language models InternLM2-1.8B"):
+        describe("EVA-CLIP-9B + Yi-34B")

@@ -1,4 +1,3 @@
-import copy
 import json
 import subprocess
 import sys
@@ -6,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from described_configs import edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,21 +109,6 @@ def test_a_rule_without_a_line_is_not_written():
 
 
 # -- outside data -----------------------------------------------------------------------------------------------------
-
-
-def edit(data: dict, path: str, value: object) -> dict:
-    result = copy.deepcopy(data)
-    *parents, key = path.split(".")
-    target = result
-    for part in parents:
-        target = target[int(part)] if isinstance(target, list) else target[part]
-    if isinstance(target, list):
-        target[int(key)] = value
-    elif value is ...:
-        del target[key]
-    else:
-        target[key] = value
-    return result
 
 
 @pytest.mark.parametrize(

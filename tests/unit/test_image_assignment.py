@@ -1,4 +1,4 @@
-"""Images to ranks: exact where promised, close to the bound, the same for everybody."""
+"""Tests of balance/ (images, image_search): exact where promised, close to the bound, the same for everybody."""
 
 from __future__ import annotations
 

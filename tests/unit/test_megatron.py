@@ -150,22 +150,6 @@ def test_what_no_schedule_can_run_is_refused_when_it_is_decided():
         decide(model, by_counts(model, 3, 3, 3, 3), dims=ParallelDims(pp=2), num_chunks=2)
 
 
-def test_key_value_heads_must_divide_or_be_divided():
-    model = make_model()
-    odd = replace(
-        model,
-        layers=tuple(
-            replace(x, attention=replace(x.attention, num_heads=12, num_kv_heads=3))
-            if x.tower == "language" and x.attention
-            else x
-            for x in model.layers
-        ),
-    )
-    with pytest.raises(UnsupportedPlanError, match=r"neither divides the language model's 3 key-value heads nor is a"):
-        export(odd, by_counts(odd, 6, 6), dims=ParallelDims(pp=2, tp=2))
-    export(odd, by_counts(odd, 6, 6), dims=ParallelDims(pp=2, tp=6))
-
-
 # -- recompute ------------------------------------------------------------------------------------------------------
 
 

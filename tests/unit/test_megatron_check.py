@@ -67,7 +67,7 @@ def test_all_unreadable_flags_are_named_at_once():
     [
         (
             "--pipeline-model-parallel-size 5",
-            "12 layers do not divide by pp 5: give --decoder-first-pipeline-num-layers 4",
+            r"12 layers do not divide by pp 5: pass a layout such as 'Et\*3\|t\*3\|t\*2\|t\*2\|t\*2L'",
         ),
         (
             "--pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
@@ -80,11 +80,7 @@ def test_all_unreadable_flags_are_named_at_once():
         ),
         (
             "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 4",
-            "8 layers are left for 3 stages, .* gives each as many: give a first count of 3 or 6, or pass a layout",
-        ),
-        (
-            "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 5",
-            "7 layers are left for 3 stages, .*: give a last count of 3 or 6",
+            r"8 layers are left for 3 stages, .*: leave a multiple of 3, or pass a layout such as 'Et\*3",
         ),
         (
             "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "

@@ -1,4 +1,4 @@
-"""What `balanced` reaches on real lengths; thresholds are the project's own goals.
+"""Tests of balance/ (aim): what `balanced` reaches on real lengths; thresholds are the project's own goals.
 
 Everywhere on lengths drawn from distributions that were fitted to the real ones (bench/fit_lengths.py), and on the real
 ones themselves where ../shared/data has them.

@@ -9,6 +9,7 @@ from plan_cases import tile_samples
 import trimtab
 from trimtab.plan.decide.planned_steps import planned_steps
 from trimtab.plan.decide.stages import candidate_splits
+from trimtab.plan.decide.times import rank_step_s
 from trimtab.plan.file.reload import reload_plan
 
 
@@ -38,7 +39,7 @@ def test_a_step_on_one_rank_of_twice_as_many_microbatches_takes_longer(written):
     together = packs.T.reshape(1, -1)  # as the loader deals them to one rank
     assert planned.step_s(together) > 1.5 * planned.step_s(packs)
     empty = np.full_like(packs, -1)
-    assert planned.step_s(empty) == pytest.approx(planned.rank_step_s)
+    assert planned.step_s(empty) == pytest.approx(rank_step_s(planned.problem, planned.stages))
 
 
 def test_candidates_are_ordered_by_their_epoch_and_hold_the_plans_own(written):

@@ -214,7 +214,7 @@ def test_all_that_is_unlike_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace('"time_error": 0.3', '"time_error": NaN'), "NaN is no number of a cost"),
+        (lambda text: text.replace('"time_error": 0.3', '"time_error": NaN'), "NaN is not a number in JSON"),
         (lambda text: text.replace('"fused_kernels": false', '"fused_kernels": 0'), "fused_kernels: expected bool"),
         (lambda text: text.replace('"attention": "flash"', '"attention": "magic"'), "attention: 'magic' is none of"),
     ],

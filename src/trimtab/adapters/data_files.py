@@ -20,7 +20,7 @@ from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
-from trimtab.plan.file.yaml import array_bytes, load_plan
+from trimtab.plan.file.yaml import array_bytes, open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.record_lines import places_of
@@ -57,7 +57,7 @@ class WrittenData:
 
 def read_planned(path: Path) -> PlannedPacks:
     """The packs of the plan at `path` (the file or its folder); `PlanError` unless each of them is run exactly once."""
-    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    plan, folder = open_plan(path)
     samples = read_samples(plan, folder)
     packs = load_packs(folder, plan.decisions.packing, times=np.ones(len(samples), np.int64))
     if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from trimtab.adapters.blocks import head_problems, padded_heads
+from trimtab.adapters.megatron import layout_of
 from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count
@@ -197,8 +198,8 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
         problems.append(f"first and last stage hold {ends} of {num_layers} layers at pp {pp}: make the stages hold all")
     elif middles and (left % middles or left == 0):
         problems.append(
-            f"{left} layers are left for {middles} stages, and Megatron-Core gives each as many: "
-            f"{_nearest_counts(num_layers, pp, first, last)}, or pass a layout"
+            f"{left} layers are left for {middles} stages, and Megatron-Core gives each as many: leave a multiple of "
+            f"{middles}, or pass a layout such as {_some_layout(num_layers, pp)!r}"
         )
     if problems:
         raise PlanError(join_problems(problems))
@@ -212,14 +213,9 @@ def _first_last(flags: MegatronFlags) -> tuple[int | None, int | None]:
     return flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
 
 
-def _nearest_counts(num_layers: int, pp: int, first: int | None, last: int | None) -> str:
-    """Counts of the first stage (or, if that is not given, the last) near the given one that leave even middles."""
-    other, given = (last, first) if first is not None else (None, last)
-    middles = pp - 1 - (other is not None)
-    possible = [n for n in range(1, num_layers) if (rest := num_layers - n - (other or 0)) > 0 and rest % middles == 0]
-    near = sorted(sorted(possible, key=lambda n: abs(n - (given or 0)))[:2])
-    where = "first" if first is not None else "last"
-    return f"give a {where} count of {' or '.join(map(str, near))}" if near else "give other counts"
+def _some_layout(num_layers: int, pp: int) -> str:
+    """A layout of stages as even as whole layers go."""
+    return layout_of([num_layers // pp + (stage < num_layers % pp) for stage in range(pp)])
 
 
 def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
@@ -228,10 +224,7 @@ def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     total = num_layers + embedding + loss
     if total % pp:
         what = f"{num_layers} layers" + (f" and {total - num_layers} that count as one" if total > num_layers else "")
-        first = [n for n in range(1, num_layers) if pp > 1 and (num_layers - n) % (pp - 1) == 0]
-        near = min(first, key=lambda n: abs(n - num_layers / pp), default=None)
-        hint = "" if near is None else f"give --decoder-first-pipeline-num-layers {near}, or "
-        raise PlanError(f"{what} do not divide by pp {pp}: {hint}pass a layout")
+        raise PlanError(f"{what} do not divide by pp {pp}: pass a layout such as {_some_layout(num_layers, pp)!r}")
     counts = [*_in_chunks(flags, [total // pp] * pp)]
     counts[0] -= embedding
     counts[-1] -= loss

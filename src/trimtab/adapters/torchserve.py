@@ -29,6 +29,7 @@ _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pic
 _MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
 _RESPONSE_TIMEOUT_S = 300
 _DTYPES: Mapping[DType, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_AS_EVER = (("low_cpu_mem_usage", True), ("offload_state_dict", True), ("revision", "main"))  # so it loads anyway
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 
 
@@ -105,6 +106,36 @@ def parse_max_memory(words: list[str]) -> dict[str, str]:
     return found
 
 
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Fields of `TorchServeOptions` in the setup_config.json of TorchServe's own recipe for large models.
+
+    `ConfigError` for a key that the handler would not honour.
+    """
+    try:
+        given = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): give the recipe's setup_config.json") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} holds no object of keys: give the recipe's setup_config.json")
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in ("device_map", "offload_folder"):
+            found[key] = value
+        elif key == "max_memory" and isinstance(value, dict):
+            found[key] = parse_max_memory([f"{device}={size}" for device, size in value.items()])
+        elif key == "torch_dtype" and value in _DTYPES.values():
+            found["dtype"] = next(ours for ours, theirs in _DTYPES.items() if theirs == value)
+        elif key == "max_length" and str(value).isdecimal():
+            found["max_new_tokens"] = int(value)  # what the recipe's handler takes it for
+        elif (key, value) not in _AS_EVER:
+            known = ", ".join(f"{name} {json.dumps(kept)}" for name, kept in _AS_EVER)
+            raise ConfigError(
+                f"{path} has {key} {json.dumps(value)}, which the handler would not honour: leave it out (taken are "
+                f"device_map, max_memory, offload_folder, torch_dtype, max_length, and {known})"
+            )
+    return found
+
+
 def _check(model_dir: Path, options: TorchServeOptions) -> None:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} holds no config.json: name the folder of a saved model")
@@ -119,6 +150,8 @@ def _check(model_dir: Path, options: TorchServeOptions) -> None:
                 f"{', '.join(get_args(MapRule))}, or give a map"
             )
         return
+    if options.max_memory is not None:
+        raise ConfigError("max_memory has no say beside a device map, which places everything: leave one of them out")
     if "disk" in options.device_map.values() and options.offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
     try:
@@ -142,8 +175,6 @@ def _notes(options: TorchServeOptions) -> tuple[str, ...]:
     notes = [
         "TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang for throughput"
     ]
-    if not isinstance(options.device_map, str) and options.max_memory is not None:
-        notes.append("max_memory is written and not read: the device map already says where everything lies")
     if not options.pack_weights:
         notes.append("the archive names the model's folder and does not hold it: keep the folder where it is")
     return tuple(notes)

@@ -107,7 +107,7 @@ class Aim:
             alike=0.005,
             patience=5,
             max_free=8,
-            num_polished=num_rounds // 4 if tight else 5 * num_rounds,
+            num_polished=num_rounds // 3 if tight else 5 * num_rounds,
             tail=0.1 if tight else 0.2,
             polish_free=8 if tight else 10,
         )

@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
     """Working memory of `share_pairs`, made once."""
 
     pairs: IntArray  # (P, 2) packs to share
-    better: npt.NDArray[np.bool_]  # (P,) what became of them
+    failures: IntArray  # (P,) of each pack in a row
     members: IntArray  # as long as two packs can be
     held: FloatArray  # (D, the same) their columns
     sums: npt.NDArray[np.float32]  # of all ways: one column,
@@ -82,7 +82,7 @@ def make_scratch(num_packs: int, num_samples: int, num_columns: int) -> Scratch:
     score = np.empty(1 << MAX_FREE, np.float32)
     return Scratch(
         np.empty((num_packs, 2), np.int64),
-        np.empty(num_packs, np.bool_),
+        np.zeros(num_packs, np.int64),
         np.empty(num_samples, np.int64),
         np.empty((num_columns, num_samples + LOW_BITS)),
         np.empty_like(score),
@@ -217,7 +217,7 @@ def share_pairs(
     state: UIntArray,
     scratch: Scratch,
 ) -> int:
-    """Share the samples of each of `scratch.pairs` again if that is better; how often it was, `scratch.better` where.
+    """Share the samples of each of `scratch.pairs` again if that is better; how often it was.
 
     Minimises, with e the half difference of the two packs' sums, sum_d sign weight_d e_d^2 + penalty_d overflow_d +
     slope_d above_d: what the larger of the two has above its limit, and above the mean. Of n <= max_free + 1 samples
@@ -235,7 +235,6 @@ def share_pairs(
     members, held = scratch.members, scratch.held
     num_better = np.int64(0)
     for i in range(num_pairs):
-        scratch.better[i] = False
         a, b = scratch.pairs[i, 0], scratch.pairs[i, 1]
         if packs.num_held[a] == 0:
             a, b = b, a
@@ -260,6 +259,9 @@ def share_pairs(
         # 3. is it one, in float64?
         if way != current and _is_better(packs.sums, a, goal, sign, first, free, way, held):
             _move(packs, a, b, members, n, first, free, way, goal)
-            scratch.better[i] = True
+            scratch.failures[a], scratch.failures[b] = 0, 0
             num_better += 1
+        else:
+            scratch.failures[a] += 1
+            scratch.failures[b] += 1
     return num_better

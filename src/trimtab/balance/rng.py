@@ -32,6 +32,23 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def draw(state: UIntArray) -> int:
+    """The next 64 bits of the stream, outside compiled loops."""
+    z = int(state[0])
+    state[0] = (z + 0x9E3779B97F4A7C15) & _MASK
+    return _mix(z)
+
+
+def draw_below(state: UIntArray, n: int, count: int) -> npt.NDArray[np.int64]:
+    """`count` integers of [0, n), as `below` gives them one by one."""
+    z = state[0] + _U(0x9E3779B97F4A7C15) * np.arange(1, count + 1, dtype=np.uint64)
+    state[0] = z[-1]
+    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+    z = z ^ (z >> _U(31))
+    return (((z >> _U(32)) * _U(n)) >> _U(32)).astype(np.int64)
+
+
 @inlined
 def next_u64(state: UIntArray) -> np.uint64:
     """The next 64 bits of the stream."""
@@ -57,6 +74,12 @@ def shuffle(items: npt.NDArray[np.int64], state: UIntArray) -> None:
         held = items[i]
         items[i] = items[j]
         items[j] = held
+
+
+def permute(items: npt.NDArray[np.int64], state: UIntArray) -> npt.NDArray[np.int64]:
+    """The same items, shuffled in place."""
+    shuffle(items, state)
+    return items
 
 
 def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:

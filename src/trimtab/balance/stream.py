@@ -162,7 +162,6 @@ def pack_window(
     k = D - 1
     P = num_packs
     total = sum_columns(window)
-    evicted = np.empty(n, np.int64)
     tried, growth, num_grown = False, dp, 0
     while True:
         mean = np.where(total > 0, total, 1.0) / P
@@ -175,7 +174,7 @@ def pack_window(
         packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
         deal(window, share, packs)
         arrange(window, packs, goal, last_goal, effort, state, scratch)
-        out = evicted[: evict(window, packs, goal, age, evicted)]
+        out = evict(window, packs, goal, age)
         if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
             break
         tried = not tried  # another deal of the same packs may hold them all

@@ -1,24 +1,25 @@
 """One window of `balanced`: deal samples to packs, improve pairs of packs round by round, send back what does not fit.
 
-Symbols as in `pair`: D columns, the last of them the cost; P packs.
+What goes through samples or pairs one by one is compiled; rounds are NumPy's. Symbols as in `pair`: D columns, the last
+of them the cost; P packs.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, share_pairs
-from trimtab.balance.rng import UIntArray, below, next_u64, shuffle
-from trimtab.compiled import compiled, inlined, inner
+from trimtab.balance.rng import UIntArray, draw, draw_below, permute
+from trimtab.compiled import compiled, inner
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 4096
 ALL_AGAIN = 8  # every eighth round packs that nothing could improve are tried again
-REPAIR_TRIES = 24  # partners of a pack above its limit, each time it is looked at
-REPAIR_PASSES = 6
+REPAIR_PASSES = 4
+REPAIR_PARTNERS = 8  # of each pack above its limit, in each pass
+MOST_REPAIRED = 0.125  # share of the packs that a pass looks at; where more are above a limit, samples are carried on
 SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays above a limit
 SHAKE_FREE = 8
 STUCK = 0.1  # polishing ends once fewer than this share of the packs that stick out get better
@@ -110,7 +111,37 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         last[bucket] = p
 
 
-@inlined
+@compiled
+def pair_extremes(
+    sums: FloatArray, direction: FloatArray, failures: IntArray, patience: int, least: float, pairs: IntArray
+) -> int:
+    """Packs that failed less than `patience` times, sorted along a direction: the first with the last, and so on.
+
+    As many `pairs` as differ by `least`; their number. Example: along tokens packs of [9, 4, 6, 5], least 2, give
+    (4, 9), and leave out (5, 6).
+    """
+    P, D = sums.shape
+    key = np.empty(P)
+    chosen, order = np.empty(P, np.int64), np.empty(P, np.int64)
+    n = np.int64(0)
+    for p in range(P):
+        if failures[p] < patience:
+            key[p] = 0.0
+            for d in range(D):
+                key[p] += direction[d] * sums[p, d]
+            chosen[n] = p
+            n += 1
+    if n < 2:
+        return 0
+    _sort_by_buckets(key, chosen, n, order, np.empty(NUM_BUCKETS + 1, np.int64))
+    for i in range(n // 2):
+        a, b = order[i], order[n - 1 - i]
+        if key[b] - key[a] < least:
+            return i
+        pairs[i, 0], pairs[i, 1] = a, b
+    return n // 2
+
+
 def improve(
     sizes: FloatArray,
     packs: Packs,
@@ -123,270 +154,168 @@ def improve(
 ) -> None:
     """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair again.
 
-    The direction is each column in turn, then a random mix of them. What two packs differ by is halved or better by
+    The direction is each column in turn, then a random mix of all. The fullest column, which its limit holds, has no
+    turn of its own. What two packs differ by is halved or better by
     every success, so extremes meet in the middle; those that are alike, or that failed `patience` times, are skipped.
     """
-    P, D = packs.sums.shape
-    direction = np.zeros(D)
-    key = np.empty(P)
-    chosen = np.empty(P, np.int64)
-    order = np.empty(P, np.int64)
-    start = np.empty(NUM_BUCKETS + 1, np.int64)
-    failures = np.zeros(P, np.int64)
+    D = len(goal)
+    fullest = int(np.argmax(goal["mean"] / goal["limit"]))
+    turns = [d for d in range(D - 1, -1, -1) if d != fullest] + [D]
+    scratch.failures[:] = 0
     for r in range(num_rounds):
-        # 1. the packs that do not rest
-        n = np.int64(0)
-        for p in range(P):
-            if failures[p] < effort.patience or r % ALL_AGAIN == ALL_AGAIN - 1:
-                chosen[n] = p
-                n += 1
-        if n < 2:
-            continue
-        # 2. in order along the direction
-        turn = (r + 1) % (D + 1)
-        for d in range(D):
-            share = 1.0 if turn == d else 0.0
-            if turn == D:
-                share = np.float64(next_u64(state) >> np.uint64(11)) / 2.0**52 - 1.0
-            direction[d] = share / goal[d].mean
-        for i in range(n):
-            p = chosen[i]
-            key[p] = 0.0
-            for d in range(D):
-                key[p] += direction[d] * packs.sums[p, d]
-        _sort_by_buckets(key, chosen, n, order, start)
-        # 3. the extremes, as long as they differ
+        turn = turns[r % len(turns)]
+        shares = [draw(state) / 2.0**63 - 1.0 for _ in range(D)] if turn == D else np.arange(D) == turn
+        patience = effort.patience if r % ALL_AGAIN != ALL_AGAIN - 1 else r + 1
         least = 2.0 * effort.alike if r < num_coarse_rounds else effort.alike
-        num_pairs = np.int64(0)
-        for i in range(n // 2):
-            a, b = order[i], order[n - 1 - i]
-            if key[b] - key[a] < least:
-                break
-            scratch.pairs[i, 0], scratch.pairs[i, 1] = a, b
-            num_pairs += 1
+        num_pairs = pair_extremes(packs.sums, shares / goal["mean"], scratch.failures, patience, least, scratch.pairs)
         share_pairs(sizes, packs, num_pairs, goal, 1.0, effort.max_free, state, scratch)
-        for i in range(num_pairs):
-            a, b = scratch.pairs[i, 0], scratch.pairs[i, 1]
-            failures[a] = 0 if scratch.better[i] else failures[a] + 1
-            failures[b] = 0 if scratch.better[i] else failures[b] + 1
 
 
-@inlined
 def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
     """Share the packs that stick out most with random others, looking at more ways than `improve` does.
 
     Rows wait for their largest pack, so the tail decides. Extremes of one direction often cannot help each other (both
     are full of the same column); most packs are near the mean and can take a little each.
     """
-    P, D = packs.sums.shape
-    score = np.empty(P)
-    everyone = np.empty(P, np.int64)
-    for p in range(P):
-        everyone[p] = p
-    order = np.empty(P, np.int64)
-    start = np.empty(NUM_BUCKETS + 1, np.int64)
-    num_worst = min(P - 1, np.int64(math.ceil(effort.tail * P)))
+    P = len(packs.sums)
+    num_worst = min(P - 1, int(np.ceil(effort.tail * P)))
+    if num_worst < 1:
+        return
     for _ in range(effort.num_polished):
-        for p in range(P):
-            score[p] = 0.0
-            for d in range(D):
-                above = packs.sums[p, d] - goal[d].mean
-                score[p] += goal[d].weight * above**2 + goal[d].slope * max(0.0, above)
-            score[p] = math.sqrt(score[p])
-        _sort_by_buckets(score, everyone, P, order, start)
-        for i in range(num_worst):
-            scratch.pairs[i, 0], scratch.pairs[i, 1] = order[P - 1 - i], below(state, P)
-        num_better = share_pairs(sizes, packs, num_worst, goal, 1.0, effort.polish_free, state, scratch)
-        if num_better < STUCK * num_worst:
+        score = np.zeros(P)
+        for d, column in enumerate(goal):
+            above = packs.sums[:, d] - column["mean"]
+            score += column["weight"] * above * above + column["slope"] * np.maximum(0.0, above)
+        least = np.partition(score, P - num_worst)[P - num_worst]
+        worst = np.flatnonzero(score >= least)
+        scratch.pairs[: len(worst), 0], scratch.pairs[: len(worst), 1] = worst, draw_below(state, P, len(worst))
+        num_better = share_pairs(sizes, packs, len(worst), goal, 1.0, effort.polish_free, state, scratch)
+        if num_better < STUCK * len(worst):
             break
 
 
-@inner
-def _overflows(sums: FloatArray, goal: Goal, p: int) -> bool:
-    for d in range(len(goal)):  # noqa: SIM110  (any() would make a generator in compiled code)
-        if sums[p, d] > goal[d].limit:
-            return True
-    return False
+def _above_limits(packs: Packs, goal: Goal) -> IntArray:
+    above = np.zeros(len(packs.sums), np.bool_)
+    for d, column in enumerate(goal):
+        above |= packs.sums[:, d] > column["limit"]
+    return np.flatnonzero(above)
 
 
-@inner
-def _partner(sums: FloatArray, goal: Goal, p: int, first: int) -> int:
-    """The first pack from `first` on with which all of pack p would fit two packs; p itself if there is none."""
-    P, D = sums.shape
-    q = first
-    for _ in range(P):
-        room = q != p
-        for d in range(D):
-            if sums[p, d] + sums[q, d] > 2.0 * goal[d].limit:
-                room = False
-        if room:
-            return q
-        q = q + 1 if q + 1 < P else 0
-    return p
-
-
-@inlined
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> None:
     """Share each pack above a limit, exactly, with packs that leave room for both.
 
     Where that fails, *shake* and try again: the pack and some pairs that have room are shared under the opposite
     weights, which gathers scattered room in one pack and mixes large samples with small ones.
     """
-    P = packs.sums.shape[0]
-    pairs = scratch.pairs
-    above = np.empty(P, np.int64)
+    P = len(packs.sums)
+    limits = np.array(goal["limit"])
     for attempt in range(REPAIR_PASSES):
-        # 1. packs above a limit with others that have room, until none is or tries are used up
-        num_above = np.int64(0)
-        for p in range(P):
-            if _overflows(packs.sums, goal, p):
-                above[num_above] = p
-                num_above += 1
-        for _ in range(REPAIR_TRIES):
-            num_pairs, num_left = np.int64(0), np.int64(0)
-            for i in range(num_above):
-                p = above[i]
-                if _overflows(packs.sums, goal, p):
-                    above[num_left] = p
-                    num_left += 1
-                    q = _partner(packs.sums, goal, p, below(state, P))
-                    if q != p:
-                        pairs[num_pairs, 0], pairs[num_pairs, 1] = p, q
-                        num_pairs += 1
-            num_above = num_left
-            if num_pairs == 0:
-                break
-            share_pairs(sizes, packs, num_pairs, goal, 1.0, np.int64(MAX_FREE), state, scratch)
-        if num_above == 0 or attempt + 1 == REPAIR_PASSES:
+        above = _above_limits(packs, goal)[: max(1, int(MOST_REPAIRED * P))]
+        if len(above) == 0:
             break
-        # 2. shake those that stay above it, and others
-        num_pairs = np.int64(0)
-        for i in range(min(num_above, P // (SHAKEN_PAIRS + 1))):
-            p = above[i]
-            pairs[num_pairs, 0], pairs[num_pairs, 1] = p, below(state, P)
-            num_pairs += 1
-            for _ in range(SHAKEN_PAIRS):
-                a = _partner(packs.sums, goal, p, below(state, P))
-                b = _partner(packs.sums, goal, p, below(state, P))
-                if a != p and b != p:
-                    pairs[num_pairs, 0], pairs[num_pairs, 1] = a, b
-                    num_pairs += 1
-        share_pairs(sizes, packs, num_pairs, goal, -1.0, np.int64(SHAKE_FREE), state, scratch)
+        by_column = np.ascontiguousarray(packs.sums.T)
+        wanted = REPAIR_PARTNERS + 2 * SHAKEN_PAIRS + 1
+        draws = draw_below(state, 1 << 31, len(above) * wanted).reshape(len(above), wanted)
+        shared, shaken = [], []
+        for p, draw_of in zip(above.tolist(), draws, strict=True):
+            has_room = np.ones(P, np.bool_)
+            for sums, limit in zip(by_column[:-1], limits, strict=False):
+                has_room &= sums <= 2.0 * limit - sums[p]
+            room = np.flatnonzero(has_room)
+            others = room[(draw_of[1:] * len(room)) >> 31].tolist() if len(room) else []
+            shared += [(p, q) for q in others[:REPAIR_PARTNERS]]
+            shaken.append((p, int(draw_of[0] * P) >> 31))
+            shaken += zip(others[REPAIR_PARTNERS::2], others[REPAIR_PARTNERS + 1 :: 2], strict=True)
+        share_listed(shared, sizes, packs, goal, 1.0, MAX_FREE, state, scratch)
+        if attempt + 1 < REPAIR_PASSES and len(_above_limits(packs, goal)):
+            share_listed(shaken, sizes, packs, goal, -1.0, SHAKE_FREE, state, scratch)
 
 
-@compiled
+def share_listed(
+    pairs: list[tuple[int, int]],
+    sizes: FloatArray,
+    packs: Packs,
+    goal: Goal,
+    sign: float,
+    max_free: int,
+    state: UIntArray,
+    scratch: Scratch,
+) -> None:
+    """`share_pairs` of any number of pairs."""
+    for first in range(0, len(pairs), len(scratch.pairs)):
+        part = pairs[first : first + len(scratch.pairs)]
+        scratch.pairs[: len(part)] = part
+        share_pairs(sizes, packs, len(part), goal, sign, max_free, state, scratch)
+
+
 def arrange(
     sizes: FloatArray, packs: Packs, goal: Goal, last_goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch
 ) -> None:
     """Share the samples of a window's packs again until they are alike and, where that can be, within the limits."""
-    num_rounds, num_coarse_rounds = effort.num_rounds, effort.num_coarse_rounds
-    for attempt in range(2):
-        if attempt == 1:
-            repair(sizes, packs, goal, state, scratch)
-            num_rounds, num_coarse_rounds = max(1, num_rounds // 4), 0  # enough after a repair has moved a few packs
-        improve(sizes, packs, goal, effort, num_rounds, num_coarse_rounds, state, scratch)
+    improve(sizes, packs, goal, effort, effort.num_rounds, effort.num_coarse_rounds, state, scratch)
+    repair(sizes, packs, goal, state, scratch)
+    improve(sizes, packs, goal, effort, max(1, effort.num_rounds // 4), 0, state, scratch)
     polish(sizes, packs, last_goal, effort, state, scratch)
 
 
-@compiled
-def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray, evicted: IntArray) -> int:
-    """Take samples out of packs above a limit until none is; their number, and they in `evicted`.
+def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray) -> IntArray:
+    """Take samples out of packs above a limit until none is; those that fit nowhere else.
 
     From each such pack goes the youngest sample, of equal age the one that leaves the least above the limits, then the
     smallest; each is put into the fullest pack that still has room, if one has.
     """
-    P, D = packs.sums.shape
-    num_evicted = 0
-    for p in range(P):
-        while _overflows(packs.sums, goal, p):
-            best, best_before, best_age, best_key = np.int64(-1), np.int64(-1), np.int64(0), 0.0
-            before = np.int64(-1)
-            item = packs.head[p]
-            while item >= 0:
-                excess, size = 0.0, 0.0
-                for d in range(D):
-                    if goal[d].limit < np.inf:
-                        excess += max(0.0, packs.sums[p, d] - sizes[item, d] - goal[d].limit) / goal[d].limit
-                        size += sizes[item, d] / goal[d].limit
-                key = 1e3 * excess + size
-                if best < 0 or age[item] < best_age or (age[item] == best_age and key < best_key):
-                    best, best_before, best_age, best_key = item, before, age[item], key
-                before = item
-                item = packs.after[item]
-            _unlink(sizes, packs, np.int64(p), best, best_before)
-            evicted[num_evicted] = best
-            num_evicted += 1
-    kept = 0
-    for e in range(num_evicted):
-        item = evicted[e]
-        target, target_fill = -1, -1.0
-        for p in range(P):
-            fits, fill = True, 0.0
-            for d in range(D):
-                total = packs.sums[p, d] + sizes[item, d]
-                if total > goal[d].limit:
-                    fits = False
-                if goal[d].limit < np.inf:
-                    fill += total / goal[d].limit
-            if fits and fill > target_fill:
-                target, target_fill = p, fill
-        if target >= 0:
-            packs.after[item] = packs.head[target]
-            packs.head[target] = item
-            packs.num_held[target] += 1
-            for d in range(D):
-                packs.sums[target, d] += sizes[item, d]
-        else:
-            evicted[kept] = item
-            kept += 1
-    return kept
+    limits = np.array(goal["limit"])
+    evicted: list[int] = []
+    # 1. out of each pack above a limit, until it is not
+    for p in _above_limits(packs, goal):
+        held = _samples_of(packs, p)
+        while (packs.sums[p] > limits).any():
+            excess = (np.maximum(0.0, packs.sums[p] - sizes[held] - limits) / limits).sum(axis=1)
+            size = (sizes[held] / limits).sum(axis=1)
+            item = held.pop(int(np.lexsort((1e3 * excess + size, age[held]))[0]))
+            packs.sums[p] -= sizes[item]
+            evicted.append(item)
+        _hold(packs, p, held)
+    # 2. into the fullest other that has room
+    left = []
+    for item in evicted:
+        sums = packs.sums + sizes[item]
+        fits = np.flatnonzero((sums <= limits).all(axis=1))
+        if len(fits) == 0:
+            left.append(item)
+            continue
+        p = fits[np.argmax((sums[fits] / limits).sum(axis=1))]
+        packs.sums[p] += sizes[item]
+        _hold(packs, p, [item, *_samples_of(packs, p)])
+    return np.array(left, np.int64)
 
 
-@inner
-def _unlink(sizes: FloatArray, packs: Packs, p: int, item: int, before: int) -> None:
-    if before < 0:
-        packs.head[p] = packs.after[item]
-    else:
-        packs.after[before] = packs.after[item]
-    packs.after[item] = -1
-    packs.num_held[p] -= 1
-    for d in range(sizes.shape[1]):
-        packs.sums[p, d] -= sizes[item, d]
+def _samples_of(packs: Packs, p: int) -> list[int]:
+    held, item = [], int(packs.head[p])
+    while item >= 0:
+        held.append(item)
+        item = int(packs.after[item])
+    return held
 
 
-@compiled
+def _hold(packs: Packs, p: int, held: list[int]) -> None:
+    """Pack p of these samples; its sums are the caller's."""
+    packs.head[p] = held[0] if held else -1
+    packs.after[held] = [*held[1:], -1][: len(held)]
+    packs.num_held[p] = len(held)
+
+
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
     """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
-    P = len(packs.head)
-    order = np.empty(P, np.int64)
-    num_members = 0
-    for p in range(P):
-        order[p] = p
-        num_members += packs.num_held[p]
-    shuffle(order, state)
-    members = np.empty(num_members, np.int64)
-    counts = np.empty(P, np.int64)
-    at, num_packs = 0, 0
-    for p in order:
-        if packs.num_held[p] == 0:
-            continue
-        item = packs.head[p]
-        while item >= 0:
-            members[at] = item
-            at += 1
-            item = packs.after[item]
-        counts[num_packs] = packs.num_held[p]
-        num_packs += 1
-    return members, counts[:num_packs]
-
-
-@compiled
-def copy_packs(members: IntArray, offsets: IntArray, sequence: IntArray) -> IntArray:
-    """Members pack by pack, the packs in another order."""
-    out = np.empty_like(members)
-    position = 0
-    for p in sequence:
-        for i in range(offsets[p], offsets[p + 1]):
-            out[position] = members[i]
-            position += 1
-    return out
+    order = permute(np.arange(len(packs.head)), state)
+    order = order[packs.num_held[order] > 0]
+    counts = packs.num_held[order]
+    place = np.cumsum(counts) - counts
+    members = np.empty(int(counts.sum()), np.int64)
+    item = packs.head[order]
+    while len(item):  # one sample of every pack that has one left
+        members[place] = item
+        item = packs.after[item]
+        more = item >= 0
+        item, place = item[more], place[more] + 1
+    return members, counts

@@ -101,7 +101,7 @@ def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str]
                 "--memory too"
             )
         return check_plan(plan), None
-    problems = check_plan(plan, model=find_traced_model(plan, config).model)
+    problems = check_plan(plan, model=find_traced_model(plan, config)[1])
     try:
         counted = check_memory(plan, config=config)
     except TrimtabError as error:

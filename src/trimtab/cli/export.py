@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -37,9 +37,12 @@ def torchserve(
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
     rule: Annotated[
-        MapRule,
-        typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker."),
-    ] = "auto",
+        MapRule | None,
+        typer.Option("--device-map", help="Without --map: Accelerate's own rule, run by the worker; else auto."),
+    ] = None,
+    setup: Annotated[
+        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options beside it go first.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
     max_memory: Annotated[
@@ -50,33 +53,37 @@ def torchserve(
     workers: Annotated[int, typer.Option(min=1, help="Processes, each with the whole model.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered together.")] = 1,
     max_batch_delay: Annotated[int, typer.Option(min=1, help="Milliseconds to wait for a batch to fill.")] = 100,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer; else 256.")] = None,
     pack_weights: Annotated[bool, typer.Option("--pack-weights", help="Copy the weights into the archive.")] = False,
     port: Annotated[int, typer.Option(min=1, max=65533, help="Inference port; the next two are taken too.")] = 8080,
     as_json: JsonOption = False,
 ) -> None:
     """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory, read_recipe
     from trimtab.serve.device_map import read_device_map
 
     written = None if device_map is None else read_device_map(device_map)
+    given: dict[str, Any] = {
+        "device_map": rule if written is None else written.device_map,
+        "runs_on": None if written is None else written.runs_on,
+        "dtype": dtype,
+        "max_memory": parse_max_memory(max_memory) if max_memory else None,
+        "offload_folder": offload_folder,
+        "max_new_tokens": max_new_tokens,
+    }
+    recipe = {} if setup is None else read_recipe(setup)
     exported = export_torchserve(
         model_dir,
         out,
         TorchServeOptions(
             name=name or model_dir.resolve().name,
             version=version,
-            device_map=rule if written is None or written.device_map is None else written.device_map,
-            runs_on={} if written is None else written.runs_on,
-            dtype=dtype,
             num_workers=workers,
             batch_size=batch_size,
             max_batch_delay_ms=max_batch_delay,
-            max_memory=parse_max_memory(max_memory) if max_memory else None,
-            offload_folder=offload_folder,
-            max_new_tokens=max_new_tokens,
             pack_weights=pack_weights,
             port=port,
+            **{**recipe, **{key: value for key, value in given.items() if value is not None}},
         ),
     )
     if as_json:

@@ -97,7 +97,7 @@ def cost_layer(
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
-    seconds = _LayerSeconds.measure(layer, device, settings, columns)
+    seconds = _LayerSeconds.measure(layer, device, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
     rows = seconds.forward.row + seconds.traffic + seconds.collectives
     pairs = seconds.attention + seconds.pair_traffic
@@ -113,8 +113,7 @@ def cost_layer(
         backward = columns.terms(
             rows=products.row
             + 2 * seconds.traffic
-            + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0)
-            + (pair_factor - 1) * seconds.attention_rows,
+            + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
             once=products.once
             + 2 * (seconds.kernels + seconds.waits)
@@ -211,7 +210,7 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
 class _LayerSeconds:
     """Forward seconds of one layer: for each row, for each computed pair, and once for each micro-batch."""
 
-    forward: Line  # matrix products, and what attention loses over short samples
+    forward: Line  # matrix products
     inputs: Line  # backward: gradients of the products' inputs, of those that enter the layer aside
     entering: Line  # the same of the products that the layer's input enters
     weights: Line  # backward: gradients of the weights, added to what earlier micro-batches left
@@ -219,7 +218,6 @@ class _LayerSeconds:
     collectives: float  # sums over tp, or their halves under sequence parallel
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
-    attention_rows: float  # for each row: fused attention's loss over short samples
     pair_traffic: float
     kernels: float  # starts of those that are no product
     waits: float  # latency of collectives
@@ -231,9 +229,7 @@ class _LayerSeconds:
         return self.forward.once + self.kernels + self.waits
 
     @classmethod
-    def measure(
-        cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings, columns: WorkColumns
-    ) -> _LayerSeconds:
+    def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
         e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
         # fp32 products run as TF32, at half the bf16 rate on every device of the table
         peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
@@ -249,21 +245,18 @@ class _LayerSeconds:
         if settings.zero_stage == 3:
             dp_link = settings.dp_bytes_per_s or device.link_bytes_per_s * e.link
             gather = params * w * (dp - 1) / dp / dp_link
-        pair_s = pair_flops(layer, tp) / (peak * e.attention)
-        lost = pair_s * columns.pair_share * e.attention_rows
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
         backward = {p.name: p.backward_line(e, peak) for p in matmuls}
         added = params * added_bytes(settings) / bandwidth
         return cls(
-            forward=sum((p.forward_line(e, peak) for p in matmuls), Line(row=lost)),
+            forward=sum((p.forward_line(e, peak) for p in matmuls), Line()),
             inputs=sum((line for name, line in backward.items() if name not in entering), Line()),
             entering=sum((line for name, line in backward.items() if name in entering), Line()),
             weights=sum((p.weight_line(e, peak) for p in matmuls), Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
-            attention=pair_s,
-            attention_rows=lost,
+            attention=pair_flops(layer, tp) / (peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             kernels=count_kernels(traffic, layer) * KERNEL_S,
             waits=num_collectives * COLLECTIVE_S,
@@ -273,11 +266,9 @@ class _LayerSeconds:
 
 def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Gradients) -> Line:
     """Products of the backward: where nothing before the layer trains, nobody needs the gradient of its input."""
-    found = Line()
-    if layer.kind != "embed":
-        found += seconds.inputs + Line(row=seconds.attention_rows)
-        if gradients.inputs:
-            found += seconds.entering
+    found = seconds.inputs if layer.kind != "embed" else Line()
+    if gradients.inputs and layer.kind != "embed":
+        found += seconds.entering
     return found + seconds.weights if gradients.weights else found
 
 
@@ -316,7 +307,7 @@ def _recompute_tiers(
         )
     ]
     if layer.attention is not None and not eager:
-        rows = seconds.forward.row - seconds.attention_rows + seconds.traffic + seconds.collectives
+        rows = seconds.forward.row + seconds.traffic + seconds.collectives
         tiers.append(
             RecomputeTier(
                 name="attention",

@@ -6,7 +6,6 @@ Symbols: N rows, K x M a product's weights (K entering, M leaving columns); W ou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from trimtab.errors import PartitionError
 from trimtab.specs import DeviceSpec
@@ -22,17 +21,15 @@ class Efficiency:
     depth: at K / (K + depth) of that: while outputs are written, nothing is multiplied.
     product_s: start and drain of a product.
     attention: share of the peak that fused attention reaches.
-    attention_rows: over a sample of S rows it reaches S / (S + attention_rows) of that.
     memory: elementwise kernels against the datasheet's bytes/s.
     link: NCCL's rings move 370 of NVLink 4's 450 GB/s (NVIDIA/nccl-tests#212).
     """
 
-    matmul: float = 0.69
+    matmul: float = 0.70
     outputs: float = 0.57e6
     depth: float = 245.0
     product_s: float = 5e-6
     attention: float = 0.50
-    attention_rows: float = 0.0
     memory: float = 0.80
     link: float = 0.80
 
@@ -43,7 +40,7 @@ class Efficiency:
                 raise PartitionError(
                     f"{name} efficiency {value} is no share of a peak: give a number above 0 and at most 1"
                 )
-        for name in ("outputs", "depth", "product_s", "attention_rows"):
+        for name in ("outputs", "depth", "product_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PartitionError(f"{name} {getattr(self, name)} is no size of a kernel: give 0 or more")
 
@@ -63,15 +60,16 @@ class Efficiency:
 #   matmul_interpolator_data.h; mean error 3 %), 36 on A100 by cuBLAS, printed by Triton's and EleutherAI's benchmarks.
 #   depth grows with peak / bandwidth, as writing outputs does: 245 on the H100.
 # - matmul: 22 training runs of MPT models (mosaicml/llm-foundry, scripts/train/benchmarking; 64 others are predicted
-#   within 2.3 % in the median: bench/published_dense.py). Products alone reach 0.85 (A100) and 1.0 (H100, cold: a
+#   within 2.4 % in the median: bench/published_dense.py). Products alone reach 0.85 (A100) and 1.0 (H100, cold: a
 #   training step meets its power limit).
 # - attention: FlashAttention-2 forward and backward, arXiv 2307.08691 (A100) and 2407.08608 (H100).
-# H200, H20 and B200 were in none of these: H200, B200 and unknown devices are taken as the H100; the H20, whose peak is
-# cut below what its power allows, as the A100.
+# All A100s are taken as that one, every other device as the H100, with outputs by its peak; the H20 has 78 of the
+# H100's 132 multiprocessors, and a peak cut below what its power allows.
 _DEPTH_PER_FLOP_A_BYTE = 0.83
+_OUTPUTS_PER_FLOP_S = 0.57e6 / 989e12
 _AMPERE = Efficiency(matmul=0.82, outputs=0.22e6, attention=0.50)
-_HOPPER = Efficiency(matmul=0.69, outputs=0.57e6, attention=0.38)
-_KNOWN = MappingProxyType({"A100-80GB": _AMPERE, "H20": _AMPERE})
+_H20 = Efficiency(matmul=0.82, outputs=0.57e6 * 78 / 132, attention=0.50)
+_HOPPER = Efficiency(matmul=0.70, attention=0.38)
 
 
 def efficiency_of(device: DeviceSpec) -> Efficiency:
@@ -79,10 +77,14 @@ def efficiency_of(device: DeviceSpec) -> Efficiency:
 
     >>> from trimtab import find_device
     >>> round(efficiency_of(find_device("A100")).product_share(9225, 3200, 6400), 2)
-    0.8
+    0.79
     """
     depth = _DEPTH_PER_FLOP_A_BYTE * device.peak_flops / device.memory_bytes_per_s
-    return replace(_KNOWN.get(device.name, _HOPPER), depth=depth)
+    if device.name.startswith(("A100", "A800")):
+        return replace(_AMPERE, depth=depth)
+    if device.name == "H20":
+        return replace(_H20, depth=depth)
+    return replace(_HOPPER, depth=depth, outputs=_OUTPUTS_PER_FLOP_S * device.peak_flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.files import blake2b, write_atomically
 from trimtab.options import Tower
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerSpec, ModelSpec, Profile
-from trimtab.typed_json import read_typed
+from trimtab.typed_json import parse_json, read_typed
 
 FORMAT = "trimtab-profile 1.2"
 
@@ -108,8 +108,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     """The profile that `profile_bytes` made; `origin` names it in errors."""
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(content)
+    except ValueError as error:
         raise TrimtabError(f"{origin} is no profile: {error}; write it again with save_profile") from None
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != FORMAT:
@@ -144,10 +144,6 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         raise TrimtabError(f"{origin} is no profile, write it again with save_profile:\n" + join_problems(problems))
     assert isinstance(profile, Profile)
     return profile
-
-
-def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of a cost")
 
 
 def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:

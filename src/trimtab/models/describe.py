@@ -23,6 +23,7 @@ from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.specs import ModelOrigin, ModelSpec
+from trimtab.typed_json import parse_json
 
 MAX_CONFIG_BYTES = 2**20  # a config.json has some KiB; what is larger is another file
 
@@ -251,15 +252,10 @@ def _read_json(path: Path) -> Config:
             f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
         )
     try:
-        value = json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{path} is not JSON ({reason}): give the config.json as the model ships it") from None
+        value = parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): give the config.json as the model ships it") from None
     return _checked(value, str(path))
-
-
-def _refuse_constant(constant: str) -> object:
-    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def _checked(value: object, whence: str) -> Config:

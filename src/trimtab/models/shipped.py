@@ -12,7 +12,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.models.families.composed import composed_config, find_composed
+from trimtab.models.families.composed import composed_config, composed_models, find_composed
 
 SUFFIX = ".json.gz"
 _ENDINGS = re.compile(r"[-_](instruct|it|hf|chat|thinking|pt|base|bf16)$", re.IGNORECASE)
@@ -50,7 +50,10 @@ def find_shipped(name: str) -> str | None:
 
 
 def suggest_shipped(name: str) -> str:
-    """ " did you mean NAME", for a name that is not known; empty where none is near."""
+    """ " did you mean NAME", for a name that is not known; empty where none is near. Of two joined: what goes."""
+    if "+" in name:
+        towers, models = composed_models()
+        return f" (of TOWER + LANGUAGE MODEL, towers are {', '.join(towers)}, language models {', '.join(models)})"
     own = _spelling(_ENDINGS.sub("", name.rpartition("/")[2]))
     near = difflib.get_close_matches(own, list(_by_spelling()), n=1, cutoff=0.75)
     return f" (did you mean {_by_spelling()[near[0]]}?)" if near else ""

@@ -34,8 +34,6 @@ from trimtab.partition.tiers import (
     allowed,
     clear,
     least_extra,
-    relax,
-    round_up,
 )
 from trimtab.specs import IntArray
 
@@ -169,7 +167,7 @@ def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, li
 
 @inlined
 def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> bool:
-    """Whether `stage_extra` finds a choice; bounds settle most calls, and no stage is solved exactly twice."""
+    """Whether `stage_extra` finds a choice; no stage is solved twice where results are remembered."""
     # 1. nothing to recompute, or nothing that helps
     most = _time_left(pipeline, a, b, limit)
     if most < 0:
@@ -182,17 +180,7 @@ def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: i
     remembers = pipeline.known.size > 0
     if remembers and pipeline.known[i, a, b] > 0:
         return pipeline.known[i, a, b] - 1 <= most
-    # 3. a bound from below is too much, or a choice is cheap enough
-    alike = _count_alike(pipeline, a, b)
-    every = allowed(tiers, np.int64(IMPOSSIBLE))
-    if relax(tiers, alike, every, need) * (1.0 - 1e-14) > most:
-        return False
-    need = _bytes_to_free(pipeline, i, a, b, _highest(tiers, pipeline, i, alike, lowest))
-    if need != IMPOSSIBLE:
-        clear(counts)
-        if round_up(tiers, alike, every, need, counts) <= most:
-            return True
-    # 4. exactly, whatever the limit where the result is remembered
+    # 3. exactly, whatever the limit where the result is remembered
     extra = stage_extra(pipeline, tiers, i, a, b, np.int64(IMPOSSIBLE // 2) if remembers else limit, counts)
     if remembers:
         pipeline.known[i, a, b] = 1 + extra

@@ -20,7 +20,6 @@ class Quant:
     weight_bytes: float  # per weight, scales included
     towers: tuple[Tower, ...]  # whose linear layers it covers; embeddings, norms and the head it never does
     experts: bool  # whether routed experts too: Transformers 5 keeps them as one 3-d tensor, no linear layer
-    source: str
 
 
 _MAX_IMAGES = 10_000
@@ -28,36 +27,16 @@ _ALL: tuple[Tower, ...] = ("vision", "projector", "language")
 
 QUANTS = MappingProxyType(
     {
-        "bnb-int8": Quant(
-            weight_bytes=1.0,
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes LLM.int8(): 1 byte; one fp32 scale an output row is not counted (< 0.2 %)",
-        ),
-        "bnb-nf4": Quant(
-            weight_bytes=0.5 + 4 / 64,
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes 4 bit: an fp32 maximum for each 64 weights",
-        ),
-        "bnb-nf4-double": Quant(
-            weight_bytes=0.5 + 1 / 64 + 4 / (64 * 256),
-            towers=_ALL,
-            experts=False,
-            source="bitsandbytes 4 bit, double quantisation: the maxima in 8 bit, an fp32 scale for 256 of them",
-        ),
-        "awq": Quant(
-            weight_bytes=0.5 + (2 + 0.5) / 128,
-            towers=("language",),
-            experts=True,
-            source="AWQ and GPTQ checkpoints, 4 bit, fp16 scale and 4-bit zero for each 128; ViT left alone",
-        ),
-        "fp8": Quant(
-            weight_bytes=1.0 + 4 / 128**2,
-            towers=("language",),
-            experts=True,
-            source="block-wise fp8 checkpoints: an fp32 scale for each 128 x 128 weights; ViT left alone",
-        ),
+        # LLM.int8(): 1 byte; one fp32 scale an output row is not counted (< 0.2 %)
+        "bnb-int8": Quant(weight_bytes=1.0, towers=_ALL, experts=False),
+        # bitsandbytes 4 bit: an fp32 maximum for each 64 weights
+        "bnb-nf4": Quant(weight_bytes=0.5 + 4 / 64, towers=_ALL, experts=False),
+        # double quantisation: the maxima in 8 bit, an fp32 scale for 256 of them
+        "bnb-nf4-double": Quant(weight_bytes=0.5 + 1 / 64 + 4 / (64 * 256), towers=_ALL, experts=False),
+        # AWQ and GPTQ checkpoints: fp16 scale and 4-bit zero for each 128; ViT left alone
+        "awq": Quant(weight_bytes=0.5 + (2 + 0.5) / 128, towers=("language",), experts=True),
+        # block-wise checkpoints: an fp32 scale for each 128 x 128 weights; ViT left alone
+        "fp8": Quant(weight_bytes=1.0 + 4 / 128**2, towers=("language",), experts=True),
     }
 )
 """Quantised formats by name. A new one is an entry here."""

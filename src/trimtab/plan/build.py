@@ -14,7 +14,7 @@ from trimtab.files import write_atomically
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.compare import compare_variants
+from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
 from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
@@ -102,6 +102,7 @@ def make_plan(
             *chosen.sentences(),
             *found.sentences(),
             *vision.sentences(),
+            *explain_losses(variants),
             *model.notes,
             *setting.profile.assumptions,
         ),

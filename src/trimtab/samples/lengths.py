@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 
 from trimtab.errors import ImageError, SampleError
 from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.images.asked import AskedImages
 from trimtab.samples.problems import BadSample, shorten
 from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
@@ -53,6 +55,15 @@ def holds_lengths(path: Path) -> bool:
 
 def _gives_lengths(names: Sequence[str] | Mapping[str, object]) -> bool:
     return any(key in names for key in TOKEN_KEYS) and not any(key in names for key in CONVERSATION_KEYS)
+
+
+def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> list[Part]:
+    """Files of lengths; a rule that asks another program is asked about all their images at once."""
+    if isinstance(image_rule, AskedImages):
+        alone = image_counter(SizesAlone())
+        image_rule.prepare(sizes_in([read_length_part(file, count_image=alone) for file in files]))
+    count_image = None if image_rule is None else image_counter(image_rule)
+    return [read_length_part(file, count_image=count_image) for file in files]
 
 
 def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
@@ -209,6 +220,27 @@ def _find_problems(
         except (ImageError, SampleError) as error:
             reasons[row] = str(error)
     return reasons, counts if any(columns[SIZES_KEY]) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizesAlone:
+    """Stands for a rule that has yet to be asked: an image's `patches` are its width and height."""
+
+    name: str = "sizes"
+
+    def count(self, width: int, height: int) -> ImageCounts:
+        packed = width << _SIDE_BITS | height
+        return ImageCounts(patches=packed, tokens=0, tiles=1, patches_sq=0, patches_windowed=0)
+
+
+_SIDE_BITS = 28  # of an image of `MAX_PIXELS`; a sample of a hundred such images still fits 63 bits
+
+
+def sizes_in(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Distinct (width, height) of all images, sized by `SizesAlone`."""
+    columns = [part.image_patches for part in parts if part.image_patches is not None and len(part.image_patches)]
+    distinct = np.unique(np.concatenate(columns)).tolist() if columns else []
+    return [(packed >> _SIDE_BITS, packed & (1 << _SIDE_BITS) - 1) for packed in distinct]
 
 
 def image_counter(rule: ImageRule) -> CountImage:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.errors import SampleError
-from trimtab.samples.lengths import image_counter, read_length_part
+from trimtab.samples.lengths import read_length_parts
 from trimtab.samples.problems import refuse_bad
 from trimtab.samples.table import is_saved_table, join_parts, load_table
 from trimtab.specs import ImageRule, SampleTable
@@ -25,7 +25,6 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
         raise SampleError("no file of lengths was named: name at least one")
     if len(files) == 1 and is_saved_table(files[0]):
         return load_table(files[0])
-    count_image = image_counter(image_rule) if image_rule is not None else None
-    parts = [read_length_part(file, count_image=count_image) for file in files]
+    parts = read_length_parts(files, image_rule)
     refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts), can_skip=False)
     return join_parts(files, [[part] for part in parts])

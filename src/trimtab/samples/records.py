@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import CONVERSATION_KEYS, KNOWN_KEYS
+from trimtab.typed_json import parse_json
 
 Format = Literal["jsonl", "json", "parquet", "tar"]
 
@@ -137,30 +138,21 @@ def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_constant(constant: str) -> object:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def parse_json(data: bytes) -> object:
+def parse_record(data: bytes) -> object:
     """A JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
     try:
-        value = _STRICT.decode(data.decode("utf-8"))
+        value = parse_json(data)
         if b"\\ud" in data or b"\\uD" in data:  # lone surrogates, which no tokenizer takes, do not encode
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except RecursionError:
-        raise BadRecordError("json", "the JSON is nested too deeply: flatten the record") from None
     except ValueError as error:
         raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; fix or drop the line") from None
+    return value
 
 
 def read_json_list(path: Path) -> list[object]:
     """A file that is one JSON list; `SampleError` if it is not, because then no record can be told from another."""
     try:
-        rows = parse_json(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        rows = parse_record(path.read_bytes())
     except BadRecordError as error:
         raise SampleError(
             f"{path} is {error} (one JSON list is read whole: a JSON Lines file can skip lines)"
@@ -200,7 +192,7 @@ _TOO_LONG = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB: name image fil
 
 def _parse_line(line: bytes, number: int) -> Record:
     try:
-        return Record(line=number, value=parse_json(line))
+        return Record(line=number, value=parse_record(line))
     except BadRecordError as error:
         return Record(line=number, problem=error)
 
@@ -298,7 +290,7 @@ def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Se
     value: object = None
     try:
         if "json" in members:
-            value = parse_json(members["json"])
+            value = parse_record(members["json"])
         if isinstance(value, dict) and any(value.get(name) for name in CONVERSATION_KEYS):
             return Record(line=line, key=key, value=value, images=images)
         if "txt" in members:

@@ -18,7 +18,7 @@ from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.headers import MAX_PIXELS
-from trimtab.samples.lengths import holds_lengths, image_counter, read_length_part
+from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
 from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
 from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
@@ -94,7 +94,7 @@ def size_samples(
     assumptions: list[str] = []
     ready = _hold_lengths(files)
     if ready:
-        parts = _read_lengths(files, image_rule)
+        parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
         how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
         settings = _Settings(
@@ -140,14 +140,6 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
     return ready[0]
 
 
-def _read_lengths(files: Sequence[Path], image_rule: ImageRule) -> list[list[Part]]:
-    if isinstance(image_rule, AskedImages):
-        alone = image_counter(_SizesAlone())
-        image_rule.prepare(_sizes_in([read_length_part(file, count_image=alone) for file in files]))
-    count_image = image_counter(image_rule)
-    return [[read_length_part(file, count_image=count_image)] for file in files]
-
-
 def _size_conversations(
     files: Sequence[Path],
     settings: _Settings,
@@ -158,31 +150,10 @@ def _size_conversations(
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
-        alone = replace(settings, image_rule=_SizesAlone(), tokenizer=None)
+        alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
         seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
-        rule.prepare(_sizes_in([part for file_parts in seen for part in file_parts]))
+        rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
     return _size_files(files, settings, workers, map_chunks, resume_dir, progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SizesAlone:
-    """Stands for a rule that has yet to be asked: an image's `patches` are its width and height."""
-
-    name: str = "sizes"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        packed = width << _SIDE_BITS | height
-        return ImageCounts(patches=packed, tokens=0, tiles=1, patches_sq=0, patches_windowed=0)
-
-
-_SIDE_BITS = 28  # of an image of `MAX_PIXELS`; a sample of a hundred such images still fits 63 bits
-
-
-def _sizes_in(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Distinct (width, height) of all images, sized by `_SizesAlone`."""
-    columns = [part.image_patches for part in parts if part.image_patches is not None and len(part.image_patches)]
-    distinct = np.unique(np.concatenate(columns)).tolist() if columns else []
-    return [(packed >> _SIDE_BITS, packed & (1 << _SIDE_BITS) - 1) for packed in distinct]
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {

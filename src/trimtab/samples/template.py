@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.errors import ConfigError
+from trimtab.typed_json import parse_json
 
 
 class Render(Protocol):
@@ -55,8 +56,8 @@ def read_template(path: Path) -> str | None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; download it again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object: name the file that came with the tokenizer")

@@ -15,8 +15,8 @@ import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from starlette.exceptions import HTTPException
-from transformers import AutoConfig, AutoModelForImageTextToText
 
+from trimtab.runtime.placing.folder import model_class, read_config
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.application import Chat, PlacedModel
 from trimtab.serve.chat import ChatProcessor
@@ -81,9 +81,9 @@ def _accelerates_map(
     As Transformers reads the rules: "auto" and "balanced" first even out what each device may hold, "balanced_low_0"
     does so with little on device 0, "sequential" fills one device after the other.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = read_config(folder)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=dtype or config.dtype)
+        model = model_class(folder, config)(config).to(dtype or config.dtype)
     model.tie_weights()
     memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()} or None
     classes = list(model._no_split_modules or ())

@@ -6,6 +6,7 @@ another is said in one unit: seconds for the same samples.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from trimtab.specs import (
 )
 from trimtab.units import format_number
 
+_SLOWER = 1.005  # a row that takes so much longer than the one above is explained
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
 
@@ -110,6 +112,25 @@ def compare_variants(
         if progress is not None:
             progress(number + 1, len(runs))
     return tuple(variants)
+
+
+def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
+    """Why a row of the comparison is slower than the one above it, in a sentence each."""
+    rows = [x for x in variants if x.name != f"other {BASELINE}"]
+    said = []
+    for above, row in itertools.pairwise(rows):
+        if row.epoch_s > _SLOWER * above.epoch_s:
+            why = "its part is in the rows below"
+            if (above.recompute_rule, row.recompute_rule) == ("none", "full"):
+                why = (
+                    "so large packs fit only with recompute, which is one switch for all layers until the last rows "
+                    "choose where it is needed"
+                )
+            said.append(
+                f'The row "{row.name}" takes {row.epoch_s / above.epoch_s:.2f} x as long as the one above it: {why}. '
+                "Nothing runs as that row says; the plan is the last."
+            )
+    return tuple(said)
 
 
 def _baselines(case: Case, balanced: _Balanced) -> list[_Run]:

@@ -48,6 +48,8 @@ class _Priced:
     setting: Setting
     options: PlanOptions  # with its schedule
     samples_per_s: float
+    samples_per_pack: float
+    larger: _Priced | None = None  # the next larger packs that fit; None: there are none
 
     @property
     def label(self) -> str:
@@ -70,18 +72,29 @@ class ChosenSetting:
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
-        if len(self.considered) + self.num_misfits < 2:
-            return ()
+        said: list[str] = []
+        best = self.best
+        if (larger := best.larger) is not None:
+            said.append(
+                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
+                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
+                f"{format_number(larger.samples_per_s)}."
+            )
+        if len(self.considered) + self.num_misfits > 1:
+            said += [self._degrees(), *self._simpler()]
+        return tuple(said)
+
+    def _degrees(self) -> str:
         said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
         rest = len(self.considered) - len(said)
         more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
-        considered = ", ".join([*said, *(text for text in more if text)])
-        return (f"Degrees and schedules considered, at their mean packs: {considered}.", *self._simpler())
+        named = ", ".join([*said, *filter(None, more)])
+        return f"Degrees and schedules considered, at their mean packs: {named}."
 
-    def _simpler(self) -> tuple[str, ...]:
+    def _simpler(self) -> list[str]:
         """How plain data parallel with ZeRO-3, which needs no pipeline and no tensor parallelism, compares."""
         if self.sharded is None:
-            return ()
+            return []
         ratio = self.sharded.samples_per_s / self.best.samples_per_s
         verdict = (
             "that is the same within the error of such costs, or better, and simpler: plan with --pp 1 --tp 1 "
@@ -89,11 +102,8 @@ class ChosenSetting:
             if ratio >= _ALIKE
             else "that is slower"
         )
-        speed = format_number(self.sharded.samples_per_s)
-        return (
-            f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {100 * ratio:.0f} % of the plan: "
-            f"{verdict}.",
-        )
+        speed, share = format_number(self.sharded.samples_per_s), f"{100 * ratio:.0f} %"
+        return [f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {share} of the plan: {verdict}."]
 
 
 def choose_setting(
@@ -361,12 +371,19 @@ def _price_limits(
         )
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
         step_s = line.makespan_s + rank_step_s(problem, split.stages)
-        priced.append(_Priced(setting=setting, options=options, samples_per_s=useful / step_s))
+        rate, size = useful / step_s, tried.samples_per_pack
+        priced.append(_Priced(setting=setting, options=options, samples_per_s=rate, samples_per_pack=size))
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
+    return _smallest_good(priced)
+
+
+def _smallest_good(priced: Sequence[_Priced]) -> _Priced:
+    """Of settings in the order of their packs' size, the first that is nearly as fast as any; with the one after it."""
     fastest = max(p.samples_per_s for p in priced)
-    return next(p for p in priced if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)
+    return replace(priced[best], larger=priced[best + 1] if best + 1 < len(priced) else None)
 
 
 def _unfilled(num_microbatches: int, num_stages: int) -> PartitionError:

@@ -80,9 +80,7 @@ def choose_split(case: Case) -> SplitChoice:
         found = search_makespan(evaluator, max_simulated=_MAX_SIMULATED)
         splits.append(found.split)
     one_switch = price_splits(case, uniform_splits(problem))
-    known = {x.split.stages: x for x in one_switch}
-    priced = [known.get(x.stages) or price_splits(case, [x])[0] for x in splits]
-    best = min([*priced, *one_switch], key=lambda x: x.epoch_s)
+    best = min([*price_splits(case, splits), *one_switch], key=lambda x: x.epoch_s)
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
 
 
@@ -162,18 +160,14 @@ class Candidate:
 
 def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
     """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
-    found, others = [tuple(stages)], list[tuple[Stage, ...]]()
+    others: list[tuple[Stage, ...]] = []
     evaluator = _evaluator(case) if k > 1 else None
     if evaluator is not None:
         if case.options.search == "omnibal":
             others = [split.stages for split in timed_near_anchor(case, k)[0].splits]
         else:
             others = [candidate.split.stages for candidate in search_makespan(evaluator, keep=k).candidates]
-    cuts = {cuts_of(stages)}
-    for other in others:
-        if cuts_of(other) not in cuts:
-            cuts.add(cuts_of(other))
-            found.append(other)
+    found = [tuple(stages), *(other for other in others if cuts_of(other) != cuts_of(stages))]
     num_steps = case.schedule.num_steps
     priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
     return tuple(sorted(priced, key=lambda candidate: candidate.step_s))

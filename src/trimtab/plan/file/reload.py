@@ -22,7 +22,7 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import load_plan, read_table
+from trimtab.plan.file.yaml import open_plan, read_table
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
@@ -44,7 +44,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
 
     `model` and `cluster` stand in for what the plan says of them, where no file and no published device does.
     """
-    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    plan, folder = open_plan(path)
     inputs, decisions = plan.inputs, plan.decisions
     model = model or find_model(plan, folder)
     forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
@@ -186,7 +186,8 @@ def load_details(
     """A plan on disk with its figures simulated again, for a report."""
     path = Path(path)
     found = reload_plan(path, model=model, cluster=cluster)
-    case, plan, folder = found.case, found.plan, path if path.is_dir() else path.parent
+    case, plan = found.case, found.plan
+    folder = path if path.is_dir() else path.parent
     packing, profile = plan.decisions.packing, plan.inputs.training.profile
     files = [packing.offsets, packing.indices, packing.schedule, sizes_file(plan), *([profile] if profile else [])]
     tables = {table.file: read_table(folder, table) for table in files}

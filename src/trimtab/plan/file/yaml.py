@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +47,15 @@ def name_table(name: str, content: bytes) -> TableFile:
 
 def load_array(folder: Path, table: TableFile) -> npt.NDArray[Any]:
     """Read a .npy table that a plan names; see `read_table`."""
-    content = read_table(folder, table)
+    return read_npy(io.BytesIO(read_table(folder, table)), folder / table.file)
+
+
+def read_npy(source: Path | io.BytesIO, path: Path, *, mmap_mode: Literal["r"] | None = None) -> npt.NDArray[Any]:
+    """An array without Python objects; `path` names it in the error."""
     try:
-        array: npt.NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(source, mmap_mode=mmap_mode, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise PlanError(
-            f"the plan's table {folder / table.file} is no .npy array ({error}): run `trimtab plan` again"
-        ) from error
+        raise PlanError(f"the table {path} is no .npy array ({error}): run `trimtab plan` again") from error
     return array
 
 
@@ -183,6 +185,12 @@ def load_plan(path: Path | str) -> Plan:
     """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
     origin, text = read_file(path, "plan", wrote="trimtab plan")
     return plan_from_yaml(text, origin=origin)
+
+
+def open_plan(path: Path | str) -> tuple[Plan, Path]:
+    """The plan of `load_plan`, and the folder that it and its tables lie in."""
+    path = Path(path)
+    return load_plan(path), path if path.is_dir() else path.parent
 
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:

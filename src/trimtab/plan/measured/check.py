@@ -15,7 +15,7 @@ from trimtab.plan.decide.assemble import model_fingerprint
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
 from trimtab.plan.file.reload import ReloadedPlan, options_of, reload_plan, stages_of
-from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import decision_problems
 from trimtab.specs import ClusterSpec, ModelSpec
@@ -28,11 +28,10 @@ def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: Clu
     `model` and `cluster` are needed only for a plan whose model was described from Python and not from a file, or whose
     devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.
     """
-    path = Path(path)
-    plan = load_plan(path)
-    problems = list(_changed_files(plan, path if path.is_dir() else path.parent))
+    plan, folder = open_plan(path)
+    problems = list(_changed_files(plan, folder))
     try:
-        found = reload_plan(path, model=model, cluster=cluster)
+        found = reload_plan(Path(path), model=model, cluster=cluster)
     except TrimtabError as error:
         return [*problems, str(error)]
     return [*problems, *reloaded_problems(found)]
@@ -44,7 +43,7 @@ def verify_plan(path: Path, model: ModelSpec) -> None:
     Reads the tables once, whole. Memory, limits and the cost table are left out: a run on another device than the
     plan's is none the worse for them; and so are files that are not there, which are named where records are opened.
     """
-    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    plan, folder = open_plan(path)
     problems = list(_changed_files(plan, folder, missing=False))
     for check in (_packs_problems, _stages_problems):
         try:

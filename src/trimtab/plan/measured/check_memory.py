@@ -18,7 +18,7 @@ from trimtab.partition.peaks import ReplayedPeak, replay_peaks
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.file.reload import ReloadedPlan, find_config, reload_plan
-from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.sharing.decision import share_vision
 from trimtab.specs import ClusterSpec, ModelSpec, Stage
 from trimtab.units import format_bytes
@@ -60,23 +60,17 @@ def check_memory(
     is; `cluster` as in `check_plan`. Nothing of the plan's estimates is used, and what was changed by hand counts.
     Raises `PlanError` where the plan cannot be read back or `config` is of another model.
     """
-    traced = find_traced_model(path, config)
-    found = reload_plan(Path(path), model=traced.model, cluster=cluster)
-    return replay_plan(found, trace_plan(found, traced.config))
+    source, model = find_traced_model(path, config)
+    found = reload_plan(Path(path), model=model, cluster=cluster)
+    return replay_plan(found, trace_plan(found, source))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedModel:
-    """The configuration whose layers are traced."""
+def find_traced_model(path: Path | str, config: Path | str | None = None) -> tuple[str, ModelSpec | None]:
+    """`config`, or where none is given the plan's own; and its model, where the plan cannot find that itself.
 
-    config: str
-    model: ModelSpec | None  # what it describes, where the plan cannot find its model itself
-
-
-def find_traced_model(path: Path | str, config: Path | str | None = None) -> TracedModel:
-    """`config`, or where none is given the plan's own; raises `PlanError` where there is none or another model's."""
-    path = Path(path)
-    plan, folder = load_plan(path), path if path.is_dir() else path.parent
+    Raises `PlanError` where there is none, or another model's.
+    """
+    plan, folder = open_plan(path)
     given = plan.inputs.model
     own = None if given.config is None else find_config(given.config, folder)
     there = own is not None and (find_shipped(own) is not None or Path(own).exists())
@@ -87,14 +81,14 @@ def find_traced_model(path: Path | str, config: Path | str | None = None) -> Tra
                 f"bytes were to be counted on the layers of {given.name}, whose configuration {where}: give --config, "
                 "the model's config.json or its folder"
             )
-        return TracedModel(config=own, model=None)
+        return own, None
     model = describe(config, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     if (len(model.layers), model.num_params) != (given.num_layers, given.num_params):
         raise PlanError(
             f"--config {config} describes {len(model.layers)} layers with {model.num_params} parameters, and the "
             f"plan's {given.name} has {given.num_layers} with {given.num_params}: give the configuration of that model"
         )
-    return TracedModel(config=str(config), model=None if there else model)
+    return str(config), None if there else model
 
 
 def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:

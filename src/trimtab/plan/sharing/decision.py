@@ -7,7 +7,7 @@ this share: split, simulation and memory go on as ever. Each share follows from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -163,13 +163,16 @@ def with_memory(case: Case, stages: Sequence[Stage], without: Sequence[Stage]) -
     """The figures of a case whose images are shared, run on `stages`; it would run on `without` if they were not."""
     if case.vision is None:
         return None
-    ours, others = tower_memory(case, stages), tower_memory(case.without_vision(), without)
+    (state, saved), (state_without, saved_without) = (
+        _tower_bytes(case, stages),
+        _tower_bytes(case.without_vision(), without),
+    )
     return replace(
         case.vision.estimate,
-        state_gib=round_gib(ours.state_bytes),
-        state_without_gib=round_gib(others.state_bytes),
-        activations_gib=round_gib(ours.saved_bytes),
-        activations_without_gib=round_gib(others.saved_bytes),
+        state_gib=round_gib(state),
+        state_without_gib=round_gib(state_without),
+        activations_gib=round_gib(saved),
+        activations_without_gib=round_gib(saved_without),
     )
 
 
@@ -187,16 +190,11 @@ def _update_s(profile: Profile) -> float:
     return sum(layer.step_s for layer in profile.layers if layer.tower != "language")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerMemory:
-    """Bytes of vision tower and projector on one device."""
+def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
+    """State of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
 
-    state_bytes: float
-    saved_bytes: float  # of all micro-batches in flight, if no layer recomputes
-
-
-def tower_memory(case: Case, stages: Sequence[Stage]) -> TowerMemory:
-    """On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted."""
+    On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
+    """
     problem, profile = case.problem, case.setting.profile
     split, work = problem.assess(stages), problem.work_max
     state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)
@@ -207,4 +205,4 @@ def tower_memory(case: Case, stages: Sequence[Stage]) -> TowerMemory:
                 state[device] += layer.state_bytes
                 saved[device] += in_flight * max(0.0, float(np.dot(layer.tiers[0].saved_bytes, work)))
     worst = int(np.argmax(state + saved))
-    return TowerMemory(state_bytes=float(state[worst]), saved_bytes=float(saved[worst]))
+    return float(state[worst]), float(saved[worst])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.runtime.data.collate import Attention, PackedCollator
-from trimtab.runtime.data.packing_leaks import first_difference, first_leak, traced
+from trimtab.runtime.data.packing_leaks import Trace, first_difference, first_leak, traced
 from trimtab.runtime.data.packing_runs import (
     Batch,
     alone,
@@ -212,11 +212,7 @@ class _Check:
         return worst
 
     def _name_leak(self, base_batch: Batch, changed_batch: Batch, victims: Tensor, found: float) -> str:
-        num_rows = len(victims)
-        with traced(self.model, num_rows) as base:
-            run(self.model, base_batch, what="a pack")
-        with traced(self.model, num_rows) as changed:
-            run(self.model, changed_batch, what="a pack")
+        base, changed = (self._trace(batch, len(victims)) for batch in (base_batch, changed_batch))
         path = first_leak(base, changed, victims, bound=self.bound)
         seen = f"(rows change by {found:.2g} of their size, rounding allows {self.bound:g})"
         if path is None:
@@ -272,13 +268,8 @@ class _Check:
     def _name_difference(
         self, pack: Sequence[ProcessedSample], batch: Batch, types_key: str | None, found: float
     ) -> str:
-        lengths, apart = [len(sample.input_ids) for sample in pack], []
-        with traced(self.model, sum(lengths)) as packed:
-            run(self.model, batch, what="a pack")
-        for sample, length in zip(pack, lengths, strict=True):
-            with traced(self.model, length) as own:
-                run(self.model, alone(sample, types_key), what="a sample alone")
-            apart.append(own)
+        packed = self._trace(batch, sum(len(sample.input_ids) for sample in pack))
+        apart = [self._trace(alone(sample, types_key), len(sample.input_ids)) for sample in pack]
         path = first_difference(packed, apart, bound=self.bound)
         place = f"in {path} ({type(self.model.get_submodule(path)).__name__})" if path else "before the first layer"
         return (
@@ -287,6 +278,12 @@ class _Check:
             "another: its positions may not restart, or tokens may have to see their whole image; give "
             "family=PackFormat(...) that fits, or train it without packing"
         )
+
+    def _trace(self, batch: Batch, num_rows: int) -> Trace:
+        """A forward that has run before, once more."""
+        with traced(self.model, num_rows) as trace:
+            run(self.model, batch, what="what ran before")
+        return trace
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -16,7 +16,7 @@ from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_parquet, parse_json, read_json_list
+from trimtab.samples.records import detect_format, open_parquet, parse_record, read_json_list
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -127,7 +127,7 @@ def _reader(path: Path, kind: str) -> Callable[[int], object]:
         rows = read_json_list(path)
         return lambda line: rows[line - 1]
     lines = Lines(path)
-    return lambda start: parse_json(lines.read(start))
+    return lambda start: parse_record(lines.read(start))
 
 
 def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:

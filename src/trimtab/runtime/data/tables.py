@@ -15,7 +15,7 @@ from trimtab.errors import PlanError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.options import Order
 from trimtab.plan.decide.packs import pack_contents
-from trimtab.plan.file.yaml import load_plan, table_path
+from trimtab.plan.file.yaml import load_plan, read_npy, table_path
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
@@ -145,8 +145,4 @@ def _tables(
 
 def _map_array(folder: Path, name: str) -> npt.NDArray[np.int64]:
     path = table_path(folder, name)
-    try:
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise PlanError(f"the table {path} is no .npy array ({error}): run `trimtab plan` again") from error
-    return np.asarray(mapped)  # a plain view of the map: np.memmap's own indexing costs ten times as much
+    return np.asarray(read_npy(path, path, mmap_mode="r"))  # a plain view: a memmap is indexed ten times as slowly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -116,21 +117,14 @@ def _call_stages(stages: Sequence[StageModule], batch: Batch) -> tuple[Tensor, l
 def _compare(
     loss: float, expected_loss: float, found: dict[str, Tensor | None], expected: dict[str, Tensor | None]
 ) -> PipelineCheck:
-    floor = 1e-3 * max((float(x.norm()) for x in expected.values() if x is not None), default=1.0)
-    worst = difference = square = 0.0
-    for name, right in expected.items():
-        own = found[name]
-        if right is None and own is None:
-            continue
-        right = torch.zeros_like(own) if right is None and own is not None else right  # a gradient of zeros is none
-        own = torch.zeros_like(right) if own is None and right is not None else own
-        assert own is not None
-        assert right is not None
-        apart, norm = float((own - right).norm()), float(right.norm())
-        worst = max(worst, apart / max(norm, floor))
-        difference, square = difference + apart**2, square + norm**2
+    none = torch.zeros(())  # a gradient that is None is one of zeros
+    rights = [none if x is None else x for x in expected.values()]
+    owns = [none if x is None else x for x in (found[name] for name in expected)]
+    norms = [float(right.norm()) for right in rights]
+    apart = [float((own - right).norm()) for own, right in zip(owns, rights, strict=True)]
+    floor = 1e-3 * (max(norms, default=0.0) or 1.0)
     return PipelineCheck(
         loss=abs(loss - expected_loss) / max(abs(expected_loss), 1e-30),
-        gradients=(difference / square) ** 0.5 if square else 0.0,
-        worst=worst,
+        gradients=math.hypot(*apart) / math.hypot(*norms) if any(norms) else 0.0,
+        worst=max((x / max(norm, floor) for x, norm in zip(apart, norms, strict=True)), default=0.0),
     )

@@ -79,7 +79,7 @@ class Bench:
         peaks = tuple(x.peak_bytes for x in readings)
         failed = self.above_limit(readings)
         self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
-        above = f", above the limit on {listed(failed)}" if failed else ""
+        above = f", above the limit on device {', '.join(map(str, failed))}" if failed else ""
         self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
         return readings
 
@@ -152,7 +152,3 @@ def _layout(plan: Plan, case: Case) -> PipelineLayout:
 def _in_reach(case: Case) -> Case:
     """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
     return with_tiers(case, (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None)
-
-
-def listed(devices: Sequence[int]) -> str:
-    return f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"

@@ -114,14 +114,8 @@ def gather_readings(reading: Reading, rank: ProbedRank) -> tuple[Reading, ...]:
     found = []
     for device in range(rank.pipeline.layout.num_devices):
         here = [x for place, x in every if place == device]
-        found.append(
-            Reading(
-                state_bytes=max(x.state_bytes for x in here),
-                kept_bytes=max(x.kept_bytes for x in here),
-                peak_bytes=max(x.peak_bytes for x in here),
-                in_flight=here[0].in_flight,
-            )
-        )
+        most = {name: max(getattr(x, name) for x in here) for name in ("state_bytes", "kept_bytes", "peak_bytes")}
+        found.append(Reading(**most, in_flight=here[0].in_flight))
     return tuple(found)
 
 

@@ -7,8 +7,9 @@ inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
 import torch
@@ -44,7 +45,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """What Transformers calls the key/value cache that it hands to a layer."""
 
 
-class AppliedRecompute:
+class AppliedRecompute(AbstractContextManager["AppliedRecompute"]):
     """Recompute as it is set in one model, until `remove()` or the end of a `with` block."""
 
     def __init__(self, wrapped: Mapping[str, _Recomputed]) -> None:
@@ -67,10 +68,7 @@ class AppliedRecompute:
             wrapper.restore()
         self._wrapped.clear()
 
-    def __enter__(self) -> AppliedRecompute:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -182,10 +180,7 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
         )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"recompute was asked for {_listed(repeated)} more than once: name each layer once")
-    inside = [
-        name for name in sorted(known) if any(f"{part}." in f"{name}." for part in _parents(name) if part in known)
-    ]
-    if inside:
+    if inside := [name for name in sorted(known) if any(name.startswith(f"{other}.") for other in known)]:
         problems.append(
             f"recompute was asked for {_listed(inside)} and for a module that holds it, which would run it three "
             "times: name the outer or the inner one"
@@ -200,11 +195,6 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
             "run layers three times: switch it off first (model.gradient_checkpointing_disable())"
         )
     return problems
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _listed(names: list[str]) -> str:

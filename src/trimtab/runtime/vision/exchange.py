@@ -93,13 +93,8 @@ def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: A
     owners = layout.owner[wanted[rank]]
     received = np.bincount(owners, minlength=len(wanted))
     places = np.argsort(owners, kind="stable")  # rows come rank after rank
-    exchange = _Routes(
-        send=[torch.from_numpy(np.ascontiguousarray(ids)).to(rows.device) for ids in send],
-        received=received.tolist(),
-        places=torch.from_numpy(places).to(rows.device),
-        group=group,
-    )
-    result: Tensor = _RouteRows.apply(rows, exchange)  # type: ignore[no-untyped-call]
+    indices = [torch.from_numpy(np.ascontiguousarray(ids)).to(rows.device) for ids in (*send, places)]
+    result: Tensor = _RouteRows.apply(rows, indices[:-1], received.tolist(), indices[-1], group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -108,14 +103,6 @@ def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Routes:
-    send: list[Tensor]  # own rows for each rank
-    received: list[int]  # rows that come from each rank
-    places: Tensor  # where arriving row i goes
-    group: Any
 
 
 class _GatherRows(torch.autograd.Function):
@@ -145,19 +132,18 @@ class _RouteRows(torch.autograd.Function):
     """All-to-all of chosen rows; backward: the reverse, and the sum over the ranks a row went to, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: _Routes) -> Tensor:
-        ctx.routes, ctx.num_rows = routes, len(rows)
-        outgoing = rows.index_select(0, torch.cat(routes.send))
-        arrived = move_rows(outgoing, [len(ids) for ids in routes.send], routes.received, routes.group)
-        return torch.empty_like(arrived).index_copy_(0, routes.places, arrived)
+    def forward(ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any) -> Tensor:
+        """Own rows `send[r]` go to rank r, `received[r]` come from it; of those arriving row i goes to `places[i]`."""
+        ctx.send, ctx.received, ctx.places, ctx.group, ctx.num_rows = send, received, places, group, len(rows)
+        arrived = move_rows(rows.index_select(0, torch.cat(send)), [len(ids) for ids in send], received, group)
+        return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        routes = ctx.routes
-        sent = [len(ids) for ids in routes.send]
-        returned = move_rows(grad.index_select(0, routes.places), routes.received, sent, routes.group)
+        sent = [len(ids) for ids in ctx.send]
+        returned = move_rows(grad.index_select(0, ctx.places), ctx.received, sent, ctx.group)
         own = grad.new_zeros(ctx.num_rows, grad.shape[1])
-        for ids, part in zip(routes.send, torch.split(returned, sent), strict=True):
+        for ids, part in zip(ctx.send, torch.split(returned, sent), strict=True):
             own.index_add_(0, ids, part)  # ids are distinct within one rank: no order of additions to depend on
-        return own, None
+        return own, None, None, None, None

@@ -79,12 +79,6 @@ def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
         )
         for i, part in enumerate(first.parts)
     )
-    windowed, rows = ([getattr(x, name) for x in inputs] for name in ("windowed", "rows"))
-    return VisionInputs(
-        parts=parts,
-        patches=np.concatenate([x.patches for x in inputs]),
-        windowed=None if first.windowed is None else np.concatenate(windowed),
-        entries=np.concatenate([x.entries for x in inputs]),
-        rows=None if first.rows is None else np.concatenate(rows),
-        fixed=first.fixed,
-    )
+    known = [name for name in ("patches", "windowed", "entries", "rows") if getattr(first, name) is not None]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(x, name) for x in inputs]) for name in known}
+    return replace(first, parts=parts, **joined)
