@@ -235,7 +235,7 @@ def test_several_saved_tables_keep_what_they_skipped_and_assumed(run: Run, drawn
     assert any("estimate" in sentence for sentence in found["assumptions"])
     other = run("plan", "InternVL-Chat-V1-5", *tables, *PLAN, "--out", tmp_path / "q")
     assert other.code == 2
-    assert "was sized by the image rule" in other.err
+    assert "was sized with the rule qwen_smart_resize, and InternVL-Chat-V1-5 counts images with" in other.err
     ignored = run("plan", "Qwen2.5-VL-7B", tables[0], *PLAN, "--tokenizer", "/nope", "--out", tmp_path / "r")
     assert "tokenizer change nothing" in ignored.err
 

@@ -1,6 +1,7 @@
 """README and docs: every `sh` and `python` block runs, in page order, in a folder that holds the demo's output.
 
-Needs the [data] extra. Blocks that install something are what `.ci/run` itself does; other languages are not run.
+Needs the [data] extra. Blocks that install something are what `.ci/run` itself does; other languages are not run. The
+README's blocks that train and serve are run by the integration tests alone.
 """
 
 from __future__ import annotations
@@ -66,9 +67,13 @@ for line, code in json.load(sys.stdin):
 """
 
 
-def run_blocks(page: Path, folder: Path) -> None:
+TRAINS = re.compile(r"torch|transformers|trimtab (train|serve)")
+
+
+def run_blocks(page: Path, folder: Path, *, with_torch: bool) -> None:
     """All of a page; Python blocks that follow one another in one process, since each would import torch again."""
     found = [x for x in blocks(page) if x.language == "python" or (x.language == "sh" and not is_install(x.code))]
+    found = [x for x in found if with_torch or not TRAINS.search(x.code)]
     for language, together in itertools.groupby(found, key=lambda x: x.language):
         group = list(together)
         if language == "sh":
@@ -81,23 +86,28 @@ def run_blocks(page: Path, folder: Path) -> None:
 
 
 def pages_that_run() -> list[Any]:
-    """Pages with blocks; among the integration tests those but the README that run commands or need torch."""
-    needs = re.compile("torch|transformers")
-    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" or needs.search(x.code)}
-    plain = {*PAGES} - slow | {ROOT / "README.md"}
-    return [
-        pytest.param(page, id=page.name, marks=[pytest.mark.integration] * (page not in plain))
-        for page in PAGES
-        if any(x.language in ("sh", "python") for x in blocks(page))
-    ]
+    """Pages with blocks and whether those that need torch run too; the README twice, first without them.
+
+    Pages that run commands or need torch are among the integration tests.
+    """
+    readme = ROOT / "README.md"
+    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" or TRAINS.search(x.code)}
+    found = [pytest.param(readme, False, id="README.md")]
+    for page in PAGES:
+        if any(x.language in ("sh", "python") for x in blocks(page)):
+            name = "README.md, trained" if page == readme else page.name
+            found.append(pytest.param(page, True, id=name, marks=[pytest.mark.integration] * (page in slow)))
+    return found
 
 
-@pytest.mark.parametrize("page", pages_that_run())
-def test_every_snippet_runs(page: Path, demo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "with_torch"), pages_that_run())
+def test_every_snippet_runs(page: Path, with_torch: bool, demo: Path, tmp_path: Path) -> None:
+    if with_torch and "trimtab serve" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("uvicorn", reason="serves a model: pip install 'trimtab[serve]'")
     (tmp_path / "trimtab-demo").symlink_to(demo)
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    run_blocks(page, tmp_path)
+    run_blocks(page, tmp_path, with_torch=with_torch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for name, function in {
+_VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "plan": plan,
     "check": check,
@@ -51,7 +52,8 @@ for name, function in {
     "size": size,
     "pack": pack,
     "uneven": uneven,
-}.items():
+}
+for name, function in _VERBS.items():
     app.command(name, cls=Verb)(function)
 app.add_typer(export.app, name="export")
 

@@ -96,8 +96,6 @@ def pack(
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     warm_up(options.method)  # compiled once per machine: not part of the seconds below
     limits = _choose_limits(epoch.drawn, options)
-    if options.limits_by is not None and not options.apart:
-        _refuse_above(epoch.drawn, limits[0], options)
     how = {name: getattr(options, name) for name in _SHARED}
     if options.iterations is not None:
         how["iterations"] = options.iterations
@@ -140,16 +138,6 @@ def pack(
         print_iterations(steps, console())
 
 
-def _refuse_above(samples: "SampleTable", limits: tuple[int, int], options: PackOptions) -> None:
-    """Limits that were chosen cannot be raised: what to do with samples above them is the user's choice."""
-    above = int(((samples.num_patches > limits[0]) | (samples.num_tokens > limits[1])).sum())
-    if above and options.oversize == "error":
-        raise PlanError(
-            f"{above} of {len(samples)} samples exceed the limits that --limits-by {options.limits_by} found "
-            f"({limits[0]:,} {samples.patch_unit}, {limits[1]:,} tokens): give --oversize skip or --oversize alone"
-        )
-
-
 def _pack(
     samples: "SampleTable", options: PackOptions, limits: list[tuple[int, int]], how: dict[str, Any]
 ) -> "PackResult":
@@ -165,11 +153,6 @@ def _pack(
 
 def _choose_limits(samples: "SampleTable", options: PackOptions) -> list[tuple[int, int]]:
     """One pair, or with --apart and --limits-by one for each data set."""
-    import numpy as np
-
-    from trimtab.balance.isf_limits import paper_limits, search_limits
-    from trimtab.plan.decide.work import select_rows
-
     given = (options.max_patches, options.max_tokens)
     if options.limits_by is None:
         if options.max_patches is None or options.max_tokens is None:
@@ -180,8 +163,30 @@ def _choose_limits(samples: "SampleTable", options: PackOptions) -> list[tuple[i
         return [(options.max_patches, options.max_tokens)]
     if given != (None, None):
         raise PlanError(f"limits were given and to be chosen by {options.limits_by}: leave one of both out")
+    limits = _limits_of_parts(samples, options)
+    if not options.apart:
+        _refuse_above(samples, limits[0], options)
+    return limits
+
+
+def _limits_of_parts(samples: "SampleTable", options: PackOptions) -> list[tuple[int, int]]:
+    import numpy as np
+
+    from trimtab.balance.isf_limits import paper_limits, search_limits
+    from trimtab.plan.decide.work import select_rows
+
     rows = [np.flatnonzero(samples.source == source) for source in np.unique(samples.source)]
     parts = [select_rows(samples, own) for own in rows] if options.apart else [samples]
     if options.limits_by == "paper":
         return [paper_limits(part) for part in parts]
     return [search_limits(part, mean_batch=options.mean_batch, seed=options.seed)[0].limits for part in parts]
+
+
+def _refuse_above(samples: "SampleTable", limits: tuple[int, int], options: PackOptions) -> None:
+    """Limits that were chosen cannot be raised: what to do with samples above them is the user's choice."""
+    above = int(((samples.num_patches > limits[0]) | (samples.num_tokens > limits[1])).sum())
+    if above and options.oversize == "error":
+        raise PlanError(
+            f"{above} of {len(samples)} samples exceed the limits that --limits-by {options.limits_by} found "
+            f"({limits[0]:,} {samples.patch_unit}, {limits[1]:,} tokens): give --oversize skip or --oversize alone"
+        )

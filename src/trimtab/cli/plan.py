@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.check import OWN_LOOP, Framework
-from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions
+from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, given_command, print_json
@@ -64,7 +64,6 @@ def plan(
     refining: RefineOptions,
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
-    from trimtab.cli.data import size_data
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
     from trimtab.costs.profile import load_profile
@@ -77,10 +76,6 @@ def plan(
     saved = None if profile is None else load_profile(profile)
     devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
     sized = size_data(model, data, sizing)
-    if target == OWN_LOOP:
-        from trimtab.runtime.training.target import refuse_data
-
-        refuse_data(sized.table, data)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
         data_files=data_files(data),
@@ -88,10 +83,7 @@ def plan(
         assumptions=sized.assumptions,
     )
     details = plan_with_progress(model, sized.table, devices, replace(options, profile=saved), origin)
-    if target == OWN_LOOP:
-        from trimtab.runtime.layout import read_layout
-
-        read_layout(details.plan)
+    _refuse_untrainable(details, data, target)
     paths = write_all(details, out)
     if refining.refine is not None:
         details = _refined(out, refining.model_dir or Path(config), refining.refine, refining, sizing.reading)
@@ -129,6 +121,17 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> tuple["M
         can = find_target(target).can(model, options.pp or 1)
     narrowed = replace(model, forbidden_cuts=model.forbidden_cuts | can.forbidden_cuts)
     return narrowed, within_choices(options, can, target)
+
+
+def _refuse_untrainable(details: "PlanDetails", data: list[Path], target: str | None) -> None:
+    """With --for trimtab, before anything is written: what the loop would refuse of data and decisions."""
+    if target != OWN_LOOP:
+        return
+    from trimtab.runtime.layout import read_layout
+    from trimtab.runtime.training.target import refuse_data
+
+    refuse_data(details.samples, data)
+    read_layout(details.plan)
 
 
 def _refined(

@@ -340,10 +340,7 @@ def _price_limits(
             )
             continue
         if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:
-            reason = reason or PartitionError(
-                f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
-                "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
-            )
+            reason = reason or _unfilled(num_microbatches, dims.pp)
             continue
         work_mean = tried.mean * tried.samples_per_pack
         work_mean[MICROBATCHES] = 1.0
@@ -387,6 +384,13 @@ def _smallest_good(priced: Sequence[_Priced]) -> _Priced:
     fastest = max(p.samples_per_s for p in priced)
     best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)
     return replace(priced[best], larger=priced[best + 1] if best + 1 < len(priced) else None)
+
+
+def _unfilled(num_microbatches: int, num_stages: int) -> PartitionError:
+    return PartitionError(
+        f"1F1B with {num_microbatches} micro-batches on {num_stages} stages was asked for, and torch's schedule "
+        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+    )
 
 
 def _num_microbatches(
