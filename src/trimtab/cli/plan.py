@@ -16,6 +16,7 @@ from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from trimtab.plan.file.details import PlanDetails
+    from trimtab.samples.table import SizingResult
     from trimtab.specs import ModelSpec
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
@@ -75,7 +76,7 @@ def plan(
         model, options = _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
-    sized = size_data(model, data, sizing)
+    sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
         data_files=data_files(data),
@@ -83,7 +84,7 @@ def plan(
         assumptions=sized.assumptions,
     )
     details = plan_with_progress(model, sized.table, devices, replace(options, profile=saved), origin)
-    _refuse_untrainable(details, data, target)
+    _refuse_untrainable(details, target)
     paths = write_all(details, out)
     if refining.refine is not None:
         details = _refined(out, refining.model_dir or Path(config), refining.refine, refining, sizing.reading)
@@ -123,15 +124,22 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> tuple["M
     return narrowed, within_choices(options, can, target)
 
 
-def _refuse_untrainable(details: "PlanDetails", data: list[Path], target: str | None) -> None:
-    """With --for trimtab, before anything is written: what the loop would refuse of data and decisions."""
-    if target != OWN_LOOP:
-        return
-    from trimtab.runtime.layout import read_layout
-    from trimtab.runtime.training.target import refuse_data
+def _size_for(target: str | None, model: "ModelSpec", data: list[Path], sizing: SizingOptions) -> "SizingResult":
+    """`size_data`; with --for trimtab, data that the loop cannot read is refused before anything is planned."""
+    sized = size_data(model, data, sizing)
+    if target == OWN_LOOP:
+        from trimtab.runtime.training.target import refuse_data
 
-    refuse_data(details.samples, data)
-    read_layout(details.plan)
+        refuse_data(sized.table, data)
+    return sized
+
+
+def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
+    """With --for trimtab, before anything is written: what the loop would refuse of the decisions."""
+    if target == OWN_LOOP:
+        from trimtab.runtime.layout import read_layout
+
+        read_layout(details.plan)
 
 
 def _refined(
