@@ -127,7 +127,7 @@ def test_the_probed_plan_holds_and_predicts_what_was_measured(folder, tight, tmp
     before = load_plan(folder / "alone").decisions
     assert replace(found.plan.decisions, recompute=()) == replace(before, recompute=())
     (device,) = tight.devices
-    assert 1.0 <= device.predicted_bytes / device.peak_bytes < 1.1
+    assert 0.995 < device.predicted_bytes / device.peak_bytes < 1.1
     said = "\n".join(found.plan.assumptions)
     assert said.count("Recompute was probed on CPU") == said.count("Bytes were measured on CPU") == 1
 
