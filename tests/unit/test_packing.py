@@ -180,7 +180,7 @@ def test_samples_are_not_carried_on_for_ever():
         dp=4,
         num_others=0,
         window_packs=64,
-        effort=window.Effort(4, 4, 0.004, 3, 8, num_polished=1, tail=0.1, polish_free=8),
+        effort=window.Effort(4, 4, 0.004, 3, 8, num_polished=1, tail=0.1, polish_free=8, stuck=0.1),
         fill=0.9955,
         state=rng.make_stream(1),
     )

@@ -43,13 +43,14 @@ class AimNumbers:
     even_slope: float = 0.2
     level_price: float = 0.012  # as `even_price`, in rows of more than `even_ranks` packs, for style "level"
     level_fill: float = 0.99  # its share of the room
-    level_slope: float = 3.0  # slopes of its columns but the fullest, and of its cost
+    level_ranks: int = 64  # rows of more packs are polished longer still, style "flat"
+    level_slope: float = 20.0  # slopes of its columns but the fullest, and of its cost
     level_cost_slope: float = 1.0
 
 
 NUMBERS = AimNumbers()
 
-Style = Literal["tight", "cost", "both", "even", "level"]
+Style = Literal["tight", "cost", "both", "even", "level", "flat"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
 
 
@@ -75,16 +76,16 @@ class Aim:
         """Tight packs need little weight on the fullest column, which its limit holds, and follow all others alike.
 
         Loose ones spend their room on the cost (`cost`), or share it more and more (`both`, `even`). Those of many
-        ranks may keep every column from rising above its mean first (`level`): rows wait for their largest pack.
+        ranks may keep every column from rising above its mean first (`level`, `flat`): a row waits for its largest.
         """
         from trimtab.balance.bound import sum_columns
 
         D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))
         weights, slopes = np.ones(D), np.zeros(D)
-        if self.style in ("tight", "level"):
+        if self.style in ("tight", "level", "flat"):
             weights[fullest] = n.tight_fullest
-            if self.style == "level":
+            if self.style != "tight":
                 slopes[:] = n.level_slope
                 slopes[fullest], slopes[-1] = n.fullest_slope, n.level_cost_slope
         elif self.style == "cost":
@@ -97,7 +98,7 @@ class Aim:
         return Pull(weights, slopes)
 
     def effort(self, num_rounds: int) -> Effort:
-        """Tight packs have little room for polishing; loose ones are worth much of it."""
+        """Tight packs have little room for polishing; loose ones are worth much of it, flat ones most."""
         from trimtab.balance.window import Effort
 
         tight = self.style == "tight"
@@ -107,7 +108,8 @@ class Aim:
             alike=0.005,
             patience=5,
             max_free=8,
-            num_polished=num_rounds // 3 if tight else 5 * num_rounds,
+            num_polished=num_rounds // 3 if tight else (10 if self.style == "flat" else 5) * num_rounds,
+            stuck=0.02 if self.style == "flat" else 0.1,
             tail=0.1 if tight else 0.2,
             polish_free=8 if tight else 10,
         )
@@ -145,7 +147,7 @@ def choose_aim(
         if time_of(aim) > (1.0 + n.even_price) * shortest:
             break
         chosen = aim
-    level = Aim(n.level_fill, "level")
+    level = Aim(n.level_fill, "level" if dp <= n.level_ranks else "flat")
     if dp > n.even_ranks and fill is None and time_of(level) <= (1.0 + n.level_price) * shortest:
         chosen = level
     return chosen

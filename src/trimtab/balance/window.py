@@ -23,7 +23,6 @@ REPAIR_PARTNERS = 8  # of each pack above its limit, in each pass
 MOST_REPAIRED = 0.125  # share of the packs that a pass looks at; where more are above a limit, samples are carried on
 SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays above a limit
 SHAKE_FREE = 8
-STUCK = 0.1  # polishing ends once fewer than this share of the packs that stick out get better
 
 
 class Effort(NamedTuple):
@@ -37,6 +36,7 @@ class Effort(NamedTuple):
     num_polished: int  # rounds in which the packs that stick out most meet random others
     tail: float  # share of the packs that each of them takes
     polish_free: int  # as max_free, in these rounds
+    stuck: float  # they end once fewer than this share of the packs that stick out get better
 
 
 @inner
@@ -191,7 +191,7 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
         worst = np.flatnonzero(score >= least)
         scratch.pairs[: len(worst), 0], scratch.pairs[: len(worst), 1] = worst, draw_below(state, P, len(worst))
         num_better = share_pairs(sizes, packs, len(worst), goal, 1.0, effort.polish_free, state, scratch)
-        if num_better < STUCK * len(worst):
+        if num_better < effort.stuck * len(worst):
             break
 
 
