@@ -44,8 +44,8 @@ def test_the_options_that_matter_stand_first() -> None:
     named = set(re.findall(r"^  (--[a-z-]+)", first[1], re.M))
     assert named == {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--help"}
     groups = re.findall(r"^(\w[\w ]+):$", help_of("plan"), re.M)
-    assert groups[:3] == ["Arguments", "Options", "Plan options"]
-    assert "Vision choice" in groups
+    assert groups[:3] == ["Arguments", "Options", "Plan"]
+    assert "Vision" in groups
 
 
 def test_other_image_sizes_are_told_by_their_limits(run: Run, drawn: Path, tmp_path: Path) -> None:

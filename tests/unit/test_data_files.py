@@ -295,8 +295,10 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", records_of(12))
     plan = size_and_plan([data], tmp_path / "plan")
     write_lines(data, records_of(13))
-    with pytest.raises(PlanError, match=r"data.jsonl changed since the plan was made: run `trimtab plan` again"):
+    with pytest.raises(PlanError, match=r"data.jsonl is not what .*data.jsonl was when it was sized: name that file"):
         write_jsonl(plan, tmp_path / "out.jsonl")
+    with pytest.raises(PlanError, match=r"data.jsonl changed since the plan was made: run `trimtab plan` again"):
+        write_jsonl(plan, tmp_path / "out.jsonl", data=[data])
     other = write_lines(tmp_path / "other.jsonl", records_of(11))
     with pytest.raises(
         SampleError, match=r"1 of the plan's 12 samples, such as r11, are not on the lines .*line 12.*: name"
@@ -329,7 +331,7 @@ def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: 
 def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) -> None:
     sizes = write_lines(tmp_path / "sizes.jsonl", [{"num_tokens": 3}])
     with pytest.raises(SampleError, match=r"sizes.jsonl holds sizes and no records to write: name the data files"):
-        data_of(load_plan(planned), [sizes])
+        data_of(read_planned(planned), [sizes])
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))
     with pytest.raises(SampleError, match=r"shard.tar is a tar shard, .* go into no JSON: export npy, or"):

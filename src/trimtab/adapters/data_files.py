@@ -20,6 +20,7 @@ from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
+from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.lengths import holds_lengths
@@ -39,6 +40,7 @@ class PlannedPacks:
     """The packs of a plan and the sizes of their samples."""
 
     plan: Plan
+    folder: Path  # that the plan lies in
     samples: SampleTable
     packing: Packing
     schedule: Schedule
@@ -64,6 +66,7 @@ def read_planned(path: Path) -> PlannedPacks:
         raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")
     return PlannedPacks(
         plan=plan,
+        folder=folder,
         samples=samples,
         packing=packs.packing,
         schedule=packs.schedule,
@@ -89,10 +92,11 @@ def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
     return result
 
 
-def data_of(plan: Plan, data: Sequence[Path] | None) -> list[Path]:
-    """The files with the plan's records: `data`, or those that the plan names; `PlanError` if they have changed."""
-    planned = plan.inputs.data.files
-    given = [Path(file.path) for file in planned] if data is None else list(data)
+def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
+    """The files with the plan's records: those that the plan leads to, or `data`; `PlanError` if they have changed."""
+    if data is None:
+        return find_data_files(planned.plan, planned.folder)
+    given = list(data)
     gone = [str(path) for path in given if not path.is_file()]
     if gone or not given:
         raise SampleError(
@@ -104,10 +108,10 @@ def data_of(plan: Plan, data: Sequence[Path] | None) -> list[Path]:
         raise SampleError(
             f"{', '.join(lengths)} holds sizes and no records to write: name the data files that were sized (--data)"
         )
-    # a file of another name, such as for a plan that was made from a saved table, is told by its lines and ids alone
+    # a file of another name, such as a copy with other answers, is told by its lines and ids alone
     changed = [
         str(path)
-        for path, file in zip(given, planned, strict=False)
+        for path, file in zip(given, planned.plan.inputs.data.files, strict=False)
         if path.name == Path(file.path).name and fingerprint_file(path) != file.blake2b
     ]
     if changed:
@@ -132,7 +136,7 @@ def write_jsonl(
     each with that rank's packs in its order.
     """
     planned = read_planned(plan)
-    files = data_of(planned.plan, data)
+    files = data_of(planned, data)
     folder = out.parent if layout == "global" else out
     with open_records(files, planned.samples, folder=folder) as records:
         if layout == "global":
@@ -163,7 +167,7 @@ def write_nested_packs(
         )
     planned = read_planned(plan)
     with (
-        open_records(data_of(planned.plan, data), planned.samples, folder=out.parent) as records,
+        open_records(data_of(planned, data), planned.samples, folder=out.parent) as records,
         open_atomically(out) as file,
     ):
         for place in range(len(planned.order)):
@@ -227,7 +231,7 @@ def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -
     `files[file[i]]` in manifest.json; `schedule[step, rank, microbatch]` is a pack or -1. manifest.json comes last.
     """
     planned = read_planned(plan)
-    files = data_of(planned.plan, data)
+    files = data_of(planned, data)
     samples = planned.samples
     arrays: dict[str, npt.NDArray[Any]] = {
         "file.npy": places_of(samples).file.astype(np.int32),

@@ -90,8 +90,8 @@ def _make(kind: Any, given: dict[str, Any]) -> Any:
 
 
 def _title(kind: type) -> str:
-    """ "Plan options" of `PlanOptions`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).capitalize()
+    """ "Plan" of `PlanOptions`, "Vision" of `VisionChoice`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z]).*", "", kind.__name__)
 
 
 class Verb(TyperCommand):
