@@ -27,6 +27,9 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 from running_server import CHAT, running_server
 from tiny_chat import picture, question, save_chat_model
 
+from trimtab.errors import TrimtabError
+from trimtab.serve.server import open_port, url_of
+
 pytestmark = pytest.mark.torch
 
 
@@ -161,3 +164,21 @@ def test_bad_input_ends_in_one_sentence(
     assert sentence in told
     assert "Traceback" not in told
     assert len(told.splitlines()) == 1
+
+
+def test_without_a_key_only_loopback_is_served() -> None:
+    with pytest.raises(TrimtabError, match="can be reached from other machines, and no key is asked for"):
+        open_port("0.0.0.0", 0, api_key=None)
+    open_port("0.0.0.0", 0, api_key="secret").close()
+    with open_port("127.0.0.1", 0, api_key=None) as taken:
+        taken.listen()
+        with pytest.raises(TrimtabError, match=r"Address already in use.*or 0 for a free one"):
+            open_port("127.0.0.1", taken.getsockname()[1], api_key=None)
+    for host, url in (("localhost", "http://127.0.0.1:"), ("::1", "http://[::1]:")):
+        try:
+            with open_port(host, 0, api_key=None) as opened:
+                assert url_of(opened).startswith((url, "http://[::1]:"))
+        except TrimtabError as error:
+            assert host == "::1" and "cannot serve" in str(error)  # noqa: PT017, PT018 - a machine without IPv6
+    with pytest.raises(TrimtabError, match="no address of this machine"):
+        open_port("no.such.host.invalid", 0, api_key=None)
