@@ -295,9 +295,9 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", records_of(12))
     plan = size_and_plan([data], tmp_path / "plan")
     write_lines(data, records_of(13))
-    for given, told in ((None, "is not what .*data.jsonl was when it was sized"), ([data], "changed since the plan")):
+    for named, told in ((None, "is not what .*data.jsonl was when it was sized"), ([data], "changed since the plan")):
         with pytest.raises(PlanError, match=told):
-            write_jsonl(plan, tmp_path / "out.jsonl", data=given)
+            write_jsonl(plan, tmp_path / "out.jsonl", data=named)
     other = write_lines(tmp_path / "other.jsonl", records_of(11))
     with pytest.raises(
         SampleError, match=r"1 of the plan's 12 samples, such as r11, are not on the lines .*line 12.*: name"
