@@ -81,20 +81,26 @@ def test_measured_bytes_are_those_that_autograd_keeps(folder, tight, tmp_path, f
         assert kind.measured_bytes == max(t.saved_bytes(others) - t.saved_bytes(names) for t in traces)
 
 
-def test_the_choice_fits_and_one_layer_fewer_recomputed_does_not(folder, tight):
+def test_the_choice_fits_and_one_layer_fewer_recomputed_does_not(folder, tight, tmp_path):
     assert tight.num_step_backs == 0
     (device,) = tight.devices
     assert device.full_peak_bytes < device.peak_bytes <= tight.limit_bytes == int(5.2 * MIB)
     assert sum(device.recompute.values()) > 0
+    write_plan(tight.details, tmp_path / "probed")
+    problem = reload_plan(tmp_path / "probed").case.problem
+    (stage,) = tight.details.variants[-1].stages
+    above = []
     with bench_of(settings_of(folder, 5.2)) as bench:
-        (stage,) = tight.details.variants[-1].stages
-        chosen = [(choice.tier, i) for choice in stage.recompute for i in choice.layers]
-        for _, layer in chosen:
+        for layer in (i for choice in stage.recompute for i in choice.layers):
             fewer = tuple(
                 replace(choice, layers=tuple(i for i in choice.layers if i != layer)) for choice in stage.recompute
             )
+            # at the plan's limits, which are wider than any pack, none may keep all; and with real packs some cannot
+            (held,) = problem.assess([replace(stage, recompute=fewer)]).memory
+            assert held.total_bytes > problem.memory_bytes, f"layer {layer} could keep all"
             runs = [bench.run("one fewer", [replace(stage, recompute=fewer)], pack) for pack in bench.batches]
-            assert any(bench.above_limit(readings) for readings in runs), f"layer {layer} could keep all"
+            above.append(any(bench.above_limit(readings) for readings in runs))
+    assert any(above)
 
 
 def test_the_four_steps_are_printed_and_kept_in_the_plan(tight):

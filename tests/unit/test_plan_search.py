@@ -40,7 +40,8 @@ def test_the_fastest_of_the_best_ranked_is_the_plan_and_the_optimum_stands_besid
     fitting = [row for row in listed if row.step_ms is not None]
     assert len(fitting) == OPTIONS.top
     best = min(fitting, key=lambda row: row.step_ms)
-    assert sizes(made.variants[-1].stages) == best.stages
+    fastest = [row.stages for row in fitting if row.step_ms == best.step_ms]  # of four digits: more may be equal
+    assert sizes(made.variants[-1].stages) in fastest
     assert exact.step_ms <= best.step_ms
     plain = make_plan(MODEL, tile_samples(), CLUSTER, replace(OPTIONS, search="exact"))
     assert exact.stages == sizes(plain.variants[-1].stages)

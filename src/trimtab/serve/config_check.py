@@ -17,6 +17,8 @@ _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be mo
 
 def check_config(folder: Path) -> None:
     """Refuses in a sentence, before any loader reads the folder; what else is wrong the loaders say."""
+    if not folder.is_dir():  # which a loader would take for a name on the Hub
+        raise ConfigError(f"{folder} is no folder: give one that holds config.json and safetensors files")
     try:
         content = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
