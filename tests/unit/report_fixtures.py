@@ -14,7 +14,7 @@ from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.decide.assemble import describe_variant
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.file.details import IdleParts, PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
 from trimtab.plan.plan import DataFile, ParallelDecision, ScheduleDecision, StageDecision
@@ -82,6 +82,12 @@ def make_variant(
         memory=memory,
         step_s=np.full(steps, line.makespan_s * 1.04),
         idle_share=line.bubble_ratio,
+        idle=IdleParts(
+            bubble=line.bubble_ratio / 2,
+            stages=line.bubble_ratio / 4,
+            packs=line.bubble_ratio / 4,
+            ranks=0.0,
+        ),
         fits=max(device.total_bytes for device in memory) <= 80 * GIB,
         timeline=line,
     )

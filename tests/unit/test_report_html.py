@@ -25,6 +25,7 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 SECTIONS = [
     "Before and after",
     "Pipeline timeline",
+    "Why devices wait",
     "Memory of each pipeline rank",
     "Sizes of the packs",
     "Stages",

@@ -97,7 +97,7 @@ def cost_layer(
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
-    seconds = _LayerSeconds.measure(layer, device, settings)
+    seconds = _LayerSeconds.of(layer, device, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
     rows = seconds.forward.row + seconds.traffic + seconds.collectives
     pairs = seconds.attention + seconds.pair_traffic
@@ -229,7 +229,7 @@ class _LayerSeconds:
         return self.forward.once + self.kernels + self.waits
 
     @classmethod
-    def measure(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
+    def of(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
         e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
         # fp32 products run as TF32, at half the bf16 rate on every device of the table
         peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)

@@ -9,7 +9,7 @@ from trimtab.partition.timeline import Timeline
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report import svg
 from trimtab.report.markup import esc, legend, section
-from trimtab.report.words import before_after, memory_scale, percent, time_scale
+from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale
 from trimtab.units import format_bytes, format_seconds
 
 # -- timeline -------------------------------------------------------------------------------------------------------
@@ -96,6 +96,42 @@ def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
     ]
     label = f"{scale.unit} per device"
     return svg.bars(rows, span=span, scale=scale, label=label, title=f"Memory, {name}", mark="limit", marked=cap)
+
+
+# -- idle time ------------------------------------------------------------------------------------------------------
+
+_IDLE_LOOKS = ("f1", "b1", "w1", "b2")
+
+
+def idle_bars(details: PlanDetails) -> str:
+    """Why devices wait, before and after."""
+    shown = before_after(details)
+    most = max(0.01, *(variant.idle_share for variant in shown.values()))
+    scale = Scale(unit="%", factor=0.01, digits=1)
+    rows = [
+        svg.Bar(
+            name=name,
+            parts=[
+                (look, share, f"{name}, {text}: {percent(share)}")
+                for look, (part, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True)
+                if (share := getattr(variant.idle, part)) > 0
+            ],
+            text=percent(variant.idle_share),
+            cap=1.0,
+        )
+        for name, variant in shown.items()
+    ]
+    schedule = details.plan.decisions.schedule
+    return section(
+        "Why devices wait",
+        f"{esc(idle_sentence(shown['Plan']))} The bubble is the bound: what {esc(schedule.name)} with "
+        f"{schedule.num_microbatches} micro-batches leaves when all stages and packs are even. More micro-batches a "
+        "step lower it; the other parts are what balancing can take away.",
+        legend(((look,), text) for look, (_, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True))
+        + svg.bars(
+            rows, span=1.1 * most, scale=scale, label="% of all devices' time", title="Idle time of the devices"
+        ),
+    )
 
 
 # -- packs ----------------------------------------------------------------------------------------------------------

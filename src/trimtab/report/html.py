@@ -10,7 +10,7 @@ from html import escape
 
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog
-from trimtab.report.figures import memory_bars, pack_sizes_section, timelines
+from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
@@ -45,6 +45,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         "" if run is None else run_section(details, run),
         _variants(details),
         timelines(details),
+        idle_bars(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),

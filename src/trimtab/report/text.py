@@ -19,7 +19,7 @@ from trimtab.report.plan_tables import (
 )
 from trimtab.report.table import print_table
 from trimtab.report.vision import vision_words
-from trimtab.report.words import clean, error_sentence
+from trimtab.report.words import clean, error_sentence, idle_sentence
 
 MAX_STAGE_ROWS = 16
 
@@ -28,7 +28,10 @@ def print_plan(details: PlanDetails, console: Console) -> None:
     """Summary, before/after table, stages and packing, as wide as the console."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     console.print(Text(clean(details.plan.summary, limit=600)))
-    tables = [(variants_table(details), ""), (stages_table(details, most=MAX_STAGE_ROWS), "")]
+    tables = [
+        (variants_table(details), idle_sentence(details.variants[-1])),
+        (stages_table(details, most=MAX_STAGE_ROWS), ""),
+    ]
     if details.plan.estimates.searched:
         tables.append((searched_table(details), SEARCHED_NOTE))
     if decision is not None and found is not None:

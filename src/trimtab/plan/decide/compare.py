@@ -21,6 +21,7 @@ from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
+from trimtab.plan.decide.idle import split_idle
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
 from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
@@ -248,6 +249,7 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
+    idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
     return Variant(
         name=run.name,
         packs=run.packs,
@@ -260,7 +262,8 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
         stage_backward_s=np.array(assessed.backward_s),
         memory=assessed.memory,
         step_s=step_s,
-        idle_share=1.0 - busy_s / (pipeline_s * dims.pp * dims.dp),
+        idle_share=idle_share,
+        idle=split_idle(times, table, problem, idle_share),
         fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem),
     )

@@ -12,6 +12,16 @@ from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleParts:
+    """Why devices are idle: four shares of all devices' time that add up to `Variant.idle_share`."""
+
+    bubble: float  # what this schedule leaves with so many micro-batches, however even all of them and all stages are
+    stages: float  # the slowest stage makes the others wait
+    packs: float  # micro-batches of one rank take unlike times
+    ranks: float  # data-parallel ranks wait for the slowest at the end of the step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Variant:
     """One way to run the whole data set: its packs, its stages, and what the simulation says of them."""
@@ -28,6 +38,7 @@ class Variant:
     memory: tuple[DeviceMemory, ...]  # of each pipeline rank, at the largest micro-batch
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
     idle_share: float  # of all devices while pipelines run; padding and recompute count as work
+    idle: IdleParts
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 
