@@ -156,7 +156,7 @@ def test_data_without_images_says_so_in_words():
 def test_packs_far_over_the_limit_do_not_break_the_histogram(column):
     details = fixtures.internvl_details()
     wild = np.array([1.0, 5e6, 3.0])
-    first = replace(details.variants[0], **{column: wild})
+    first = replace(details.variants[0], **{"pack_patches": np.ones(3), "pack_tokens": np.ones(3), column: wild})
     page = Page(html_report(replace(details, variants=(first, *details.variants[1:]))))
     assert "5,000,000" in " ".join(page.text)
 

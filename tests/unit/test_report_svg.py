@@ -72,6 +72,17 @@ def test_a_histogram_counts_every_pack_once():
     assert len(counts) <= svg.MAX_BINS
 
 
+def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
+    words = {"limits": (80.0, 40.0), "span": (100.0, 50.0), "title": "t", "css_class": "new"}
+    drawn = svg.scatter(np.array([0.0, 50.0, 80.0]), np.array([50.0, 25.0, 40.0]), **words)
+    dots = re.findall(r'<circle class="dot new" cx="([^"]+)" cy="([^"]+)"', drawn)
+    assert dots == [("0%", "20.0"), ("50%", "110.0"), ("80%", "56.0")]  # plotted from 20 px down to 200
+    assert 'x1="80%" x2="80%"' in drawn
+    assert 'y1="56.0" y2="56.0"' in drawn
+    many = svg.scatter(np.arange(5000.0), np.arange(5000.0), **words)
+    assert many.count("<circle") == svg.MAX_DOTS
+
+
 def test_every_block_is_drawn_where_it_runs():
     line = fixtures.internvl_details().variants[0].timeline
     span = 2 * line.makespan_s

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from trimtab.partition.schedules import WEIGHT
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.plan import PackingDecision
 from trimtab.report import svg
 from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale
@@ -141,7 +142,7 @@ def pack_sizes_section(details: PlanDetails) -> str:
     shown, packing = before_after(details), details.plan.decisions.packing
     rows = (("patches", packing.max_patches), ("tokens", packing.max_tokens))
     largest = {name: max(float(variant.pack_sizes(name).max()) for variant in shown.values()) for name, _ in rows}
-    panels = []
+    panels = _scatters(shown, packing, largest) if largest["patches"] > 0 else []
     for heading, variant in shown.items():
         look = "new" if heading == "Plan" else "old"
         for name, limit in rows:
@@ -157,9 +158,29 @@ def pack_sizes_section(details: PlanDetails) -> str:
                 )
                 panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
     note = (
-        "A pack is one micro-batch. Narrow is good: ranks and stages wait for the largest pack. Near the limit is "
-        "good: fewer packs for the same data. Heights differ between panels; the share is written on the lines."
+        "A pack is one micro-batch. Narrow is good, and so are dots close together: ranks and stages wait for the "
+        "largest pack. Near the limit is good: fewer packs for the same data. Heights of bars differ between panels; "
+        "the share is written on the lines."
     )
     if largest["patches"] == 0:
         note += " The data holds no images, so every pack has 0 patches."
     return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')
+
+
+def _scatters(shown: Mapping[str, Variant], packing: PackingDecision, largest: Mapping[str, float]) -> list[str]:
+    """Patches against tokens of the packs, before and after, on the same axes."""
+    limits = (float(packing.max_patches), float(packing.max_tokens))
+    span = (1.05 * max(largest["patches"], limits[0]), 1.05 * max(largest["tokens"], limits[1]))
+    panels = []
+    for heading, variant in shown.items():
+        title = f"{heading}: patches and tokens of each pack"
+        drawn = svg.scatter(
+            variant.pack_patches,
+            variant.pack_tokens,
+            limits=limits,
+            span=span,
+            title=title,
+            css_class="new" if heading == "Plan" else "old",
+        )
+        panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
+    return panels

@@ -7,7 +7,7 @@ size; down, in CSS pixels. Colours are classes of `report.css`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -19,6 +19,7 @@ from trimtab.specs import FloatArray
 from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
+MAX_DOTS = 800
 MAX_BINS = 60
 _COLUMNS = 100  # of a timeline too dense for that
 _LABEL_SHARE = 0.019  # share of the width a two-digit label needs at the narrowest drawing (720 px)
@@ -73,6 +74,16 @@ def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str
     return "".join(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height:g}"/>' for x in places)
 
 
+def _levels(top: float, bottom: float, plot: float, name: Callable[[float], str], *, max_ticks: int) -> list[str]:
+    """Lines across a plot at the ticks up to `top`, which is `plot` px above `bottom`, each with its name."""
+    parts = []
+    for tick in nice_ticks(top, max_ticks=max_ticks)[1:]:
+        y = bottom - plot * tick / top
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick halo" x="2" y="{y - 3:.1f}">{name(tick)}</text>')
+    return parts
+
+
 def drawing(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
     """An SVG of full width that a screen reader announces by its title and description."""
     return (
@@ -101,10 +112,7 @@ def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, ti
     bottom = top + plot
     scale = count_scale([span])
     parts = [grid(span, scale, bottom, max_ticks=5)]
-    for share_tick in nice_ticks(peak, max_ticks=3)[1:]:
-        y = bottom - plot * share_tick / peak
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick halo" x="2" y="{y - 3:.1f}">{100 * share_tick:g} %</text>')
+    parts += _levels(peak, bottom, plot, lambda share: f"{100 * share:g} %", max_ticks=3)
     gap = 0.12 / num_bins
     for i, share in enumerate(shares.tolist()):
         if share == 0:
@@ -120,6 +128,41 @@ def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, ti
     parts.append(mark_line(limit / span, "limit", y1=4, y2=bottom, text=f"limit {limit:,.0f}"))
     parts.append(axis(span, scale, label=f"{unit} per pack", y=bottom, max_ticks=5))
     text = f"Share of packs by {unit}. Largest pack {float(values.max()):,.0f}, limit {limit:,.0f}."
+    return drawing("".join(parts), height=bottom + 32, title=title, description=text)
+
+
+# -- scatter --------------------------------------------------------------------------------------------------------
+
+
+def scatter(
+    patches: FloatArray,
+    tokens: FloatArray,
+    *,
+    limits: tuple[float, float],
+    span: tuple[float, float],
+    title: str,
+    css_class: str,
+) -> str:
+    """A dot for each pack, patches right and tokens up, both limits marked; of many packs `MAX_DOTS`, evenly chosen.
+
+    `span`: patches and tokens at the ends of the axes.
+    """
+    chosen = np.unique(np.linspace(0, len(tokens) - 1, num=min(len(tokens), MAX_DOTS)).astype(np.int64))
+    top, plot = 20.0, 180.0
+    bottom = top + plot
+    across, along = count_scale([span[0]]), count_scale([span[1]])
+    parts = [grid(span[0], across, bottom, max_ticks=5)]
+    ceiling = bottom - plot * limits[1] / span[1]
+    parts.append(f'<line class="limit" x1="0" x2="100%" y1="{ceiling:.1f}" y2="{ceiling:.1f}"/>')
+    parts += _levels(span[1], bottom, plot, lambda tick: f"{along.number(tick)} tokens", max_ticks=4)
+    parts += [
+        f'<circle class="dot {css_class}" cx="{at(x / span[0])}" cy="{bottom - plot * y / span[1]:.1f}" r="2.5"/>'
+        for x, y in zip(patches[chosen].tolist(), tokens[chosen].tolist(), strict=True)
+    ]
+    parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
+    parts.append(mark_line(limits[0] / span[0], "limit", y1=4, y2=bottom, text="limits"))
+    parts.append(axis(span[0], across, label="patches of a pack", y=bottom, max_ticks=5))
+    text = f"{len(tokens):,} packs; at most {limits[0]:,.0f} patches and {limits[1]:,.0f} tokens are allowed."
     return drawing("".join(parts), height=bottom + 32, title=title, description=text)
 
 
