@@ -49,6 +49,6 @@ def test_a_plan_of_saved_sizes_leads_to_its_data(run: Run, drawn: Path, tmp_path
     assert result.code == 0, result.err
     result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--data", sizes)
     assert result.code == 2
-    assert "sizes.npz holds sizes and no records to write: name the data files that were sized (--data)" in result.err
+    assert "sizes.npz holds sizes and no records: name the data files that were sized" in result.err
     result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--data", drawn / "data.jsonl")
     assert result.code == 0, result.err

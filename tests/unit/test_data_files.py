@@ -329,7 +329,7 @@ def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: 
 
 def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) -> None:
     sizes = write_lines(tmp_path / "sizes.jsonl", [{"num_tokens": 3}])
-    with pytest.raises(SampleError, match=r"sizes.jsonl holds sizes and no records to write: name the data files"):
+    with pytest.raises(SampleError, match=r"sizes.jsonl holds sizes and no records: name the data files"):
         data_of(read_planned(planned), [sizes])
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))

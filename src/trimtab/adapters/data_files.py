@@ -20,10 +20,9 @@ from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
-from trimtab.plan.file.data import find_data_files
+from trimtab.plan.file.data import find_data_files, refuse_no_records
 from trimtab.plan.file.yaml import array_bytes, open_plan
 from trimtab.plan.plan import Plan
-from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.record_lines import places_of
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
@@ -97,17 +96,7 @@ def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
     if data is None:
         return find_data_files(planned.plan, planned.folder)
     given = list(data)
-    gone = [str(path) for path in given if not path.is_file()]
-    if gone or not given:
-        raise SampleError(
-            f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
-            "data files (--data), in the order in which they were planned"
-        )
-    lengths = [str(path) for path in given if holds_lengths(path)]
-    if lengths:
-        raise SampleError(
-            f"{', '.join(lengths)} holds sizes and no records to write: name the data files that were sized (--data)"
-        )
+    refuse_no_records(given)
     # a file of another name, such as a copy with other answers, is told by its lines and ids alone
     changed = [
         str(path)

@@ -29,18 +29,7 @@ def find_data_files(plan: Plan, folder: Path, given: Sequence[Path] | None = Non
         files = [_place(path, folder) for path, _ in known]
     else:
         files = list(given)
-    gone = [str(file) for file in files if not file.is_file()]
-    if gone or not files:
-        raise SampleError(
-            f"the records of the plan in {folder} were looked for in {', '.join(gone) or 'no file'}, which is not "
-            "there: name the data files that were sized, in the same order (--data)"
-        )
-    bare = [str(file) for file in files if holds_lengths(file)]
-    if bare:
-        raise SampleError(
-            f"{', '.join(bare)} holds sizes and no records: name the data files that were sized, in the same order "
-            "(--data)"
-        )
+    refuse_no_records(files)
     # 3. whether they are what was sized
     if sized is not None:
         if len(sized) != len(files):
@@ -55,6 +44,22 @@ def find_data_files(plan: Plan, folder: Path, given: Sequence[Path] | None = Non
                     f"{place} is not what {path} was when it was sized: name that file (--data), or size and plan again"
                 )
     return files
+
+
+def refuse_no_records(files: Sequence[Path]) -> None:
+    """Raises `SampleError` where a file is missing, or holds sizes and no records."""
+    gone = [str(file) for file in files if not file.is_file()]
+    if gone or not files:
+        raise SampleError(
+            f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
+            "data files that were sized, in the same order (--data)"
+        )
+    bare = [str(file) for file in files if holds_lengths(file)]
+    if bare:
+        raise SampleError(
+            f"{', '.join(bare)} holds sizes and no records: name the data files that were sized, in the same order "
+            "(--data)"
+        )
 
 
 def _place(path: str, folder: Path) -> Path:
