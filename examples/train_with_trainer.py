@@ -34,6 +34,7 @@ from trimtab import (
     open_conversations,
 )
 from trimtab.demo.draw import DemoData, draw_dataset
+from trimtab.files import fingerprint_file
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import DataFile
 
@@ -80,7 +81,8 @@ def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, dat
     model = trimtab.describe(folder / "model")
     sized = trimtab.size_samples(data.data, image_rule=model.image_rule, tokenizer=data.tokenizer, on_bad="skip")
     options = trimtab.PlanOptions(dp=1, pp=1, num_microbatches=2, max_patches=512, max_tokens=2048, oversize="skip")
-    origin = PlanOrigin(data_files=(DataFile(path=str(data.data), num_bytes=data.data.stat().st_size, blake2b=""),))
+    size, fingerprint = data.data.stat().st_size, fingerprint_file(data.data)
+    origin = PlanOrigin(data_files=(DataFile(path=str(data.data), num_bytes=size, blake2b=fingerprint),))
     details = trimtab.make_plan(model, sized.table, trimtab.parse_cluster("1xA100-80GB"), options, origin=origin)
     trimtab.write_plan(details, folder / "plan")
 

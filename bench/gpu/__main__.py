@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
+import torch  # noqa: E402
 from bench.gpu.record import Record, describe_machine  # noqa: E402
 
 SUITES = ("kernels", "costs", "gain")
@@ -32,6 +33,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> int:
     arguments = _parse()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} finds no CUDA device: run it where there is one, or give --tiny --device cpu")
+        return 2
     if arguments.inside:
         return run_suite(arguments.suites[0], arguments)
     ends = time.monotonic() + 60 * arguments.minutes

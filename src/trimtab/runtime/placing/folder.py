@@ -92,9 +92,16 @@ class StoredNames:
             own, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._tensors)
             if own not in self._tensors and name in self._tensors:
                 own, converter = name, None  # as Transformers does
-            if converter is None:
+            if converter is None or self._keeps(converter, own, tensor):
                 found[own] = tensor
         for pair in self._tied.items():
             present = [found[name] for name in pair if name in found]
             found.update(dict.fromkeys(pair, present[0]) if present else {})
         return found
+
+    def _keeps(self, pattern: str, own: str, tensor: StoredTensor) -> bool:
+        """Whether a converter leaves a tensor as it is: one that only transposes what has another shape."""
+        if own not in self._tensors or tensor.shape != tuple(self._tensors[own].shape):
+            return False
+        operations = [op for x in self._converters if pattern in x.source_patterns for op in x.operations]
+        return all(getattr(operation, "check_dims", False) for operation in operations)
