@@ -82,12 +82,7 @@ def make_variant(
         memory=memory,
         step_s=np.full(steps, line.makespan_s * 1.04),
         idle_share=line.bubble_ratio,
-        idle=IdleParts(
-            bubble=line.bubble_ratio / 2,
-            stages=line.bubble_ratio / 4,
-            packs=line.bubble_ratio / 4,
-            ranks=0.0,
-        ),
+        idle=IdleParts(bubble=line.bubble_ratio / 2, stages=line.bubble_ratio / 2, packs=0.0, ranks=0.0),
         fits=max(device.total_bytes for device in memory) <= 80 * GIB,
         timeline=line,
     )
