@@ -61,7 +61,8 @@ def test_torchtitan_splits_a_model_as_the_plan_does(seed):
     schedule, chunks = rng.choice((("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)))
     stages = stages_between((0, *sorted(rng.sample(allowed, pp * chunks - 1)), len(MODEL.layers)))
     dims = ParallelDims(dp=2, pp=pp)
-    plan = Decided(model=MODEL, stages=stages, dims=dims, schedule=schedule, num_microbatches=4 * pp)
+    made = {"schedule": schedule, "num_chunks": chunks, "num_microbatches": 4 * pp}
+    plan = Decided(model=MODEL, stages=stages, dims=dims, **made)
     config = ParallelismConfig(**export(plan, None).fields["parallelism"])
     parts = config.module_fqns_per_model_part
     assert parts is not None
