@@ -124,6 +124,8 @@ def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
             "peak_flops: -1 is no figure of a device",
         ),
         ("{name: M, colour: red}", "colour: unknown"),
+        ("{name: M, peak_flops: 1.2.3e5}", "peak_flops: expected float, found str"),
+        ("{name: M, memory_bytes: much}", "'much' is not a size in bytes"),
     ],
 )
 def test_a_bad_file_of_a_device_says_what_is_wrong(tmp_path, text, told):

@@ -70,7 +70,7 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
 
 def _refuse_own_folder(plan: Path, fit: Path) -> None:
     from trimtab.errors import PlanError
+    from trimtab.plan.file.yaml import plan_folder
 
-    own = plan if plan.is_dir() else plan.parent
-    if fit.resolve() == own.resolve():
+    if fit.resolve() == plan_folder(plan).resolve():
         raise PlanError(f"--fit {fit} was asked for, and the plan that it is made from lies there: name another folder")

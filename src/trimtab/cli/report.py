@@ -22,6 +22,7 @@ def report(
     """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
     from trimtab.files import write_atomically
     from trimtab.plan.file.reload import load_details
+    from trimtab.plan.file.yaml import plan_folder
     from trimtab.plan.measured.run_log import read_run_of
     from trimtab.report.html import html_report
     from trimtab.report.run import run_lines
@@ -30,7 +31,7 @@ def report(
 
     details = load_details(plan)
     log = None if run is None else read_run_of(details.plan, run / "run.jsonl" if run.is_dir() else run)
-    folder = out or (plan if plan.is_dir() else plan.parent)
+    folder = out or plan_folder(plan)
     html, trace = folder / "report.html", folder / "trace.json"
     write_atomically(html, html_report(details, run=log))
     write_atomically(trace, chrome_trace(details))

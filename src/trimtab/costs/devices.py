@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from trimtab.errors import TrimtabError, join_problems, refuse_type
 from trimtab.specs import ClusterSpec, DeviceSpec
 from trimtab.typed_json import read_typed
@@ -121,6 +119,7 @@ DEVICES = MappingProxyType(
 """One row per device, in bytes, bytes/s and flop/s; each with its source."""
 
 _CLUSTER = re.compile(r"^\s*(?:([0-9]+)\s*[xX*]\s*)?([A-Za-z./].*?)\s*$")
+_POWER = re.compile(r"[0-9]+(\.[0-9]*)?[eE]\+?[0-9]+")
 _FILE = (".yaml", ".yml", ".json")
 _VENDORS = "nvidia|geforce|rtx|amd|instinct|intel|huawei|google"
 _NO_PART = re.compile(rf"{_VENDORS}|generation|tensorcoregpu|sxm[0-9]?|hbm[0-9]?e?|(?<=[0-9])gi?b")
@@ -161,6 +160,8 @@ def read_device(path: str | Path) -> DeviceSpec:
 
     Sizes may carry a unit: `memory_bytes: 64GiB`; rates are numbers in flop/s or bytes/s: `peak_flops: 300e12`.
     """
+    import yaml
+
     try:
         read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -220,10 +221,10 @@ def _spell_out(read: Any) -> Any:
         return read
     spelled = dict(read)
     for field, value in read.items():
-        if field != "memory_bytes" and isinstance(value, str) and re.fullmatch(r"[0-9.]+e\+?[0-9]+", value.lower()):
-            spelled[field] = float(value)
-        elif field == "memory_bytes" and isinstance(value, str):
+        if field == "memory_bytes" and isinstance(value, str):
             spelled[field] = parse_bytes(value)
+        elif isinstance(value, str) and _POWER.fullmatch(value):
+            spelled[field] = float(value)
     return spelled
 
 

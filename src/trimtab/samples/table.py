@@ -267,9 +267,7 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
             files=_sized_files(meta),
         )
     except UNREADABLE as error:
-        raise SampleError(
-            f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
-        ) from None
+        raise _unreadable(origin, error) from None
 
 
 def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
@@ -278,9 +276,13 @@ def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
         with np.load(path, allow_pickle=False) as file:
             return _sized_files(json.loads(file["meta"].tobytes()))
     except UNREADABLE as error:
-        raise SampleError(
-            f"{path} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
-        ) from None
+        raise _unreadable(str(path), error) from None
+
+
+def _unreadable(origin: str, error: Exception) -> SampleError:
+    return SampleError(
+        f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
+    )
 
 
 def _sized_files(meta: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

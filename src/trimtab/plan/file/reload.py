@@ -22,7 +22,7 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import packed_work
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import open_plan, read_table
+from trimtab.plan.file.yaml import open_plan, plan_folder, read_table
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import VisionChoice, raise_problems
@@ -187,7 +187,7 @@ def load_details(
     path = Path(path)
     found = reload_plan(path, model=model, cluster=cluster)
     case, plan = found.case, found.plan
-    folder = path if path.is_dir() else path.parent
+    folder = plan_folder(path)
     packing, profile = plan.decisions.packing, plan.inputs.training.profile
     files = [packing.offsets, packing.indices, packing.schedule, sizes_file(plan), *([profile] if profile else [])]
     tables = {table.file: read_table(folder, table) for table in files}

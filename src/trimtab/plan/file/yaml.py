@@ -189,8 +189,12 @@ def load_plan(path: Path | str) -> Plan:
 
 def open_plan(path: Path | str) -> tuple[Plan, Path]:
     """The plan of `load_plan`, and the folder that it and its tables lie in."""
-    path = Path(path)
-    return load_plan(path), path if path.is_dir() else path.parent
+    return load_plan(path), plan_folder(Path(path))
+
+
+def plan_folder(path: Path) -> Path:
+    """The folder of a plan that is named by it, or by its file."""
+    return path if path.is_dir() else path.parent
 
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
