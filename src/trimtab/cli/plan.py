@@ -53,6 +53,13 @@ def plan(
     devices_per_node: Annotated[
         int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
     ] = 8,
+    node_link: Annotated[
+        str | None,
+        typer.Option(
+            help="Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.",
+            rich_help_panel="Plan options",
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -75,7 +82,8 @@ def plan(
     if target is not None:
         model, options = _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
+    beside = None if saved is None else saved.device
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link, beside=beside)
     sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),

@@ -258,7 +258,10 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             },
         )
 
-    target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile
+    def ring(dims: ParallelDims) -> float:
+        return cluster.ring_bytes_per_s(dims.dp, stride=dims.tp)  # data-parallel ranks lie next to each other
+
+    target, saved = formulas(cluster.device, dims, ring(dims)), options.profile
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
@@ -268,7 +271,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             f"{options.optimizer} at stage {options.zero_stage}, whose state was not measured: plan with those, or "
             "probe again"
         )
-    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
+    base = formulas(saved.device, saved.dims, ring(saved.dims), gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(
         saved,
