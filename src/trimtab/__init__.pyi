@@ -57,6 +57,8 @@ from trimtab.plan.build import (
     make_plan as make_plan,
     write_plan as write_plan,
 )
+from trimtab.plan.given import GivenRun as GivenRun
+from trimtab.plan.predict import predict_run as predict_run
 from trimtab.plan.measured.check import check_plan as check_plan
 from trimtab.plan.file.details import PlanDetails as PlanDetails
 from trimtab.plan.file.yaml import load_plan as load_plan

@@ -73,6 +73,18 @@ WEIGHTS = Option(
 )
 
 
+# of every run that is priced
+MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
+OPTIMIZER = Option("Decides bytes of state.")
+DTYPE = Option("Of weights and activations.")
+ATTENTION = Option("Attention as it will run.")
+FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+FREEZE = Option(
+    "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
+)
+SEED = Option("Same seed, same result.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Choices of one plan.
@@ -103,30 +115,19 @@ class PlanOptions:
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
     recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
-    memory_bytes: Annotated[
-        int | None,
-        Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes),
-    ] = None  # None: all of it
+    memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
     reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
         0.06  # context, communication buffers, allocator rounding
     )
     reserve_bytes: int | None = None  # the same in bytes, instead of the share
     zero_stage: Annotated[int, Option("ZeRO sharding over data-parallel ranks.", least=0, most=3)] = 1
-    optimizer: Annotated[Optimizer, Option("Decides bytes of state.")] = "adamw"
-    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
-    attention: Annotated[Attention, Option("Attention as it will run.")] = "flash"
-    fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
-    frozen_towers: Annotated[
-        tuple[Tower, ...],
-        Option(
-            "Towers that are not trained, as in vision,projector.",
-            flag="--freeze",
-            read=parse_towers,
-            typed=list[str],
-        ),
-    ] = ()
+    optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
+    dtype: Annotated[DType, DTYPE] = "bf16"
+    attention: Annotated[Attention, ATTENTION] = "flash"
+    fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
-    seed: Annotated[int, Option("Same seed, same plan.")] = 0
+    seed: Annotated[int, SEED] = 0
     search: Annotated[
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
