@@ -20,15 +20,12 @@ from trimtab.models.description import save_description as save_description
 from trimtab.models.image_rules import image_rule as image_rule
 from trimtab.samples.size import size_samples as size_samples
 from trimtab.balance.columns import (
-    ColumnCost as ColumnCost,
     open_packed as open_packed,
     pack_columns as pack_columns,
 )
+from trimtab.balance.cost import LinearCost as LinearCost
 from trimtab.balance.dispatch import redispatch as redispatch
-from trimtab.balance.images import (
-    share_images as share_images,
-    TowerCost as TowerCost,
-)
+from trimtab.balance.images import share_images as share_images
 from trimtab.balance.mixture import mix_samples as mix_samples
 from trimtab.balance.packing import (
     pack_samples as pack_samples,
