@@ -21,8 +21,8 @@ FitOption = Annotated[
 
 def add_frameworks(app: typer.Typer) -> None:
     """One command a framework."""
-    for name, text in FRAMEWORKS.items():
-        app.command(name, help=text)(_command(name))
+    for name, framework in FRAMEWORKS.items():
+        app.command(name, help=framework.help)(_command(name))
 
 
 def _command(name: str) -> Callable[..., None]:
