@@ -42,7 +42,7 @@ class Decided:
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
-    max_tokens: int | None = None  # of a pack; None: not known
+    max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
     @property
@@ -104,7 +104,7 @@ def decided(found: ReloadedPlan) -> Decided:
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.zero_stage,
         frozen_towers=case.options.frozen_towers,
-        max_tokens=case.setting.max_tokens,
+        max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
     )
 

@@ -49,7 +49,8 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
     >>> first.tp, first.pp, first.zero_stage, second.zero_stage
     (1, 4, 0, 3)
     """
-    left_open, problems, settled = PlanOptions(), [], {}
+    left_open, problems = PlanOptions(), list[str]()
+    settled: dict[str, object] = {}
     stages: tuple[object, ...] = ()
     choices = {**can.choices}
     if can.tp_degrees is not None:
