@@ -108,6 +108,7 @@ class PlanOptions:
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
     )
+    tp_degrees: tuple[int, ...] = ()  # those that may be chosen; none: any
     fills_pipeline: bool = False  # 1F1B with at least as many micro-batches as stages, as torch's own schedule asks
     method: Annotated[PlanMethod, Option("How packs are made.")] = "balanced"
     order: Annotated[Order, ORDER] = "random"

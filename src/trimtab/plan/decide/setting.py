@@ -298,6 +298,8 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
         )
     found = False
     for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
+        if options.tp_degrees and tp not in options.tp_degrees:
+            continue
         for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
             if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
                 continue
