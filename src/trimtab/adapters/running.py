@@ -84,7 +84,7 @@ def decided(found: ReloadedPlan) -> Decided:
         schedule=schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
+        zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
     )
 

@@ -87,7 +87,9 @@ def make_plan(
     without = choose_split(case)
     vision = choose_vision(case, without)
     case, found = vision.best.case, vision.best.found
-    variants = compare_variants(case, found.split.stages, without=without, progress=_step(progress, "simulation"))
+    variants = compare_variants(
+        case, found.split.stages, without=without, elsewhere=chosen.listed, progress=_step(progress, "simulation")
+    )
     return assemble_plan(
         case,
         found.split,
@@ -95,6 +97,8 @@ def make_plan(
         origin=origin,
         mixture=epoch.sources,
         searched=found.searched,
+        settings=chosen.listed,
+        setting_error=chosen.error,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),

@@ -12,13 +12,12 @@ from trimtab.report.words import (
     describe_recompute,
     memory_scale,
     percent,
-    ratio_text,
     relative_spread,
     shuffle_text,
     signed_percent,
     time_scale,
 )
-from trimtab.units import MIB, format_bytes, format_seconds
+from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
 
 SEARCHED_NOTE = (
     "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
@@ -44,7 +43,7 @@ def variants_table(details: PlanDetails) -> Table:
                     text=row.name[:60], below=f"{row.packs[:80]} · {row.stages[:80]} · recompute {row.recompute[:80]}"
                 ),
                 Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
-                ratio_text(row.samples_per_s / details.plan.estimates.compared[0].samples_per_s),
+                format_ratio(details.plan.estimates.gain(row)),
                 step.number(row.step_ms / 1e3),
                 epoch.number(row.epoch_s),
                 percent(row.idle_share),
@@ -187,7 +186,8 @@ def vision_table(found: VisionEstimate) -> Table:
             "Slowest rank",
             times.text(found.tower_without_ms / 1e3),
             times.text(found.tower_ms / 1e3),
-            f"vision tower and projector in a mean step; {ratio_text(over)} equal shares without exchange{known}",
+            f"vision tower and projector in a mean step; {format_ratio(over)} as long as equal shares without exchange"
+            f"{known}",
         ),
         (
             "Update",
