@@ -10,19 +10,21 @@ from html import escape
 
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog
-from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, timelines
+from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
     packing_note,
     packing_table,
     searched_table,
+    settings_table,
     stages_table,
     variants_table,
 )
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
+from trimtab.report.what_if import what_if_section
 from trimtab.report.words import (
     GAIN_NOISE,
     count_scale,
@@ -43,8 +45,11 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _header(details, beside_run=run is not None),
         "" if run is None else run_section(details, run),
         _variants(details),
+        _settings(details),
         timelines(details),
         idle_bars(details),
+        rank_columns(details),
+        what_if_section(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),
@@ -115,6 +120,19 @@ def _variants(details: PlanDetails) -> str:
         "plan."
     )
     return section("Before and after", note, on_page(variants_table(details)))
+
+
+def _settings(details: PlanDetails) -> str:
+    estimates = details.plan.estimates
+    if not estimates.settings:
+        return ""
+    band = f"{100 * estimates.setting_error:g} % of the fastest"
+    rule = f"The simplest of those within {band} was taken" if estimates.setting_error else "The fastest was taken"
+    note = (
+        "Degrees, ZeRO stage and schedule, simplest first, at their mean packs and about as many samples a step. "
+        f"{rule}: it is marked."
+    )
+    return section("Nearest alternatives", note, on_page(settings_table(estimates)))
 
 
 def _stages(details: PlanDetails) -> str:

@@ -106,6 +106,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         profile=case.setting.profile,
         memory_cap_bytes=case.budget.total_bytes,
         variants=variants,
+        case=case,
         tables=tables,
     )
 
