@@ -80,24 +80,26 @@ def make_plan(
     chosen = choose_setting(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
-    for number in range(len(chosen.considered)):
-        chosen_here = replace(chosen, considered=chosen.considered[number:])
-        case = _pack_case(
-            model, epoch, samples_work, cluster, budget, chosen_here.best.setting, chosen_here.best.options
-        )
+    tried = chosen
+    while True:
+        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
         case, found = vision.best.case, vision.best.found
         split = found.split if within is None else best_split(case, within(model, case.setting.dims.pp))
         if split is not None:
             break
-    else:
-        raise PartitionError(
-            f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: plan "
-            "with other degrees, a higher ZeRO stage, smaller packs, or without --for"
-        )
+        rest = tuple(x for x in tried.considered if x is not tried.best)
+        if not rest:
+            raise PartitionError(
+                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            )
+        tried = replace(tried, considered=rest)
     setting, options = case.setting, case.options
-    variants = compare_variants(case, split.stages, without=without, progress=_step(progress, "simulation"))
+    variants = compare_variants(
+        case, split.stages, without=without, elsewhere=tried.listed, progress=_step(progress, "simulation")
+    )
     return assemble_plan(
         case,
         split,
@@ -105,11 +107,13 @@ def make_plan(
         origin=origin,
         mixture=epoch.sources,
         searched=found.searched,
+        settings=tried.listed,
+        setting_error=tried.error,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),
             *describe_draw(epoch.sources),
-            *chosen_here.sentences(),
+            *tried.sentences(),
             *(found.sentences() if within is None else (_NARROWED,)),
             *vision.sentences(),
             *explain_losses(variants),

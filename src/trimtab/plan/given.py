@@ -88,7 +88,7 @@ class GivenRun:
 
     def open_options(self, *, global_batch: int) -> PlanOptions:
         """What a plan in its place is made with: its training, and all that `trimtab plan` decides left open."""
-        return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=1)
+        return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=None)
 
     def _said(self) -> PlanOptions:
         decided = {

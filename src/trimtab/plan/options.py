@@ -104,7 +104,7 @@ class PlanOptions:
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
-    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: the fastest of them in simulation.")] = "1F1B"
+    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: chosen by simulation.")] = "1F1B"
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
     )
@@ -121,7 +121,13 @@ class PlanOptions:
         0.06  # context, communication buffers, allocator rounding
     )
     reserve_bytes: int | None = None  # the same in bytes, instead of the share
-    zero_stage: Annotated[int, Option("ZeRO sharding over data-parallel ranks.", least=0, most=3)] = 1
+    zero_stage: Annotated[
+        int | None,
+        Option("ZeRO sharding; default: 1, or 3 where plain data parallel is then taken.", least=0, most=3),
+    ] = None
+    prefer: Annotated[
+        Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
+    ] = "simplest"
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
     dtype: Annotated[DType, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
@@ -186,6 +192,11 @@ class PlanOptions:
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         return problems
+
+    @property
+    def sharding(self) -> int:
+        """The ZeRO stage, 1 where it was left open and no other was chosen."""
+        return 1 if self.zero_stage is None else self.zero_stage
 
     @property
     def leaves_steps_open(self) -> bool:
