@@ -62,7 +62,7 @@ def verify_vision_dp(
     reduces inside. `over` is the group gradients are reduced over, where that is more than the handle's: data-parallel
     replicas of it. Parameters come back as they were, gradients as None. Six forwards, two backwards.
 
-    The scale is c = |G|^2 / <∂L/∂θ, G> for the reduced gradient G, and the product is measured by moving the
+    The scale is `c = |G|^2 / <∂L/∂θ, G>` for the reduced gradient G, and the product is measured by moving the
     parameters by ±ε G: only forwards, so it holds for sharded parameters too. Not for ZeRO, whose gradients stay
     with DeepSpeed. A dispatch changes no sum over the group: its gradients are compared as sums, and their scale, None,
     is not its business.
