@@ -27,6 +27,8 @@ WHOLE = 2.0**50
 class TowerCost:
     """cost = image + patch * P + patch_sq * sum P_s^2 + patch_windowed * sum P_w^2, in any unit (seconds, bytes, flop).
 
+    Use it as `cost` of `vision_dp`, so that shares are even in seconds or bytes.
+
     P_s are the segments of full attention, P_w those of windowed attention: see `ImageCounts`.
 
     >>> TowerCost(patch=6600, patch_sq=1).of([1024, 4096]).tolist()
@@ -113,6 +115,8 @@ class ImageShares:
 
 def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced") -> ImageShares:
     """Atoms of cost w to `num_ranks` ranks, the largest load small; the same on every rank of equal input.
+
+    Use it to divide images among ranks in code of your own; `vision_dp` calls it.
 
     `balanced`: the better of longest-first and Karmarkar-Karp, then moves and swaps that lower the largest load.
     At most 4/3 - 1/(3N) times the optimum (longest-first's bound, Graham 1969); mostly within 1 % of `lower_bound`.

@@ -66,6 +66,9 @@ def pack_samples(
 ) -> PackResult:
     """Packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
 
+    Use this when you have sizes and a training loop of your own; `make_plan` calls it for you. Raises `PackingError`
+    for a sample above a limit, unless `oversize` says what to do with it.
+
     Every sample is in exactly one pack or, with `oversize="skip"`, in `packing.oversize`; no pack is above a limit but
     those of one oversize sample (`"alone"`). The number of packs is a multiple of `dp` where there are samples enough,
     so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
@@ -131,6 +134,8 @@ def report_packing(
     samples: SampleTable, result: PackResult, *, cost: CostWeights | FloatArray | None = None
 ) -> BalanceReport:
     """All figures of what `pack_samples` returned, with the same `cost`.
+
+    Use it to see how even packs are, and to compare two ways of packing.
 
     Batches of the padded methods count what padding adds. With a cost of one number per sample that cannot be known
     exactly: it is scaled by padded over own tokens.

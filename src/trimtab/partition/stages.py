@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # numba comes with these: only when something is solved
 def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
 
+    Use this to cut a model whose packs you have already; `make_plan` calls it for you.
+
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
     see `SplitProblem.assess`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual
     stages each.

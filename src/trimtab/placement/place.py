@@ -38,6 +38,8 @@ class _Cut:
 def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: Objective = "memory") -> Placement:
     """The device map of `model` on `machine` that lets `workload` run.
 
+    Use this to spread a model over GPUs for inference, as `trimtab map` does; `load_placed` loads what it returns.
+
     memory: the fullest device's share of its capacity is the least of all maps that cut one of `chain.arrangements`
     into consecutive runs, one a device, devices in any order (past 12 unlike devices in the order given): exact.
     Among those maps the sum of squared shares is the least. latency: of the maps that fit, one with the fewest

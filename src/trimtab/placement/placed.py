@@ -28,7 +28,10 @@ class Spilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A device map and what it costs."""
+    """A device map and what it costs.
+
+    Use `device_map` for Transformers or `load_placed`, `devices` for the bytes of each GPU; `place` has an example.
+    """
 
     model: str
     device_map: Mapping[str, DeviceKey]  # module path -> device, forward order; each parameter and buffer once

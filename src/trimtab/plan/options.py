@@ -77,6 +77,8 @@ WEIGHTS = Option(
 class PlanOptions:
     """Choices of one plan.
 
+    Use it to fix what you know already; what stays None is chosen.
+
     >>> PlanOptions(pp=4, tp=2, recompute="full").recompute
     'full'
     """

@@ -336,7 +336,10 @@ def find_baseline(names: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One reviewable set of decisions with its inputs and expectations."""
+    """One reviewable set of decisions with its inputs and expectations.
+
+    Use `load_plan` to read one. Your code reads `decisions` (exact), never `estimates` (rounded, with their error).
+    """
 
     plan_version: str
     created_by: str

@@ -53,7 +53,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanDetails:
-    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves."""
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
+
+    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    """
 
     plan: Plan
     model: ModelSpec
