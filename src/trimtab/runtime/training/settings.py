@@ -18,6 +18,7 @@ from trimtab.options import (
 )
 
 Decay = Literal["constant", "linear", "cosine"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +87,10 @@ class TrainSettings:
             shown=1.0,
         ),
     ] = 1.0  # None: as they are
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("bfloat16: autocast over float32 weights.")] = "bfloat16"
+    dtype: Annotated[
+        Dtype | None,
+        Option("Of products, the weights are float32; default: bfloat16, on the CPU float32, which is faster there."),
+    ] = None
     attention: Annotated[AttentionImplementation | None, Option("Default: the plan's, where it runs.")] = (
         None  # None: the plan's, or sdpa where flash attention is not at hand
     )
@@ -123,6 +127,10 @@ class TrainSettings:
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate of `step`, from 1."""
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
+
+    def dtype_on(self, device_type: str) -> Dtype:
+        """Of products on "cpu" or "cuda". Few CPUs have them in bfloat16, and without them a step takes five times as long."""
+        return self.dtype or ("float32" if device_type == "cpu" else "bfloat16")
 
     def saves_at(self, step: int, num_steps: int) -> bool:
         return self.save and (step == num_steps or (self.save_every is not None and step % self.save_every == 0))
