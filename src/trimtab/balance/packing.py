@@ -150,6 +150,7 @@ def report_packing(
     >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
     3
     """
+    refuse_type("result", result, PackResult, "pack_samples(...)")
     packing = result.packing
     per_sample = cost_column(samples, cost)
     if packing.method not in PADDED_METHODS:

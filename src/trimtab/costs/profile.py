@@ -13,7 +13,7 @@ from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import CostSettings
-from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, write_atomically
 from trimtab.options import Tower
 from trimtab.specs import (
@@ -50,6 +50,8 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
     >>> profile.layers[0].name
     'model.visual.patch_embed'
     """
+    refuse_type("model", model, ModelSpec, "describe(name or folder)")
+    refuse_type("device", device, DeviceSpec, "find_device(name)")
     return price_model(model, device, CostSettings(**choices))
 
 
@@ -119,6 +121,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     >>> load_profile(path).layers == profile.layers
     True
     """
+    refuse_type("profile", profile, Profile, "profile_model(...)")
     write_atomically(Path(path), profile_bytes(profile))
 
 

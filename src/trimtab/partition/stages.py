@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
 from trimtab.partition.assess import SplitResult
@@ -46,6 +46,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     >>> [stage.stop - stage.start for stage in split_stages(problem).stages]
     [40, 8, 9, 8]
     """
+    refuse_type("problem", problem, SplitProblem, "SplitProblem(profile=...)")
     if problem.num_chunks == 1:
         result = _solve_capped(problem, chunk_room(problem))
         if result is None:

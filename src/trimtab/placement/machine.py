@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.costs.devices import find_device
-from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.units import MIB, parse_bytes
 
 MAX_GPUS = 64
@@ -64,6 +64,7 @@ def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept
     >>> [gpu.free_bytes >> 30 for gpu in parse_machine("2x24GiB,80GiB").gpus]
     [24, 24, 80]
     """
+    refuse_type("machine", text, str, 'one as in "4x24GiB"')
     gpus: list[Gpu] = []
     problems: list[str] = []
     for group in text.split(","):

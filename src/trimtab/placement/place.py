@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, refuse_type
 from trimtab.placement.bytes import InferenceTable, inference_table
 from trimtab.placement.chain import (
     Arrangement,
@@ -56,6 +56,9 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     >>> sorted(set(placement.device_map.values()))
     [0, 1]
     """
+    refuse_type("model", model, ModelSpec, "describe(name or folder)")
+    refuse_type("machine", machine, Machine, 'parse_machine("2x24GiB")')
+    refuse_type("workload", workload, Workload, "Workload(batch=1)")
     table = inference_table(model, workload)
     parts = parts_of(model)
     if objective == "pipeline":
