@@ -264,7 +264,7 @@ def test_recompute_of_other_layers_and_of_other_kinds_is_warned_of():
 def test_truncation_trap_is_warned_of_with_the_number_of_layers():
     model = make_model(num_vision=24)
     result = export(model, by_counts(model, 8, 4))
-    assert any("build fewer than 24 vision layers without a word" in warning for warning in result.warnings)
+    assert any("build fewer than 24 vision layers silently" in warning for warning in result.warnings)
 
 
 def test_vision_heads_that_tp_does_not_divide_are_padded():

@@ -159,7 +159,7 @@ def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: 
     if dims.pp > 1:
         warnings.append(
             "launchers that deep-copy the language model's config for the vision tower, and leave its split in the "
-            f"copy, build fewer than {num_layers} vision layers without a word: set the vision fields of this export, "
+            f"copy, build fewer than {num_layers} vision layers silently: set the vision fields of this export, "
             "and compare the number of parameters that Megatron prints for the first rank"
         )
     warnings += lost_tiers(Counter(chosen.values()), "vision layers", "the vision fields recompute them in full")

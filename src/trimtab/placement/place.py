@@ -271,12 +271,12 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
         share = roomy.fullest(victims.layers)[0]
         return (
             f"{asked}: with all weights elsewhere, KV cache, activations and one layer at a time still fill the "
-            f"fullest GPU to {100 * share:.0f} %; what would do: {larger}"
+            f"fullest GPU to {100 * share:.0f} %; enough would be: {larger}"
         )
     needed = sum(int(search.table.weights[i]) for i in found[1])
     missing = max(needed - machine.cpu_bytes, 1)
     return (
-        f"{asked}: {missing:,} bytes ({format_bytes(missing)}) of weights find no place; what would do: "
+        f"{asked}: {missing:,} bytes ({format_bytes(missing)}) of weights find no place; enough would be: "
         f"{larger}, or --cpu {-(-needed // GIB)}GiB"
     )
 

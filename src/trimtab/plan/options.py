@@ -63,11 +63,11 @@ def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
 
 
 # what `trimtab pack` takes too
-ORDER = Option("How packs meet in steps; random keeps the shuffle.")
-OVERSIZE = Option("What becomes of a sample that exceeds a limit alone.")
-NUM_DRAWN = Option("Samples that --weights draws; default: as many as there are.", least=1)
+ORDER = Option("How packs are grouped into steps; random keeps the shuffle.")
+OVERSIZE = Option("What to do with a sample that exceeds a limit by itself.")
+NUM_DRAWN = Option("Samples of an epoch with --weights; default: as many as there are.", least=1)
 WEIGHTS = Option(
-    "Draw sources in proportion, as in web=1,docs=2.5: every source, 0 leaves one out.",
+    "Share of each source in an epoch, as in web=1,docs=2.5; name every source, 0 leaves it out.",
     read=parse_weights,
     typed=list[str],
 )
@@ -104,7 +104,9 @@ class PlanOptions:
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
+    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as many as memory demands, none, or all.")] = (
+        "auto"
+    )
     memory_bytes: Annotated[
         int | None,
         Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes),
@@ -114,7 +116,7 @@ class PlanOptions:
     )
     reserve_bytes: int | None = None  # the same in bytes, instead of the share
     zero_stage: Annotated[int, Option("ZeRO sharding over data-parallel ranks.", least=0, most=3)] = 1
-    optimizer: Annotated[Optimizer, Option("Decides bytes of state.")] = "adamw"
+    optimizer: Annotated[Optimizer, Option("Optimizer, which decides the bytes of state.")] = "adamw"
     dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
     attention: Annotated[Attention, Option("Attention as it will run.")] = "flash"
     fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
@@ -133,8 +135,8 @@ class PlanOptions:
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
     ] = "exact"
-    radius: Annotated[int, Option("With --search omnibal: cuts move by up to so many layers.", least=0)] = 3
-    top: Annotated[int, Option("With --search omnibal: so many of the best ranked splits are simulated.", least=1)] = 10
+    radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
     baselines: Annotated[
         tuple[str, ...],
         Option(

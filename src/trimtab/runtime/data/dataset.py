@@ -65,7 +65,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         """None: packs differ in size.
 
         Accelerate asks for it where it is about to deal the batches out to the ranks a second time, which would lose
-        all but one in dp of them without a word (accelerate 1.15, `BatchSamplerShard`).
+        all but one in dp of them silently (accelerate 1.15, `BatchSamplerShard`).
         """
         if self.deal.dp > 1:
             raise PlanError(
