@@ -126,7 +126,13 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
-    """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
+    """How the data set is read: the same when it is sized and when a plan runs, or counts differ.
+
+    Use the same options for `size_samples` and `open_conversations`.
+
+    >>> ReadingOptions(exif="apply").exif
+    'apply'
+    """
 
     tokenizer: Annotated[
         Path | None,

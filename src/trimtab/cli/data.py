@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DataArgument = Annotated[
     list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
 ]
-WORKERS = Option("Processes, one per core by default; never change a result.", least=1)
+WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,20 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out, listed.")] = "error"
-    max_length: Annotated[int | None, Option("A sample with more tokens is a bad one.", least=1)] = None
+    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out and list them.")] = (
+        "error"
+    )
+    max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
     engine: Annotated[
         Literal["local", "ray"],
-        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
+        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); the result is the same."),
     ] = "local"
-    resume: Annotated[Path | None, Option("Folder that keeps finished chunks, to go on after a kill.")] = None
+    resume: Annotated[
+        Path | None, Option("Folder for finished chunks: give it again to continue after an interruption.")
+    ] = None
 
 
 def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":

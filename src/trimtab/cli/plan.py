@@ -28,7 +28,7 @@ class RefineOptions:
     """Whether the best splits are run on this machine, and how."""
 
     refine: Annotated[
-        int | None, Option("Run so many of the best splits on this machine, keep the fastest.", least=2)
+        int | None, Option("Time this many of the best splits on this machine and keep the fastest.", least=2)
     ] = None
     refine_steps: Annotated[int, Option("Timed steps of each split that --refine runs.", least=1)] = 5
     model_dir: Annotated[
@@ -47,7 +47,7 @@ def plan(
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Only what this framework can run; trimtab: what `trimtab train` can."),
+        typer.Option("--for", help="Decide only what this framework can run; trimtab means `trimtab train`."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,

@@ -148,6 +148,8 @@ _NO_PART = re.compile(rf"{_VENDORS}|generation|tensorcoregpu|sxm[0-9]?|hbm[0-9]?
 def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     """The row of `DEVICES` that `name` means: case, dashes, blanks, a vendor's name, "SXM" and "GB" do not matter.
 
+    Use it to look up memory (bytes), peaks (FLOP/s) and links (bytes/s) of a device.
+
     A beginning is enough where all devices that begin so are of one kind; of several, the first of the table is meant:
     "a100" is the one of 80 GB, "NVIDIA H100 80GB HBM3" the SXM board. A name that ends in .yaml or .json is a file
     with a device's own figures (`read_device`). `beside`: one more device, known from a measurement.
@@ -199,6 +201,8 @@ def parse_cluster(
     text: str, *, devices_per_node: int = 8, node_link: str | None = None, beside: DeviceSpec | None = None
 ) -> ClusterSpec:
     """A cluster from "32xA100-80GB", "4 x H200", "H100" (one device) or "8xmy.yaml" (see `find_device`).
+
+    Use it for the cluster that `make_plan` takes. Raises `TrimtabError` for what is no cluster.
 
     Fewer devices than a node holds make one smaller node; more must fill their nodes. `node_link`: see
     `parse_node_link`; without it, the ports of the node that the device's vendor describes. `beside`: see

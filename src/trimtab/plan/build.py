@@ -49,6 +49,8 @@ def make_plan(
 ) -> PlanDetails:
     """Decide packs, stages and recompute; say what they are expected to cost beside the unbalanced baseline.
 
+    Use this for the whole decision, as `trimtab plan` does; `write_plan` saves what it returns.
+
     The same inputs and options give the same plan, byte for byte. Raises `PackingError` for samples over the limits,
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
 
@@ -209,7 +211,23 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
-    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
+    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table.
+
+    Use it behind `make_plan`: `trimtab train`, `check`, `report` and `export` take the folder.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from trimtab import SampleTable, check_plan, describe, load_plan, parse_cluster
+    >>> tiles = np.arange(200) % 5
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=1024 * tiles, num_tokens=256 * tiles + 90,
+    ...                       patches_sq=1024**2 * tiles, patches_windowed=1024 * tiles, source=np.zeros(200, np.int32))
+    >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("4xH200")
+    >>> details = make_plan(model, samples, cluster, PlanOptions(dp=1, pp=2, tp=2, num_microbatches=8))
+    >>> folder = tempfile.mkdtemp()
+    >>> path = write_plan(details, folder)
+    >>> load_plan(folder) == details.plan, check_plan(folder)
+    (True, [])
+    """
     refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
     for name, content in details.tables.items():

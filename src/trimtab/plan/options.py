@@ -63,11 +63,11 @@ def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
 
 
 # what `trimtab pack` takes too
-ORDER = Option("How packs meet in steps; random keeps the shuffle.")
-OVERSIZE = Option("What becomes of a sample that exceeds a limit alone.")
-NUM_DRAWN = Option("Samples that --weights draws; default: as many as there are.", least=1)
+ORDER = Option("How packs are grouped into steps; random keeps the shuffle.")
+OVERSIZE = Option("What to do with a sample that exceeds a limit by itself.")
+NUM_DRAWN = Option("Samples of an epoch with --weights; default: as many as there are.", least=1)
 WEIGHTS = Option(
-    "Draw sources in proportion, as in web=1,docs=2.5: every source, 0 leaves one out.",
+    "Share of each source in an epoch, as in web=1,docs=2.5; name every source, 0 leaves it out.",
     read=parse_weights,
     typed=list[str],
 )
@@ -75,7 +75,7 @@ WEIGHTS = Option(
 
 # of every run that is priced
 MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
-OPTIMIZER = Option("Decides bytes of state.")
+OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
 DTYPE = Option("Of weights and activations.")
 ATTENTION = Option("Attention as it will run.")
 FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
@@ -88,6 +88,8 @@ SEED = Option("Same seed, same result.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Choices of one plan.
+
+    Use it to fix what you know already; what stays None is chosen.
 
     >>> PlanOptions(pp=4, tp=2, recompute="full").recompute
     'full'
@@ -115,7 +117,9 @@ class PlanOptions:
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
+    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as many as memory demands, none, or all.")] = (
+        "auto"
+    )
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
     reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
         0.06  # context, communication buffers, allocator rounding
@@ -139,8 +143,8 @@ class PlanOptions:
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
     ] = "exact"
-    radius: Annotated[int, Option("With --search omnibal: cuts move by up to so many layers.", least=0)] = 3
-    top: Annotated[int, Option("With --search omnibal: so many of the best ranked splits are simulated.", least=1)] = 10
+    radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
     baselines: Annotated[
         tuple[str, ...],
         Option(

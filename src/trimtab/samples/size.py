@@ -81,6 +81,9 @@ def size_samples(
 ) -> SizingResult:
     """Sizes of every sample of the files, in their order.
 
+    Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
+    result's `table` has a row for every sample; without a tokenizer tokens are estimated.
+
     Image paths are taken below `media_root` (None: the folder of the data file). Bad samples raise one `SampleError`
     that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all always raises.
     `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names the field that says
@@ -89,6 +92,14 @@ def size_samples(
     started again takes them over, unless data file, tokenizer or settings have changed (images are not looked at
     again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
     result does not depend on `workers`, `map_chunks` nor on interruptions.
+
+    >>> import json, tempfile
+    >>> from trimtab import describe
+    >>> path = Path(tempfile.mkdtemp()) / "data.jsonl"
+    >>> talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good morning"}]
+    >>> _ = path.write_text(json.dumps({"id": "a", "conversations": talk}))
+    >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
+    [13]
     """
     files = [Path(data)] if isinstance(data, Path | str) else [Path(file) for file in data]
     assumptions: list[str] = []

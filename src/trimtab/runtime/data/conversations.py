@@ -44,6 +44,9 @@ def open_conversations(
 ) -> PlannedConversations:
     """The samples of a plan folder, for the model in the folder `model` (config.json, its preprocessor, its tokenizer).
 
+    Use it as the data of a `PlanDataset`: item i is row i of the plan as token ids, labels and pixels.
+    docs/howto-trainer.md is a whole run.
+
     Raises `PlanError` where the model is another than the plan's, `ConfigError` where its files do not say enough.
     """
     options, folder = options or ReadingOptions(), Path(model)
