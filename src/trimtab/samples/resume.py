@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.files import blake2b, write_atomically
-from trimtab.samples.records import Chunk
+from trimtab.samples.chunks import Chunk
 from trimtab.samples.table import UNREADABLE, Part, bad_from_dict, pack_arrays, unpack_arrays
 
 

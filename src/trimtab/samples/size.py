@@ -17,11 +17,12 @@ from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
 from trimtab.options import Exif, SpecialTokens
+from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
 from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
-from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
+from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts, numbers_of

@@ -15,8 +15,9 @@ from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, load_plan
+from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_parquet, parse_record, read_json_list
+from trimtab.samples.records import detect_format, open_rows
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -101,31 +102,10 @@ class PlannedRecords(Sequence[Any]):
         return row + 1 if self.samples.line is None else int(self.samples.line[row])
 
 
-class _RowGroups:
-    """A Parquet file, read by row groups."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_parquet(path)
-        metadata = self._file.metadata
-        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._firsts = np.cumsum([0, *counts])
-        self._group = -1
-        self._rows: Any = None
-
-    def read(self, line: int) -> object:
-        group = int(np.searchsorted(self._firsts, line - 1, side="right")) - 1
-        if group != self._group:
-            self._rows, self._group = self._file.read_row_group(group, use_threads=False), group
-        return self._rows.slice(line - 1 - int(self._firsts[group]), 1).to_pylist()[0]
-
-
 def _reader(path: Path, kind: str) -> Callable[[int], object]:
     """A record by its number in the file; of JSON Lines by the byte at which it begins."""
-    if kind == "parquet":
-        return _RowGroups(path).read
-    if kind == "json":
-        rows = read_json_list(path)
-        return lambda line: rows[line - 1]
+    if kind != "jsonl":
+        return open_rows(path)
     lines = Lines(path)
     return lambda start: parse_record(lines.read(start))
 
