@@ -55,17 +55,18 @@ class Address(PosixPath):
     """
 
     def __str__(self) -> str:
-        return super().__str__().replace(":/", "://", 1)
+        scheme, _, rest = super().__str__().partition(":")
+        return f"{scheme}://{rest.removeprefix('/')}"
 
     @property
     def suffix(self) -> str:
         """Of the last name, a query aside."""
         return Path(self.name.partition("?")[0]).suffix
 
-    def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
-        """The file as fsspec opens it: seekable, in blocks."""
+    def open(self, mode: str = "rb", *_: Any, block_bytes: int | None = None, **__: Any) -> Any:
+        """The file as fsspec opens it: seekable, fetched in blocks."""
         with self._driver() as (driver, path):
-            return driver.open(path, mode)
+            return driver.open(path, mode, block_size=block_bytes)
 
     def stat(self, **_: Any) -> AddressStat:  # type: ignore[override]
         with self._driver() as (driver, path):

@@ -204,7 +204,7 @@ def test_bad_parquet_lengths_are_named(tmp_path):
 
 
 def test_files_that_hold_no_lengths_are_refused(tmp_path):
-    with pytest.raises(SampleError, match="no file of lengths was named"):
+    with pytest.raises(SampleError, match="no data file was named"):
         read_lengths([])
     (tmp_path / "a.json").write_text("[1, 2")
     with pytest.raises(SampleError, match="is not JSON"):

@@ -56,7 +56,7 @@ def find_records(files: Sequence[Path], samples: SampleTable) -> IntArray:
         for number, (line, own) in enumerate(_ids_in(path)):
             num_read += 1
             num_broken += own is None
-            if at < len(lines) and lines[at] == line:
+            while at < len(lines) and lines[at] == line:  # one row, or as many as the record is repeated
                 if own is not None and _is_sample(samples, int(rows[at]), own):
                     numbers[rows[at]] = number
                 at += 1

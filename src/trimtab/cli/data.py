@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trimtab.address import place_of
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from trimtab.specs import ModelSpec
 
 DataArgument = Annotated[
-    list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
+    list[Path],
+    typer.Argument(
+        parser=place_of,
+        metavar="DATA...",
+        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+    ),
 ]
 WORKERS = Option("Processes, one per core by default; never change a result.", least=1)
 
@@ -56,7 +63,10 @@ class SizingOptions:
         Literal["local", "ray"],
         Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
     ] = "local"
-    resume: Annotated[Path | None, Option("Folder that keeps finished chunks, to go on after a kill.")] = None
+    resume: Annotated[
+        Path | None,
+        Option("Folder, or address, that keeps finished chunks: a killed pass goes on.", read=place_of),
+    ] = None
 
 
 def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":

@@ -18,6 +18,7 @@ from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_rows
+from trimtab.samples.sources import MediaRoot, whole_root
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -32,7 +33,7 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> PlannedRecords:
+def open_records(plan: Path | str, files: Sequence[Path] | None = None, media_root: MediaRoot = None) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
 
     `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
@@ -40,7 +41,14 @@ def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> Plann
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
-    return PlannedRecords(read_samples(made, folder), find_data_files(made, folder, files), index_dir=folder)
+    sources = find_data_files(made, folder, files, media_root)
+    whole = whole_root(sources, media_root)
+    return PlannedRecords(
+        read_samples(made, folder),
+        [source.file for source in sources],
+        index_dir=folder,
+        media_roots=[source.media_root or whole for source in sources],
+    )
 
 
 def refuse_tars(files: Sequence[Path]) -> None:
@@ -60,11 +68,19 @@ class PlannedRecords(Sequence[Any]):
     kept); a JSON list is held in memory. Objects go to worker processes: each opens the files for itself.
     """
 
-    def __init__(self, samples: SampleTable, files: Sequence[Path], *, index_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        samples: SampleTable,
+        files: Sequence[Path],
+        *,
+        index_dir: Path | None = None,
+        media_roots: Sequence[Path | None] | None = None,
+    ) -> None:
         """`files` are those that were sized, in the same order; their line starts are found once, and with `index_dir`
-        kept there for later runs (8 bytes a sample).
+        kept there for later runs (8 bytes a sample). `media_roots` are the folders that image paths of each start from.
         """
         refuse_other_files(samples, files)
+        self._media_roots = tuple(media_roots or [None] * len(files))
         self._files = tuple(files)
         self._formats = tuple(detect_format(file) for file in files)
         refuse_tars(files)
@@ -82,6 +98,10 @@ class PlannedRecords(Sequence[Any]):
     def place(self, row: int) -> Place:
         """File and line of a row; `IndexError` past the last."""
         return Place(file=self._files[self._file_of(row)], line=self._line_of(row))
+
+    def media_root(self, row: int) -> Path | None:
+        """The folder that image paths of the row's file start from; None: the file's own."""
+        return self._media_roots[self._file_of(row)]
 
     def __getitem__(self, row: Any) -> Any:
         number, line = self._file_of(row), self._line_of(row)
