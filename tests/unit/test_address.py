@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def test_an_address_that_cannot_be_read_is_quoted_whole(
     address: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = {"class": "trimtab_absent_driver.Files", "err": "Install it"}
-    monkeypatch.setitem(fsspec.registry.known_implementations, "absent", absent)
+    monkeypatch.setitem(importlib.import_module("fsspec.registry").known_implementations, "absent", absent)
     for given in (address, Path(address)):  # a Path has lost a slash
         with pytest.raises(SampleError, match=sentence):
             size(given)
