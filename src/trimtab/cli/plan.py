@@ -79,6 +79,7 @@ def plan(
     from trimtab.errors import PartitionError
     from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
+    from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
@@ -88,7 +89,7 @@ def plan(
     sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
-        data_files=data_files(data),
+        data_files=data_files(find_sources(data, sizing.reading.media_root)),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )

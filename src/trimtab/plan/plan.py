@@ -61,6 +61,7 @@ class DataFile:
     path: str
     num_bytes: int
     blake2b: str
+    media_root: str | None = None  # null, and no such key: none was stated for this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
