@@ -9,6 +9,7 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitProblem
+from trimtab.partition.layer_table import layer_table, pipeline_of
 from trimtab.partition.simulate import block_costs, stage_times
 from trimtab.partition.stages import chunk_room, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
@@ -26,8 +27,6 @@ class Evaluator:
         latency_s: float = 0.0,
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
-        from trimtab.partition.layer_table import layer_table, pipeline_of
-
         work = np.asarray(work, np.float64)
         expected = (problem.num_microbatches, NUM_WORK_TERMS)
         if work.ndim != 3 or work.shape[0] == 0 or work.shape[1:] != expected:
