@@ -137,11 +137,10 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
             continue
         least = int(enough.min())
         assert found is not None
-        assert (
-            found.extra == least == sum(n * x.cost for own, of in zip(found.counts, upgrades) for n, x in zip(own, of))
-        )
-        assert sum(n * x.gain for own, of in zip(found.counts, upgrades) for n, x in zip(own, of)) >= need
-        assert all(sum(own) <= number and min(own) >= 0 for own, number in zip(found.counts, alike))
+        own = [(n, x) for ns, xs in zip(found.counts, upgrades, strict=True) for n, x in zip(ns, xs, strict=True)]
+        assert found.extra == least == sum(n * x.cost for n, x in own)
+        assert sum(n * x.gain for n, x in own) >= need
+        assert all(sum(ns) <= number and min(ns) >= 0 for ns, number in zip(found.counts, alike, strict=True))
         assert least_bound(menu, alike, need) <= least <= round_up(tiers, menu, alike, need).extra
         for slack in (0, 3, 40):
             assert least_extra(tiers, menu, alike, need, least + slack) == found
