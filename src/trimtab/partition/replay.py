@@ -17,18 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.options import ScheduleName
-from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order
+from trimtab.partition.schedules import BACKWARD, FORWARD, block_order
 from trimtab.specs import FloatArray, IntArray
 
 MOST_AT_ONCE = 2**16  # ends of blocks: half a MiB
 
 
 class Wave(NamedTuple):
-    """Blocks `first <= j < last`, and what each waits for; `n` where it waits for nothing."""
+    """Blocks `first <= j < last`, and what each waits for; `n`: for nothing."""
 
     first: int
     last: int
-    source: IntArray  # the block whose result it takes
+    source: IntArray  # the block of another device whose result it takes
     before: IntArray  # the block before it on its device
 
 
@@ -50,18 +50,17 @@ def waves_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_m
     S, M = num_devices * num_chunks, num_microbatches
     stage, microbatch, kind = (x.ravel().astype(np.int64) for x in (order.stage, order.microbatch, order.kind))
     n, per_device = len(stage), order.stage.shape[1]
-    # 1. What each block waits for: its own forward or backward, or the same kind of a neighbouring stage.
+    # 1. What each block waits for: its kind on a neighbouring stage, if of another device. What it takes from its own
+    #    device came before in the order.
     number = np.full((3, S, M), n)
     number[kind, stage, microbatch] = np.arange(n)
-    own = np.where(kind == WEIGHT, number[BACKWARD, stage, microbatch], number[FORWARD, stage, microbatch])
-    neighbour = np.where(kind == FORWARD, stage - 1, stage + 1)
-    is_own = (kind == WEIGHT) | ((kind == BACKWARD) & (stage == S - 1))
-    from_neighbour = ~is_own & (neighbour >= 0)
-    source = np.where(is_own, own, n)
-    source[from_neighbour] = number[kind, neighbour % S, microbatch][from_neighbour]
+    neighbour = np.select([kind == FORWARD, kind == BACKWARD], [stage - 1, stage + 1], -1)
+    waits = (neighbour >= 0) & (neighbour < S)
+    neighbour %= S
+    waits &= order.device[neighbour] != order.device[stage]
+    source = np.where(waits, number[kind, neighbour, microbatch], n)
     before = np.where(np.arange(n) % per_device > 0, np.arange(n) - 1, n)
-    crosses = from_neighbour & (order.device[neighbour % S] != order.device[stage])
-    sent = np.where(crosses, (kind * S + neighbour) * M + microbatch, 2 * S * M)
+    sent = np.where(waits, (kind * S + neighbour) * M + microbatch, 2 * S * M)
     # 2. The waves: of each device the next block, if what it waits for was in an earlier wave.
     done = np.zeros(n + 1, np.bool_)
     done[n] = True
