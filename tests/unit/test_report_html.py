@@ -77,7 +77,8 @@ def html(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_page_has_every_section_in_order(html):
-    assert Page(html).headings == SECTIONS
+    left_out = {"Pipeline timeline"} if "<h1>tiny</h1>" in html else set()  # nothing to see on one device
+    assert Page(html).headings == [heading for heading in SECTIONS if heading not in left_out]
 
 
 def test_nothing_is_loaded_from_anywhere(html):

@@ -31,11 +31,17 @@ def variants_table(details: PlanDetails) -> Table:
     rows = details.plan.estimates.variants
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
+    against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
     return Table(
         title="Before and after",
         columns=(
             Column("Variant", look="named"),
-            *numeric("Samples\n/s", "Against\nbaseline", f"Step,\n{step.unit}", f"Epoch,\n{epoch.unit}"),
+            *numeric(
+                "Samples\n/s",
+                f"Against\n{against}",
+                f"Step,\n{step.unit}",
+                f"Epoch,\n{epoch.unit}",
+            ),
             *numeric("Devices\nidle", "Memory,\nGiB"),
         ),
         rows=[
@@ -120,7 +126,7 @@ def stages_table(details: PlanDetails, *, most: int) -> Table:
     columns = (
         *numeric("Stage"),
         Column("Layers", look="wide"),
-        Column("Recompute", look="nw"),
+        Column("Recompute"),
         *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
     )
     hidden = range(most - 2, num - 1) if num > most else range(0)
