@@ -35,7 +35,6 @@ SECTIONS = [
     "Decisions",
     "Inputs",
     "Assumptions",
-    "How to read this page",
 ]
 
 

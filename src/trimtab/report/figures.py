@@ -34,7 +34,7 @@ def timelines(details: PlanDetails) -> str:
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
-        f"micro-batches.{dense}",
+        f"micro-batches. Blank is waiting; uneven shades are uneven micro-batches, uneven widths uneven stages.{dense}",
         legend(entries) + stacked_timelines(shown),
     )
 

@@ -7,6 +7,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
+    balance_rows,
     before_after,
     count_scale,
     describe_layers,
@@ -14,7 +15,6 @@ from trimtab.report.words import (
     memory_scale,
     percent,
     relative_spread,
-    shuffle_text,
     signed_percent,
     time_scale,
 )
@@ -177,21 +177,7 @@ def packing_table(details: PlanDetails) -> Table:
             (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all equal"),
         ]
     blank = [""] * (len(shown) - 1)
-    rows += [
-        (name, *blank, value, meaning)
-        for name, value, meaning in (
-            ("Padding", percent(balance.pad_ratio), "pad ratio: share of the computed rows that holds no data"),
-            ("Dist ratio, vision", f"{balance.dist_ratio_vit:.4f}", "share of rank time spent waiting; 0 = none"),
-            ("Dist ratio, language", f"{balance.dist_ratio_llm:.4f}", "the same for the language model"),
-            ("Dist ratio, cost", f"{balance.dist_ratio_cost:.4f}", "the same for the modelled time of both"),
-            ("Utilisation", percent(balance.utilisation), "useful share of rank time if every micro-step waits"),
-            (
-                "Shuffle quality",
-                shuffle_text(balance.shuffle_chi2),
-                "chi-square of sources per step; 1 = random, more = clustered",
-            ),
-        )
-    ]
+    rows += [(name, *blank, value, meaning) for name, value, meaning in balance_rows(balance)]
     columns = (Column("Figure"), *numeric(*shown), Column("Meaning", look="meaning"))
     return Table(title="Packing", columns=columns, rows=rows)
 
