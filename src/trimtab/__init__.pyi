@@ -26,8 +26,8 @@ from trimtab.balance.streaming import StreamPacker as StreamPacker
 from trimtab.balance.columns import (
     pack_columns as pack_columns,
     open_packed as open_packed,
-    ColumnCost as ColumnCost,
 )
+from trimtab.balance.cost import LinearCost as LinearCost
 from trimtab.balance.dispatch import redispatch as redispatch
 from trimtab.specs import (
     Packing as Packing,
@@ -62,6 +62,8 @@ from trimtab.plan.build import write_plan as write_plan
 from trimtab.plan.file.yaml import load_plan as load_plan
 from trimtab.plan.measured.check import check_plan as check_plan
 from trimtab.plan.plan import Plan as Plan
+from trimtab.plan.predict import predict_run as predict_run
+from trimtab.plan.given import GivenRun as GivenRun
 
 # Stages and their time
 from trimtab.partition.stages import (
@@ -106,10 +108,7 @@ from trimtab.runtime.vision import (
     vision_dp as vision_dp,
     verify_vision_dp as verify_vision_dp,
 )
-from trimtab.balance.images import (
-    share_images as share_images,
-    TowerCost as TowerCost,
-)
+from trimtab.balance.images import share_images as share_images
 
 # Inference
 from trimtab.placement.machine import parse_machine as parse_machine

@@ -272,7 +272,7 @@ class ClusterSpec:
     device: DeviceSpec
     num_nodes: int
     devices_per_node: int
-    node_link_bytes_per_s: float = 25e9  # between devices of different nodes, one direction: one 200 Gbit/s port each
+    node_link_bytes_per_s: float = 25e9  # of one device to other nodes, one direction: its share of its node's ports
     latency_s: float = 10e-6  # of one message between devices
 
     def __post_init__(self) -> None:
@@ -289,6 +289,22 @@ class ClusterSpec:
     def slowest_link_bytes_per_s(self) -> float:
         """Between devices of different nodes, where there are several; else within the node."""
         return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
+
+    def ring_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
+        """What each rank of a group sends in a ring: `degree` ranks, each `stride` devices after the one before.
+
+        A group within a node has the device's own link. One over several nodes enters and leaves a node by the ports of
+        all its members there, as communication libraries use them, and no faster than a device's own link.
+
+        >>> from trimtab import parse_cluster
+        >>> cluster = parse_cluster("32xA100-80GB")  # ports of 25 GB/s, links of 300
+        >>> [cluster.ring_bytes_per_s(n, stride=tp) / 1e9 for n, tp in [(8, 1), (32, 1), (16, 2), (4, 8)]]
+        [300.0, 200.0, 100.0, 25.0]
+        """
+        if degree * stride <= self.devices_per_node:
+            return self.device.link_bytes_per_s
+        members = max(1, self.devices_per_node // stride)
+        return min(self.device.link_bytes_per_s, members * self.node_link_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from trimtab.plan.file.data import find_data_files, refuse_no_records
 from trimtab.plan.file.yaml import array_bytes, open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.record_lines import places_of
+from trimtab.samples.sources import find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 Field = Literal["length", "num_tokens", "num_patches", "pack"]
@@ -94,8 +95,8 @@ def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
 def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
     """The files with the plan's records: those that the plan leads to, or `data`; `PlanError` if they have changed."""
     if data is None:
-        return find_data_files(planned.plan, planned.folder)
-    given = list(data)
+        return [source.file for source in find_data_files(planned.plan, planned.folder)]
+    given = [source.file for source in find_sources(data)]
     refuse_no_records(given)
     # a file of another name, such as a copy with other answers, is told by its lines and ids alone
     changed = [

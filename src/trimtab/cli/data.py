@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trimtab.address import place_of
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from trimtab.specs import ModelSpec
 
 DataArgument = Annotated[
-    list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
+    list[Path],
+    typer.Argument(
+        parser=place_of,
+        metavar="DATA...",
+        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+    ),
 ]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
 
@@ -59,7 +66,10 @@ class SizingOptions:
         Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); the result is the same."),
     ] = "local"
     resume: Annotated[
-        Path | None, Option("Folder for finished chunks: give it again to continue after an interruption.")
+        Path | None,
+        Option(
+            "Folder, or address, for finished chunks: give it again to continue after an interruption.", read=place_of
+        ),
     ] = None
 
 

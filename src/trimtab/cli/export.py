@@ -174,6 +174,44 @@ def npy(
     _tell(write_arrays(plan, out, data=data), as_json)
 
 
+@app.command("energon-packs")
+def energon_packs(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: DataOption = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel ranks of the run; by default the plan's.")
+    ] = None,
+    layout: Annotated[
+        Literal["records", "llava-ov"],
+        typer.Option(help="Records as they are, or as LLaVA-OneVision-1.5 packs offline."),
+    ] = "records",
+    media_root: Annotated[
+        Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the packs of PLAN as WebDataset shards, one pack a sample, in the order in which Megatron-Energon reads."""
+    from trimtab.adapters.host_packs import write_energon_packs
+    from trimtab.options import ReadingOptions
+
+    reading = ReadingOptions(media_root=media_root)
+    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, layout=layout, reading=reading), as_json)
+
+
+@app.command("swift-packs")
+def swift_packs(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: DataOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the records of PLAN in order, and a plug-in that makes ms-swift's --packing give exactly these packs."""
+    from trimtab.adapters.host_packs import write_swift_packs
+
+    _tell(write_swift_packs(plan, out, data=data), as_json)
+
+
 def _tell(exported: WrittenData, as_json: bool) -> None:
     if as_json:
         print_json(exported)

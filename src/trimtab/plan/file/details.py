@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
+from trimtab.plan.case import Case
 from trimtab.plan.plan import Plan, find_baseline
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
@@ -38,6 +39,7 @@ class Variant:
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
     idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     idle: IdleParts
+    rank_s: FloatArray  # (3, dp) least, mean and most seconds of each data-parallel rank's pipeline in a step
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 
@@ -65,6 +67,7 @@ class PlanDetails:
     profile: Profile
     memory_cap_bytes: float  # per device, reserve included
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
+    case: Case | None = field(default=None, repr=False)  # to solve and simulate more; None: of a plan made by hand
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 

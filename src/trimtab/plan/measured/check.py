@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.address import Address, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
@@ -95,7 +96,8 @@ def reloaded_problems(found: ReloadedPlan) -> list[str]:
 
 def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterator[str]:
     for file in plan.inputs.data.files:
-        places = [Path(file.path), folder / file.path]
+        place = place_of(file.path)
+        places = [place] if isinstance(place, Address) else [place, folder / file.path]
         there = next((p for p in places if p.is_file()), None)
         if there is None and missing:
             yield f"data file {file.path} is not where it was: check from the folder the plan was made in"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from trimtab.balance.images import TowerCost
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.models.asking.units import Unit
 from trimtab.plan.plan import Plan
@@ -35,7 +35,7 @@ def build_pipeline(
     pp_group: dist.ProcessGroup | None = None,
     dp_group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    image_cost: TowerCost | None = None,
+    image_cost: LinearCost | None = None,
 ) -> Pipeline:
     """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.balance.images import RULES, TowerCost
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import RULES
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control, open_control
@@ -27,7 +28,7 @@ def vision_dp(
     *,
     exchange: Exchange = "gather",
     rule: Rule = "balanced",
-    cost: TowerCost | None = None,
+    cost: LinearCost | None = None,
     loss: Loss | None = None,
     reduction: Reduction | None = None,
     heartbeat: Any = None,
