@@ -1,6 +1,5 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -121,19 +120,10 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     return result
 
 
-def _unlike(saved: str, own: str) -> tuple[str, str]:
-    """What two image rules, as they were written down, say otherwise: limits by their names, or the kinds of rule."""
-    told = [dict(re.findall(r"(\w+)='?([^,'()]+)", rule)) for rule in (saved, own)]
-    if saved.partition("(")[0] != own.partition("(")[0]:
-        told = [{"the rule": rule.get("name", "another")} for rule in told]
-    names = [name for name in told[0] if told[0][name] != told[1].get(name)]
-    first, second = (", ".join(f"{name} {rule.get(name)}" for name in names) for rule in told)
-    return first, second
-
-
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
+    from trimtab.models.images.written import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
@@ -141,10 +131,10 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     ignored = [name for name, value in given.items() if name != "reading" and value != plain[name]]
     if ignored:
         log(f"warning: {', '.join(ignored)} change nothing: {tables[0]} is sized already")
-    results = [load_sizing(path) for path in tables]
+    results, own_rule = [load_sizing(path) for path in tables], write_rule(model.image_rule)
     for path, result in zip(tables, results, strict=True):
-        if result.image_rule not in (None, repr(model.image_rule)):
-            sized, counts = _unlike(result.image_rule, repr(model.image_rule))
+        if result.image_rule not in (None, own_rule):
+            sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
                 f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
                 "model, with the same --max-tiles or --max-pixels"

@@ -16,6 +16,7 @@ import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
@@ -144,7 +145,7 @@ def size_samples(
         table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        image_rule=None if ready else repr(image_rule),
+        image_rule=None if ready else write_rule(image_rule),
         files=() if ready else tuple(map(_sized_file, sources)),
     )
 
