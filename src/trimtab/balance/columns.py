@@ -88,6 +88,8 @@ def pack_columns(
 ) -> PackedColumns:
     """Packs under `limits`, one per column, as `pack_samples` makes them; with `folder`, as .npy files there.
 
+    Use this in place of `pack_samples` for a hundred million samples, with columns that are mapped from files.
+
     Every sample goes to one of n / `shard_samples` shards by chance (its number and the seed decide), and every shard
     is packed for itself, in whole rows of dp packs: memory beyond the columns and the result is that of one shard per
     thread (about 200 bytes a sample of it), and threads do not change the result. Up to `shard_samples` samples there
@@ -147,7 +149,16 @@ def pack_columns(
 
 
 def open_packed(folder: Path | str) -> PackedColumns:
-    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size."""
+    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size.
+
+    Use it on every rank, to read packs that `pack_columns(folder=...)` wrote.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> packed = pack_columns([np.array([5, 3, 4]), np.array([50, 30, 40])], limits=(8, 80), folder=folder)
+    >>> open_packed(folder).num_packs == packed.num_packs
+    True
+    """
     folder = Path(folder)
     if not (folder / HEADER).exists():
         raise PackingError(f"{folder} holds no {HEADER}: name a folder that `pack_columns` has written to the end")

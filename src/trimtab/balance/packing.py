@@ -66,6 +66,9 @@ def pack_samples(
 ) -> PackResult:
     """Packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
 
+    Use this when you have sizes and a training loop of your own; `make_plan` calls it for you. Raises `PackingError`
+    for a sample above a limit, unless `oversize` says what to do with it.
+
     Every sample is in exactly one pack or, with `oversize="skip"`, in `packing.oversize`; no pack is above a limit but
     those of one oversize sample (`"alone"`). The number of packs is a multiple of `dp` where there are samples enough,
     so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
@@ -132,6 +135,8 @@ def report_packing(
 ) -> BalanceReport:
     """All figures of what `pack_samples` returned, with the same `cost`.
 
+    Use it to see how even packs are, and to compare two ways of packing.
+
     Batches of the padded methods count what padding adds. With a cost of one number per sample that cannot be known
     exactly: it is scaled by padded over own tokens.
 
@@ -145,6 +150,7 @@ def report_packing(
     >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
     3
     """
+    refuse_type("result", result, PackResult, "pack_samples(...)")
     packing = result.packing
     per_sample = cost_column(samples, cost)
     if packing.method not in PADDED_METHODS:

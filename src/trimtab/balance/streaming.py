@@ -29,6 +29,9 @@ MAX_SAMPLES = 1 << 18
 class StreamPacker:
     """Rows of dp packs under hard limits from samples as they come.
 
+    Use it where samples arrive one by one and nobody has sized them before; `pack_samples` packs better where all sizes
+    are known.
+
     Samples are collected until they fill about `buffer_rows` x dp packs, or are `max_samples`; then all are packed at
     once. Every sample is in exactly one pack; none waits longer than `stream.MAX_AGE` windows; every row has dp packs,
     empty ones only in the last row and only if there are fewer samples than ranks. The order of arrival is shuffled

@@ -116,7 +116,8 @@ def price_exchange(
         sent = whole / N
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
     cluster = case.cluster
-    link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
+    within = decision.group == "tp" or N * case.setting.dims.tp <= cluster.devices_per_node
+    link = cluster.device.link_bytes_per_s if within else cluster.node_link_bytes_per_s  # else by each rank's own port
     per_byte = 1.0 / (link * Efficiency().link)
     forward, backward = received + pixels, received if trained else 0.0
     return Exchange(

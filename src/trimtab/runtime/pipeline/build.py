@@ -39,6 +39,8 @@ def build_pipeline(
 ) -> Pipeline:
     """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
 
+    Use it on every rank, in place of moving the model to its device. examples/train_pipeline.py is a whole run.
+
     Every rank gives the same model, with the same parameters frozen. It is taken apart: layers of other ranks lose
     their weights (they move to the meta device) before anything moves to `device`, so a rank holds its own part alone.
 

@@ -384,6 +384,6 @@ def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
 
 def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 products over the float32 weights, or nothing."""
-    if settings.dtype == "float32":
+    if settings.dtype_on(device.type) == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def vision_dp(
 ) -> VisionDataParallel:
     """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
 
-    Every rank of the group must call it.
+    Every rank of the group must call it. examples/vision_data_parallel.py is a whole run.
 
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
     the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get
