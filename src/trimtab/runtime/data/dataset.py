@@ -220,11 +220,11 @@ class PlanDataset(Dataset[Any]):
 
         Item i is {"samples": [...]}, read when it is asked for; of dp ranks, rank i mod dp is to run it, which a
         sampler without shuffle does. Train with one item a batch, `remove_unused_columns=False`, and
-        `collate_packs(PackedCollator(...))`. The last step is filled with packs without samples. Needs `datasets`.
+        `collate_packs(PackedCollator(...))`. The last step may be short. Needs `datasets`.
         """
         import datasets
 
-        rows = list(PlanBatchSampler(plan, dp=1, rank=0, reshuffle=False))
+        rows = [pack for pack in PlanBatchSampler(plan, dp=1, rank=0, reshuffle=False) if pack]
 
         def read(batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
             return {"samples": [[self[row] for row in rows[pack]] for pack in batch["pack"]]}
