@@ -72,7 +72,18 @@ class SizingOptions:
     ] = None
 
 
-def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
+def parse_shard(text: str) -> tuple[int, int]:
+    """3/16."""
+    number, _, count = text.partition("/")
+    try:
+        return int(number), int(count)
+    except ValueError:
+        raise SampleError(f"shard {text!r} is no I/N: write it as in 3/16") from None
+
+
+def size_data(
+    model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions, *, shard: tuple[int, int] | None = None
+) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
@@ -113,6 +124,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             workers=workers,
             map_chunks=map_chunks,
             resume_dir=sizing.resume,
+            shard=shard,
             progress=advance,
         )
     for bad in result.bad:

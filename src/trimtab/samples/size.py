@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +82,7 @@ def size_samples(
     workers: int = 1,
     map_chunks: MapChunks = map_in_order,
     resume_dir: Path | None = None,
+    shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
     """Sizes of every sample of the data, in its order.
@@ -95,8 +97,10 @@ def size_samples(
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
     the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
-    (images are not looked at again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere
-    (`adapters.ray_data`). The result does not depend on `workers`, `map_chunks` nor on interruptions.
+    (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
+    for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
+    is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
+    result does not depend on `workers`, `map_chunks` nor on interruptions.
 
     >>> import json, tempfile
     >>> from trimtab import describe
@@ -111,6 +115,7 @@ def size_samples(
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
+    _refuse_shard(shard, resume_dir, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
@@ -125,7 +130,9 @@ def size_samples(
             max_pixels=max_pixels,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+        if shard is not None:
+            return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
     parts = [
@@ -148,6 +155,25 @@ def size_samples(
         image_rule=None if ready else write_rule(image_rule),
         files=() if ready else tuple(map(_sized_file, sources)),
     )
+
+
+def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, ready: bool) -> None:
+    if shard is None:
+        return
+    number, count = shard
+    if not 1 <= number <= count:
+        raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
+    if resume_dir is None:
+        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--resume)")
+    if ready:
+        raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
+
+
+def _kept_shard(sources: Sequence[SourceFile], shard: tuple[int, int], num_chunks: int) -> SizingResult:
+    """No samples: a shard does not know on which lines of its file its own stand."""
+    files = [source.label for source in sources]
+    told = f"shard {shard[0]} of {shard[1]} is sized: {num_chunks} chunks are kept"
+    return SizingResult(table=join_parts(files, [[] for _ in files], source_labels(sources)), assumptions=(told,))
 
 
 def _sized_file(source: SourceFile) -> SizedFile:
@@ -181,14 +207,15 @@ def _size_conversations(
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
         alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
-        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, None)
+        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(sources, settings, workers, map_chunks, resume_dir, progress)
+    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -206,9 +233,10 @@ def _size_files(
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file."""
+    """Parts of every file, lines numbered within the file; of a shard its own parts alone."""
     files = [source.file for source in sources]
     total = sum(file.stat().st_size for file in files)
     done = 0
@@ -220,12 +248,13 @@ def _size_files(
             progress(min(done, total), total)
 
     order: list[int] = []
+    turn, num_shards = (1, 1) if shard is None else shard
 
     def chunks() -> Iterator[Chunk]:
-        for number, file in enumerate(files):
-            for chunk in list_chunks(file):
-                order.append(number)
-                yield replace(chunk, media_root=sources[number].media_root)
+        every = ((number, chunk) for number, file in enumerate(files) for chunk in list_chunks(file))
+        for number, chunk in islice(every, turn - 1, None, num_shards):
+            order.append(number)
+            yield replace(chunk, media_root=sources[number].media_root)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
