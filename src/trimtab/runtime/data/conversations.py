@@ -26,6 +26,7 @@ from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.runtime.data.videos import VideoReader
 from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
@@ -35,7 +36,7 @@ from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
-_UNREADABLE = ("json", "type", "path", "image")
+_UNREADABLE = ("json", "type", "path", "image", "video")
 """Kinds of bad records that say nothing about tokenizer and template."""
 
 
@@ -82,6 +83,7 @@ class _Opened:
     count_image: CountImage
     processor: Any
     media: MediaFolders
+    videos: VideoReader | None = None  # made with the first
 
 
 class PlannedConversations:
@@ -133,7 +135,10 @@ class PlannedConversations:
             media = opened.media.of(self.records.place(row).file)
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
-            encoded = opened.encoder.encode(conversation, counts)
+            if conversation.videos and opened.videos is None:
+                opened.videos = VideoReader(self.model, self._options.video)
+            videos = [opened.videos.read(x, media, self._decode) for x in conversation.videos] if opened.videos else []
+            encoded = opened.encoder.encode(conversation, counts, [x for x, _ in videos])
         except BadRecordError as error:
             kind = UnreadableSampleError if error.kind in _UNREADABLE else SampleError
             raise kind(f"sample {name} ({self.records.place(row)}): {error}") from None
@@ -145,7 +150,18 @@ class PlannedConversations:
             )
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
         sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
-        return sample | self._pixels(opened, pictures) if pictures else sample
+        tensors = [x for _, x in videos]
+        if not pictures or any("pixel_values" in x for x in tensors):  # of both kinds in one array: in their order
+            slots = [part for message in conversation.messages for part in message.content if not isinstance(part, str)]
+            alone, clips = iter(pictures), iter(tensors)
+            media_in_order = [self._pixels(opened, [next(alone)]) if x is None else next(clips) for x in slots]
+        else:
+            media_in_order = [self._pixels(opened, pictures), *tensors]
+        for key in self._keys:
+            parts = [x[key] for x in media_in_order if key in x]
+            if parts:
+                sample[key] = torch.cat(parts)
+        return sample
 
     def _decode(self, content: bytes) -> Image.Image:
         try:
@@ -158,8 +174,7 @@ class PlannedConversations:
     def _pixels(self, opened: _Opened, pictures: list[Image.Image]) -> dict[str, Tensor]:
         rule = self.model.image_rule  # some processors cut images of one sample otherwise than lone ones
         nested = rule_in_sample(rule, len(pictures)) != rule
-        processed = opened.processor(images=[pictures] if nested else pictures, return_tensors="pt")
-        return {key: processed[key] for key in self._keys if key in processed}
+        return dict(opened.processor(images=[pictures] if nested else pictures, return_tensors="pt"))
 
 
 def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
