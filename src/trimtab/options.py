@@ -141,6 +141,12 @@ class VideoOptions:
         int | None, Option("The most pixels of a video, as its processor counts them (longest_edge).", least=1)
     ] = None
 
+    def shown(self) -> str:
+        """What was asked for: "fps 1.0, max_frames 16"; nothing where the processor's own files decide."""
+        return ", ".join(
+            f"{name} {value}" for name, value in same_fields(self, VideoOptions).items() if value is not None
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:

@@ -26,8 +26,10 @@ _CASES = {"internvl": "internvl qwen2"}
 _SQUARE = {"height": 56, "width": 56}
 _NAMED = {
     "internvl": {
-        **{"start_image_token": "<img>", "end_image_token": "</img>"},
-        **{"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
     }
 }
 
@@ -37,12 +39,21 @@ def write_video_model(folder: Path, family: str) -> Any:
     model_type, vision, text, outer = json.loads(json.dumps(ODD_CONFIGS[_CASES.get(family, family)]))
     image, video = PLACEHOLDERS[family]
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO"
-        "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ).replace("IMAGE", image).replace("VIDEO", video)
-    write_tokenizer(folder, template, special=SPECIAL, config=_NAMED.get(family))
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO"
+            "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+        .replace("IMAGE", image)
+        .replace("VIDEO", video)
+    )
+    write_tokenizer(
+        folder,
+        template,
+        special=SPECIAL,
+        config={"tokenizer_class": "PreTrainedTokenizerFast", **_NAMED.get(family, {})},
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     number = tokenizer.convert_tokens_to_ids
     if family == "qwen2_5_vl":
@@ -70,7 +81,10 @@ def _processor_files(family: str, config: Any) -> dict[str, dict[str, Any]]:
         sides = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2}
         kinds = {"qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")}
         processor, videos = kinds.get(family, ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"))
-        images = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 3136, "longest_edge": 50176}}
+        images = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 3136, "longest_edge": 50176},
+        }
         limits = {"size": {"shortest_edge": 3136, "longest_edge": 400000}, "do_sample_frames": True, "fps": 2}
         return {
             "preprocessor_config.json": {"processor_class": processor, **images, **sides},
@@ -84,8 +98,10 @@ def _processor_files(family: str, config: Any) -> dict[str, dict[str, Any]]:
         ),
     }
     processor, images, videos, more = kinds[family]
+    tiles = {"image_grid_pinpoints": config.image_grid_pinpoints} if family == "llava_onevision" else {}
+    own = {"processor_class": processor, "image_processor_type": images, "size": _SQUARE, **tiles}
     return {
-        "preprocessor_config.json": {"processor_class": processor, "image_processor_type": images, "size": _SQUARE},
+        "preprocessor_config.json": own,
         "processor_config.json": {"processor_class": processor, **more},
         "video_preprocessor_config.json": {"video_processor_type": videos, "size": _SQUARE},
     }

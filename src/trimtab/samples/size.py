@@ -16,7 +16,7 @@ import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.clips import NO_CLIPS
+from trimtab.models.images.clips import NO_CLIPS, AskedClips
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
@@ -114,6 +114,8 @@ def size_samples(
         parts = _size_conversations(files, settings, workers, map_chunks, resume_dir, progress)
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
+        if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
+            assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
         _refuse_repeated(file, [_refuse_long(file, part, max_tokens) for part in file_parts], unique_ids)
         for file, file_parts in zip(files, parts, strict=True)

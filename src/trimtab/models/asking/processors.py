@@ -91,7 +91,7 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
 
     Raises `UnknownModelError` where the library has no such processor, `ConfigError` where it refuses the files.
     """
-    kind = _processor_class(model_type, files)
+    kind = processor_class(model_type, files)
     try:
         with tempfile.TemporaryDirectory(prefix="trimtab-processor-") as folder:
             for name, content in {**files, "config.json": {"model_type": model_type}}.items():
@@ -131,8 +131,8 @@ def _made(kind: Any, parts: list[Any], written: dict[str, Any]) -> Any:
     raise AssertionError
 
 
-def _processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The class that the files name, else the one that the library pairs with the model."""
+def processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The processor that the files name, else the one that the library pairs with the model."""
     for content in files.values():
         name = content.get("processor_class")
         if isinstance(name, str) and inspect.isclass(found := getattr(transformers, name, None)):

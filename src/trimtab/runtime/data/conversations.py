@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import PlanError, SampleError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.asking.build import complete
+from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import family_of
 from trimtab.models.images.apply import rule_in_sample
@@ -26,7 +28,7 @@ from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
-from trimtab.runtime.data.videos import VideoReader
+from trimtab.runtime.data.videos import VideoReader, alike_videos, pixel_keys
 from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
@@ -126,7 +128,7 @@ class PlannedConversations:
             self._opened = _Opened(
                 ConversationEncoder(self._tokenizer),
                 image_counter(self.model.image_rule),
-                _image_processor(self._preprocessor, self._limits),
+                _image_processor(self._preprocessor, self._limits, self.model.family),
                 MediaFolders(options.media_root, allow_outside=options.allow_outside, exif=options.exif),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
@@ -160,7 +162,12 @@ class PlannedConversations:
         for key in self._keys:
             parts = [x[key] for x in media_in_order if key in x]
             if parts:
-                sample[key] = torch.cat(parts)
+                sample[key] = torch.cat(alike_videos(key, parts))
+        if any(not pixel_keys(x) & set(self._keys) for x in tensors):
+            raise UnsupportedPlanError(
+                f"sample {name} ({self.records.place(row)}) holds a video, and packs of {self.model.family} have no "
+                "place for videos: leave such samples out, or train it without packing"
+            )
         return sample
 
     def _decode(self, content: bytes) -> Image.Image:
@@ -182,11 +189,15 @@ def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
     return pack_format(complete(read_config(folder))).joined
 
 
-def _image_processor(folder: Path, limits: ModelInput) -> Any:
+def _image_processor(folder: Path, limits: ModelInput, family: str) -> Any:
     """The model's image processor under the user's own limits; nothing is fetched, and no code of the folder runs."""
     processor = AutoImageProcessor.from_pretrained(
         folder, backend="pil", trust_remote_code=False, local_files_only=True
     )
+    with contextlib.suppress(UnknownModelError):  # a processor may switch on what the file of its part does not
+        given = getattr(processor_class(family, {}), "images_kwargs", None)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            setattr(processor, name, value)
     if limits.max_pixels is not None:
         size = dict(processor.size)
         processor.size = {

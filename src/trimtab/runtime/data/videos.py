@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, UnsupportedPlanError
 from trimtab.models.asking.clips import run_clip, see_clip, set_sampling
 from trimtab.models.asking.images import Looker
 from trimtab.models.images.clips import NO_CLIPS, AskedClips
@@ -68,6 +68,22 @@ class VideoReader:
         placeholder = str(self._looker.processor_token("video"))
         counts = ClipCounts(image=tokens, placeholder=placeholder, soft=self._looker.soft)
         return counts, {key: value for key, value in output.items() if isinstance(value, Tensor)}
+
+
+def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
+    """`parts`, which can be joined: a model that takes videos as (videos, frames, ...) takes none of other lengths."""
+    lengths = sorted({part.shape[1] for part in parts}) if "videos" in key and parts[0].dim() > 4 else []
+    if len(lengths) > 1:
+        raise UnsupportedPlanError(
+            f"videos of {lengths[0]} and {lengths[1]} frames were put in one pack, and this model takes videos of one "
+            "length: size and train with --num-frames, so that all have as many"
+        )
+    return parts
+
+
+def pixel_keys(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Which of a processor's keys hold pixels."""
+    return {key for key in tensors if key.startswith("pixel_values")}
 
 
 class _Fetch:
