@@ -9,7 +9,7 @@ import typer
 
 from trimtab.address import place_of
 from trimtab.errors import SampleError
-from trimtab.options import Option, ReadingOptions
+from trimtab.options import Option, ReadingOptions, same_fields
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -89,6 +89,7 @@ def size_data(
 
     from trimtab.cli.output import log, progress
     from trimtab.models.families.known import family_of
+    from trimtab.models.images.clips import clip_rule_of
     from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table
     from trimtab.samples.workers import map_in_order
@@ -115,7 +116,8 @@ def size_data(
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            **asdict(reading),
+            clip_rule=clip_rule_of(model, reading.video),
+            **{name: value for name, value in same_fields(reading, ReadingOptions).items() if name != "video"},
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
             unique_ids=not sizing.number_ids,
