@@ -197,6 +197,7 @@ class _Branches:
     menu: Menu
     num_alike: Sequence[int]
     best: int  # only less is looked for
+    found: list[int] | None = None  # layers on each item, from the first on
 
     def search(self, need: int) -> Choice | None:
         """The choice of least cost below `best`; None where there is none."""
@@ -211,7 +212,6 @@ class _Branches:
             self.steps_behind.append([step for step in self.tiers.steps if prefix[step.layer_class] == step.prefix])
         self.free = list(self.num_alike)  # layers that no item before has taken
         self.chosen: list[int] = []
-        self.found: list[int] | None = None
         self._descend(need, 0)
         if self.found is None:
             return None
