@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 import trimtab
+from trimtab.address import place_of
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
@@ -80,7 +81,7 @@ def size_samples(
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
     map_chunks: MapChunks = map_in_order,
-    resume_dir: Path | None = None,
+    resume_dir: Path | str | None = None,
     shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
@@ -98,12 +99,12 @@ def size_samples(
     is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
     result does not depend on `workers`, `map_chunks` nor on interruptions.
     """
-    sources = find_sources(data, media_root)
+    sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
     files = [source.file for source in sources]
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
-    _refuse_shard(shard, resume_dir, ready=ready)
+    _refuse_shard(shard, kept_in, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
@@ -118,7 +119,7 @@ def size_samples(
             max_pixels=max_pixels,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
