@@ -168,7 +168,7 @@ def _choose_limits(samples: "SampleTable", options: PackOptions) -> list[tuple[i
             )
         return [(options.max_patches, options.max_tokens)]
     if given != (None, None):
-        raise PlanError(f"limits were given and to be chosen by {options.limits_by}: leave one of both out")
+        raise PlanError(f"limits were given, and are to be chosen by {options.limits_by}: leave one of both out")
     limits = _limits_of_parts(samples, options)
     if not options.apart:
         _refuse_above(samples, limits[0], options)

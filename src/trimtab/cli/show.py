@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.files import fingerprint_file, write_atomically
-from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.build import Within, make_plan, write_plan
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
@@ -31,7 +31,12 @@ def data_files(sources: Sequence[SourceFile]) -> tuple[DataFile, ...]:
 
 
 def plan_with_progress(
-    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, origin: PlanOrigin
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    origin: PlanOrigin,
+    within: Within | None = None,
 ) -> PlanDetails:
     """`make_plan` with one bar for all its steps."""
     from trimtab.cli.output import progress
@@ -43,6 +48,7 @@ def plan_with_progress(
             cluster,
             options,
             origin=origin,
+            within=within,
             progress=lambda _step, done, total: advance(done, total),
         )
 

@@ -18,6 +18,8 @@ from trimtab.address import place_of
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
@@ -26,13 +28,13 @@ from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadRecordError, BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
-from trimtab.samples.rows import read_conversation, record_id
+from trimtab.samples.rows import Conversation, read_conversation, record_id
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import COLUMNS, Part, SizedFile, SizingResult, join_parts, numbers_of
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
-from trimtab.specs import ImageCounts, ImageMarkup, ImageRule
+from trimtab.specs import Clip, ClipRule, ImageCounts, ImageMarkup, ImageRule
 
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
@@ -54,6 +56,7 @@ class _Settings:
     allow_outside: bool
     exif: Exif
     max_pixels: int
+    clip_rule: ClipRule | None
 
     def key(self) -> str:
         """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
@@ -67,6 +70,7 @@ def size_samples(
     data: Path | str | Sequence[Path | str],
     *,
     image_rule: ImageRule,
+    clip_rule: ClipRule | None = None,
     tokenizer: Path | str | None,
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
@@ -87,6 +91,9 @@ def size_samples(
 ) -> SizingResult:
     """Sizes of every sample of the data, in its order.
 
+    Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
+    result's `table` has a row for every sample; without a tokenizer tokens are estimated.
+
     `data` is what `find_sources` takes: files, folders, addresses such as s3://, names of hub data sets in the cache.
     Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). Bad samples
     raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
@@ -98,6 +105,14 @@ def size_samples(
     for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
     is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
     result does not depend on `workers`, `map_chunks` nor on interruptions.
+
+    >>> import json, tempfile
+    >>> from trimtab import describe
+    >>> path = Path(tempfile.mkdtemp()) / "data.jsonl"
+    >>> talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good morning"}]
+    >>> _ = path.write_text(json.dumps({"id": "a", "conversations": talk}))
+    >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
+    [13]
     """
     sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
     files = [source.file for source in sources]
@@ -117,6 +132,7 @@ def size_samples(
             allow_outside=allow_outside,
             exif=exif,
             max_pixels=max_pixels,
+            clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
         parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress)
@@ -124,6 +140,8 @@ def size_samples(
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
+        if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
+            assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
         repeat_samples(
             refuse_repeated(source.file, [refuse_long(source.file, p, max_tokens) for p in file_parts], unique_ids),
@@ -141,7 +159,7 @@ def size_samples(
         table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        image_rule=None if ready else repr(image_rule),
+        image_rule=None if ready else write_rule(image_rule),
         files=() if ready else tuple(map(_sized_file, sources)),
     )
 
@@ -201,7 +219,7 @@ def _size_conversations(
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
-        alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
+        alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
         seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
     return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress)
@@ -295,13 +313,25 @@ def _place(part: Part, file: Path, offset: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """One record of a chunk whose images and videos can be read."""
+
+    line: int
+    name: str | None
+    source: str
+    conversation: Conversation
+    images: list[ImageCounts]
+    clips: list[Clip]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sized:
     """One good record of a chunk, its text yet to be encoded."""
 
     line: int
     name: str | None
     source: str
-    images: list[ImageCounts]
+    images: list[ImageCounts]  # and videos behind them
     chat: Rendered
 
 
@@ -312,6 +342,7 @@ class _Sizer:
         self._settings = settings
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
+        self._clip_rule = settings.clip_rule
         self._media = MediaFolders(
             settings.media_root,
             allow_outside=settings.allow_outside,
@@ -322,6 +353,7 @@ class _Sizer:
     def size(self, chunk: Chunk) -> Part:
         """The chunk's samples."""
         sized: list[_Sized] = []
+        with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
@@ -331,9 +363,23 @@ class _Sizer:
             name = record.key
             try:
                 name = record_id(record.value) or record.key
-                sized.append(self._size_record(record, name, media))
+                read = self._read(record, name, media)
+                if read.clips:
+                    with_videos.append(read)
+                else:
+                    sized.append(self._rendered(read))
             except BadRecordError as error:
                 bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
+        if with_videos and self._clip_rule is not None:  # one question about all of them
+            self._clip_rule.prepare(clip for read in with_videos for clip in read.clips)
+        for read in with_videos:
+            try:
+                sized.append(self._rendered(read))
+            except BadRecordError as error:
+                bad.append(BadSample.of(chunk.file, read.line, read.name, error.kind, str(error)))
+        if with_videos:
+            sized.sort(key=lambda x: x.line)
+            bad.sort(key=lambda x: x.line or 0)
         tokens: list[int] = []
         for first in range(0, len(sized), _BATCH):
             tokens += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
@@ -362,7 +408,7 @@ class _Sizer:
             raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
         return name
 
-    def _size_record(self, record: Record, name: str | None, media: MediaFolder) -> _Sized:
+    def _read(self, record: Record, name: str | None, media: MediaFolder) -> _Read:
         if record.problem is not None:
             raise record.problem
         source, conversation = self._source(record), read_conversation(record.value, images=record.images)
@@ -371,5 +417,19 @@ class _Sizer:
             images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
         except ImageError as error:
             raise BadRecordError("image", str(error)) from None
-        chat = self._counter.render(conversation, images)
-        return _Sized(line=record.line, name=name, source=source, images=images, chat=chat)
+        clips: list[Clip] = []
+        if conversation.videos and not isinstance(self._settings.image_rule, SizesAlone):
+            if self._clip_rule is None:
+                raise BadRecordError("video", f"videos of this model cannot be counted: {NO_CLIPS}")
+            clips = [media.clip(video) for video in conversation.videos]
+        conversation = replace(conversation, images=(), videos=())  # their bytes are not held
+        return _Read(line=record.line, name=name, source=source, conversation=conversation, images=images, clips=clips)
+
+    def _rendered(self, read: _Read) -> _Sized:
+        try:
+            videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
+        except ImageError as error:
+            raise BadRecordError("video", str(error)) from None
+        chat = self._counter.render(read.conversation, read.images, videos)
+        images = [*read.images, *(video.image for video in videos)]
+        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)

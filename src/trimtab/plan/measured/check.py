@@ -24,7 +24,9 @@ from trimtab.units import format_bytes
 
 
 def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
-    """What does not hold, a sentence each; empty when all does.
+    """What of the plan at `path` does not hold, a sentence each; empty when all does.
+
+    Use it before a run, as `trimtab check` does: a list of sentences, empty where the plan still holds.
 
     `model` and `cluster` are needed only for a plan whose model was described from Python and not from a file, or whose
     devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.

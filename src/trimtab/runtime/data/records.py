@@ -36,6 +36,9 @@ class Place:
 def open_records(plan: Path | str, files: Sequence[Path] | None = None, media_root: MediaRoot = None) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
 
+    Use it to read the records of a plan as they stand in your files; `open_conversations` makes a model's input of
+    them. docs/training-loop.md has an example.
+
     `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
     """
     path = Path(plan)
