@@ -4,8 +4,8 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.opt
 `option_problems` checks it. No NumPy here: `--help` reads these.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -67,13 +67,13 @@ def option_fields(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
 
     The dataclass's file must not import `annotations` from `__future__`: a quoted type is not read.
     """
-    for field in fields(kind):
-        assert not str(field.type).startswith("Annotated"), f"{kind} is quoted"
-        if get_origin(field.type) is Annotated:
-            hint, option = get_args(field.type)
-            yield field.name, hint, option
+    for own in fields(kind):
+        assert not str(own.type).startswith("Annotated"), f"{kind} is quoted"
+        if get_origin(own.type) is Annotated:
+            hint, option = get_args(own.type)
+            yield own.name, hint, option
         else:
-            yield field.name, field.type, None
+            yield own.name, own.type, None
 
 
 def option_problems(options: Any) -> list[str]:
@@ -125,8 +125,38 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VideoOptions:
+    """How frames of a video are sampled and cut, where the files of the processor do not say it as wanted.
+
+    The first three are the processor's own settings, by its own names; its limits of pixels it keeps in `size`.
+    """
+
+    fps: Annotated[float | None, Option("Frames taken of each second of a video.", least=0.001)] = None
+    num_frames: Annotated[int | None, Option("Frames taken of a video, evenly spread.", least=1)] = None
+    max_frames: Annotated[int | None, Option("The most frames taken of a video.", least=1)] = None
+    video_min_pixels: Annotated[
+        int | None, Option("The least pixels of a video, as its processor counts them (shortest_edge).", least=1)
+    ] = None
+    video_max_pixels: Annotated[
+        int | None, Option("The most pixels of a video, as its processor counts them (longest_edge).", least=1)
+    ] = None
+
+    def shown(self) -> str:
+        """What was asked for: "fps 1.0, max_frames 16"; nothing where the processor's own files decide."""
+        return ", ".join(
+            f"{name} {value}" for name, value in same_fields(self, VideoOptions).items() if value is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
-    """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
+    """How the data set is read: the same when it is sized and when a plan runs, or counts differ.
+
+    Use the same options for `size_samples` and `open_conversations`.
+
+    >>> ReadingOptions(exif="apply").exif
+    'apply'
+    """
 
     tokenizer: Annotated[
         Path | None,
@@ -137,6 +167,14 @@ class ReadingOptions:
         SpecialTokens,
         Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),
     ] = "template"
-    media_root: Annotated[Path | None, Option("Folder that image paths start from; else the data file's.")] = None
+    media_root: Annotated[
+        Sequence[Path | str] | Path | str | None,
+        Option(
+            "Folder that image paths start from; else the data file's. FILE=FOLDER for one file; repeatable.",
+            read=tuple,
+            typed=list[str],
+        ),
+    ] = None
     allow_outside: Annotated[bool, Option("Read images outside the media root too.")] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
+    video: VideoOptions = field(default_factory=VideoOptions)

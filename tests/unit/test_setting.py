@@ -11,12 +11,12 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.setting import choose_setting
+from trimtab.plan.decide.setting import choose_setting, profile_setting
 from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import SettingEstimate
-from trimtab.specs import ClusterSpec
+from trimtab.specs import ClusterSpec, ParallelDims
 
 MODEL = describe("InternVL-Chat-V1-5")
 SAMPLES = tile_samples(300)
@@ -110,6 +110,24 @@ def test_no_setting_looks_faster_by_larger_steps() -> None:
     for x in found.considered:
         per_step = x.setting.dims.dp * x.setting.num_microbatches * x.samples_per_pack
         assert per_step <= 1.25 * 256, x.estimate.label
+
+
+def test_weights_are_gathered_by_all_ports_of_a_node() -> None:
+    def gather_s(cluster: ClusterSpec, dims: ParallelDims) -> float:
+        def per_microbatch_s(zero_stage: int) -> float:
+            profile = profile_setting(MODEL, cluster, PlanOptions(zero_stage=zero_stage), dims)
+            return float(profile.matrix("forward_s")[:, 0].sum())
+
+        return per_microbatch_s(3) - per_microbatch_s(2)
+
+    wide, narrow = ParallelDims(dp=32), ParallelDims(dp=8, tp=4)
+    cluster = parse_cluster("32xA100-80GB")
+    weights_bytes = sum(layer.num_params for layer in MODEL.layers) * 2
+    assert gather_s(cluster, wide) == pytest.approx(weights_bytes * 31 / 32 / (8 * 25e9 * 0.80))
+    # a group of every fourth device has two members on a node; each holds a fourth of the products' weights
+    share = profile_setting(MODEL, cluster, PlanOptions(), narrow)
+    held_bytes = sum(layer.num_params for layer in share.layers) * 2
+    assert gather_s(cluster, narrow) == pytest.approx(held_bytes * 7 / 8 / (2 * 25e9 * 0.80))
 
 
 def test_every_divisor_of_the_devices_is_considered() -> None:

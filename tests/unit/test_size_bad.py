@@ -37,7 +37,7 @@ BAD_ROWS = {
     "list": ([GOOD], "type", "the record is list"),
     "number": (3, "type", "the record is 3"),
     "text": ("conversations", "type", "the record is 'conversations'"),
-    "no conversation": ({"id": "q"}, "type", "neither 'conversations' nor 'messages'"),
+    "no conversation": ({"id": "q"}, "type", "none of 'conversations', 'messages' and 'texts'"),
     "empty conversation": ({"conversations": []}, "type", "at least one turn"),
     "conversation of text": ({"conversations": "hi"}, "type", "'hi'"),
     "turn of text": ({"conversations": ["hi"]}, "type", "a turn of 'conversations' is 'hi'"),
@@ -46,7 +46,28 @@ BAD_ROWS = {
     "role of list": ({"conversations": [{"from": ["human"], "value": "x"}]}, "type", "'from' is list"),
     "no value": ({"conversations": [{"from": "human"}]}, "type", "'value' is None"),
     "number value": ({"conversations": [{"from": "human", "value": 3.5}]}, "type", "'value' is 3.5"),
-    "odd part": (user([{"type": "video", "video": "x"}]), "type", "video and audio are not sized"),
+    "odd part": (user([{"type": "audio", "audio": "x"}]), "type", "audio is not sized"),
+    "video of a model without its files": (
+        user([{"type": "video", "video": "x.mp4"}]),
+        "video",
+        "name the model's folder",
+    ),
+    "video without a placeholder": (
+        {"conversations": talk("hello"), "video": "x.mp4"},
+        "placeholder",
+        "0 video placeholders and 1",
+    ),
+    "a sampling of its own": (
+        user([{"type": "video", "video": "x.mp4", "nframes": 8}]),
+        "type",
+        "sampling of its own (nframes)",
+    ),
+    "video of number": ({"conversations": talk("<video>"), "video": 7}, "type", "'video' is 7"),
+    "two fields of videos": (
+        {"conversations": talk("<video>"), "video": "a", "videos": ["b"]},
+        "type",
+        "differ: keep one",
+    ),
     "part of number": (user([7]), "type", "a content part is 7"),
     "part without text": (user([{"type": "text"}]), "type", "'text' of a content part is None"),
     "image of number": ({"conversations": talk("<image>"), "image": 7}, "type", "'image' is 7"),
@@ -216,7 +237,7 @@ def test_files_that_cannot_be_read_always_raise(folder):
             size(folder, name, on_bad="skip")
     with pytest.raises(SampleError, match="no data file was named"):
         size(folder)
-    with pytest.raises(SampleError, match="cannot read"):
+    with pytest.raises(SampleError, match="sub holds no data"):
         size(folder, "sub")
     write_jsonl(folder / "lengths.jsonl", [{"num_tokens": 3}])
     write_jsonl(folder / "data.jsonl", [GOOD])

@@ -25,6 +25,7 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.shown import html_table, three_lines
 from trimtab.specs import DeviceSpec
 
 PLAN_VERSION = "1.0"
@@ -60,6 +61,7 @@ class DataFile:
     path: str
     num_bytes: int
     blake2b: str
+    media_root: str | None = None  # null, and no such key: none was stated for this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +374,10 @@ def find_baseline(names: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One reviewable set of decisions with its inputs and expectations."""
+    """One reviewable set of decisions with its inputs and expectations.
+
+    Use `load_plan` to read one. Your code reads `decisions` (exact), never `estimates` (rounded, with their error).
+    """
 
     plan_version: str
     created_by: str
@@ -382,3 +387,15 @@ class Plan:
     decisions: Decisions
     estimates: Estimates
     assumptions: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        shape, _, expected = self.summary.partition(". ")
+        return three_lines(f"Plan of {self.inputs.model.name}", f"{shape}.", expected)
+
+    def _repr_html_(self) -> str:
+        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
+        rows = [
+            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
+            for row in self.estimates.variants
+        ]
+        return html_table(repr(self), head, rows)

@@ -37,7 +37,7 @@ _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
+class Run:
     """What every micro-batch asks of the layers, padding included, when it runs, and on which stages."""
 
     name: str
@@ -85,7 +85,7 @@ def compare_variants(
     if shared.vision is not None and without is None:
         without = choose_split(case)
     problem = case.problem
-    plain = _Run(
+    plain = Run(
         name="",
         problem=problem,
         packs=f"{case.packing.method}, {case.schedule.order} order",
@@ -106,7 +106,7 @@ def compare_variants(
         runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
     variants = []
     for number, run in enumerate(runs):
-        variants.append(_simulate_run(run, case.cluster))
+        variants.append(simulate_run(run, case.cluster))
         if progress is not None:
             progress(number + 1, len(runs))
     return tuple(variants)
@@ -134,7 +134,7 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[_Run]:
+def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
     """Those that were asked for, the fastest that fits last, as the one that the plan is told against.
 
     Where none was: the fastest on all degrees, then the one on the plan's.
@@ -166,7 +166,7 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     return replace(case, options=options, setting=setting)
 
 
-def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> _Run:
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> Run:
     """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
@@ -188,7 +188,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> _Run:
     return _fastest(runs, case.cluster)
 
 
-def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
+def _switch(run: Run, recompute: RecomputeMode) -> Run:
     """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
     if recompute == "auto":
         return run
@@ -198,13 +198,13 @@ def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
     return replace(run, stages=stages, rules=(run.rules[0], recompute))
 
 
-def _fastest(runs: Sequence[_Run], cluster: ClusterSpec) -> _Run:
+def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
     """Of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
     return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
-def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
+def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
     """Seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
@@ -221,7 +221,7 @@ def _batched(
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
-) -> _Run:
+) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     problem = case.problem
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
@@ -240,7 +240,7 @@ def _batched(
     )
     work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
     name = baseline.method.replace("_", "-")
-    return _Run(
+    return Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
         packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
@@ -249,7 +249,7 @@ def _batched(
     )
 
 
-def _uniform(run: _Run) -> _Run:
+def _uniform(run: Run) -> Run:
     """As many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
     problem = run.problem
     num_stages = problem.num_stages * problem.num_chunks
@@ -270,7 +270,7 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _B
     return _Balanced(stages=best.stages, rules=("balanced", rule))
 
 
-def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
+def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims = problem.profile.dims

@@ -183,7 +183,10 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             },
         )
 
-    target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile
+    def ring(dims: ParallelDims) -> float:
+        return cluster.ring_bytes_per_s(dims.dp, stride=dims.tp)  # data-parallel ranks lie next to each other
+
+    target, saved = formulas(cluster.device, dims, ring(dims)), options.profile
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
@@ -193,7 +196,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             f"{options.optimizer} at stage {options.sharding}, whose state was not measured: plan with those, or "
             "probe again"
         )
-    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
+    base = formulas(saved.device, saved.dims, ring(saved.dims), gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(
         saved,
@@ -220,6 +223,8 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
         )
     found = False
     for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
+        if options.tp_degrees and tp not in options.tp_degrees:
+            continue
         for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
             if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
                 continue

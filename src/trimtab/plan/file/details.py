@@ -9,7 +9,6 @@ from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.case import Case
 from trimtab.plan.plan import Plan, find_baseline
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
 
@@ -55,7 +54,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanDetails:
-    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves."""
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
+
+    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    """
 
     plan: Plan
     model: ModelSpec
@@ -70,16 +72,10 @@ class PlanDetails:
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        shape, _, expected = self.plan.summary.partition(". ")
-        return three_lines(f"PlanDetails of {self.model.name}", f"{shape}.", expected)
+        return f"PlanDetails: {self.plan!r}"
 
     def _repr_html_(self) -> str:
-        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
-        rows = [
-            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
-            for row in self.plan.estimates.variants
-        ]
-        return html_table(repr(self), head, rows)
+        return self.plan._repr_html_()
 
     @property
     def baseline(self) -> Variant:
