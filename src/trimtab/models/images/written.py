@@ -12,7 +12,9 @@ _MOST_SHOWN = 60  # characters of a setting in a message
 
 def write_rule(rule: ImageRule) -> str:
     """Kind and settings as JSON; equal rules give equal text."""
-    settings = {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
+    settings: dict[str, object] = (
+        {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
+    )
     return json.dumps({"name": rule.name, **settings, "kind": type(rule).__name__}, sort_keys=True, default=repr)
 
 
