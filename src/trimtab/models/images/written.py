@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from trimtab.specs import ImageRule
 
@@ -12,7 +13,7 @@ _MOST_SHOWN = 60  # characters of a setting in a message
 
 def write_rule(rule: ImageRule) -> str:
     """Kind and settings as JSON; equal rules give equal text."""
-    settings: dict[str, object] = (
+    settings: dict[str, Any] = (
         {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
     )
     return json.dumps({"name": rule.name, **settings, "kind": type(rule).__name__}, sort_keys=True, default=repr)
