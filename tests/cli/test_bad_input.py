@@ -51,7 +51,7 @@ CASES = [
     ([*A100, "--pp", "3"], "multiple of 3"),
     ([*A100, "--freeze", "head"], "frozen"),
     ([*A100, "--schedule", "auto", "--for", "megatron"], "--for megatron, which runs some schedules alone"),
-    ([*A100, "--tp", "1", "--vision-dp", "tp"], "a group of one that shares with nobody"),
+    ([*A100, "--tp", "1", "--vision-dp", "tp"], "a group of one that shares with no other rank"),
     ([*A100, "--max-tokens", "100"], "do not fit a pack"),
     (["plan", "Qwen2.5-VL-7B", "{tiles}", "--cluster", "8xA100-80GB"], "own resolution"),
     (["check", "{missing}"], "give a plan.yaml"),

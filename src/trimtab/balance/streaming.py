@@ -29,8 +29,8 @@ MAX_SAMPLES = 1 << 18
 class StreamPacker:
     """Rows of dp packs under hard limits from samples as they come.
 
-    Use it where samples arrive one by one and nobody has sized them before; `pack_samples` packs better where all sizes
-    are known.
+    Use it where samples arrive one by one and their sizes are not known before; where all are known, `pack_samples`
+    packs better.
 
     Samples are collected until they fill about `buffer_rows` x dp packs, or are `max_samples`; then all are packed at
     once. Every sample is in exactly one pack; none waits longer than `stream.MAX_AGE` windows; every row has dp packs,
