@@ -64,7 +64,7 @@ def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
     assert run("export", "megatron", split, "--fit", tmp_path / "fit").code == 0
     caught = run("check", tmp_path / "fit", "--for", "megatron")
     assert caught.code == 1
-    assert "of 32 vision layers are built, without a word" in caught.out
+    assert "of 32 vision layers are built, silently" in caught.out
     cleared = run("check", tmp_path / "fit", "--for", "megatron", "--vision-cleared")
     assert cleared.code == 0
     assert "megatron can run it" in cleared.out

@@ -284,7 +284,9 @@ def test_even_splits():
     assert [s.start for s in even_stages(profile, 3)] == [0, 6, 9]
     assert [s.start for s in even_stages(profile, 3, vision="first")] == [0, 8, 10]
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
-    with pytest.raises(PartitionError, match=r"cannot deal 10 blocks evenly to 11 stages: choose between 1 and 10"):
+    with pytest.raises(
+        PartitionError, match=r"cannot divide 10 blocks evenly among 11 stages: choose between 1 and 10"
+    ):
         even_stages(profile, 11)
     with pytest.raises(PartitionError, match=r"only 1 cuts are allowed: choose at most 2 stages"):
         even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.adapters.data_files import PlannedPacks, WrittenData, data_of, read_planned, write_jsonl
+from trimtab.adapters.data_files import PlannedPacks, WrittenData, read_planned, sources_of, write_jsonl
 from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically
@@ -26,6 +26,7 @@ from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.record_lines import places_of
 from trimtab.samples.rows import IMAGE_MARK, Conversation, read_conversation
+from trimtab.samples.sources import whole_root
 
 PackLayout = Literal["records", "llava-ov"]
 
@@ -58,8 +59,10 @@ def write_energon_packs(
             f"{num_packs} packs were to be shared by {dp} ranks, and Energon gives every rank equally many: name a "
             "number of ranks that divides them, or plan again with --dp for yours"
         )
-    files = data_of(planned, data)
-    media = MediaFolders(reading.media_root, allow_outside=reading.allow_outside, exif=reading.exif)
+    sources = sources_of(planned, data, reading.media_root)
+    files = [source.file for source in sources]
+    whole = whole_root(sources, reading.media_root)
+    media = MediaFolders(whole, allow_outside=reading.allow_outside, exif=reading.exif)
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []
     with open_records(files, planned.samples, folder=out) as records:
@@ -67,7 +70,8 @@ def write_energon_packs(
         def conversation(row: int) -> tuple[dict[str, Any], Conversation, list[bytes]]:
             record = json.loads(records.read(row))
             said = read_conversation(record)
-            folder = media.of(files[int(places_of(planned.samples).file[row])])
+            source = sources[int(places_of(planned.samples).file[row])]
+            folder = media.of(source.file, source.media_root)
             return record, said, [folder.read(image) for image in said.images]
 
         for start in range(0, num_packs, packs_per_shard):

@@ -102,7 +102,7 @@ def decided(found: ReloadedPlan) -> Decided:
         schedule=schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
+        zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,

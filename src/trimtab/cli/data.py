@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trimtab.address import place_of
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions
 
@@ -16,9 +17,15 @@ if TYPE_CHECKING:
     from trimtab.specs import ModelSpec
 
 DataArgument = Annotated[
-    list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
+    list[Path],
+    typer.Argument(
+        parser=place_of,
+        metavar="DATA...",
+        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+    ),
 ]
-WORKERS = Option("Processes, one per core by default; never change a result.", least=1)
+WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +54,23 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out, listed.")] = "error"
-    max_length: Annotated[int | None, Option("A sample with more tokens is a bad one.", least=1)] = None
+    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out and list them.")] = (
+        "error"
+    )
+    max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
     engine: Annotated[
         Literal["local", "ray"],
-        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
+        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); the result is the same."),
     ] = "local"
-    resume: Annotated[Path | None, Option("Folder that keeps finished chunks, to go on after a kill.")] = None
+    resume: Annotated[
+        Path | None,
+        Option(
+            "Folder, or address, for finished chunks: give it again to continue after an interruption.", read=place_of
+        ),
+    ] = None
 
 
 def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":

@@ -38,7 +38,7 @@ def torchserve(
     ] = None,
     rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
     setup: Annotated[
-        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options beside it go first.")
+        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options given here override it.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",

@@ -28,7 +28,7 @@ class RefineOptions:
     """Whether the best splits are run on this machine, and how."""
 
     refine: Annotated[
-        int | None, Option("Run so many of the best splits on this machine, keep the fastest.", least=2)
+        int | None, Option("Time this many of the best splits on this machine and keep the fastest.", least=2)
     ] = None
     refine_steps: Annotated[int, Option("Timed steps of each split that --refine runs.", least=1)] = 5
     model_dir: Annotated[
@@ -47,13 +47,20 @@ def plan(
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Only what this framework can run; trimtab: what `trimtab train` can."),
+        typer.Option("--for", help="Decide only what this framework can run; trimtab means `trimtab train`."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     devices_per_node: Annotated[
         int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
     ] = 8,
+    node_link: Annotated[
+        str | None,
+        typer.Option(
+            help="Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.",
+            rich_help_panel="Plan options",
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -72,15 +79,17 @@ def plan(
     from trimtab.errors import PartitionError
     from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
+    from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
+    beside = None if saved is None else saved.device
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link, beside=beside)
     sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
-        data_files=data_files(data),
+        data_files=data_files(find_sources(data, sizing.reading.media_root)),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )

@@ -13,13 +13,20 @@ from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report
 from trimtab.report.trace import chrome_trace
+from trimtab.samples.sources import SourceFile
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 
-def data_files(paths: Sequence[Path]) -> tuple[DataFile, ...]:
-    """Each file as the user named it, with its fingerprint."""
+def data_files(sources: Sequence[SourceFile]) -> tuple[DataFile, ...]:
+    """Each file as it was found, with its fingerprint and the media folder that was stated for it."""
     return tuple(
-        DataFile(path=str(path), num_bytes=path.stat().st_size, blake2b=fingerprint_file(path)) for path in paths
+        DataFile(
+            path=str(source.file),
+            num_bytes=source.file.stat().st_size,
+            blake2b=fingerprint_file(source.file),
+            media_root=None if source.media_root is None else str(source.media_root),
+        )
+        for source in sources
     )
 
 

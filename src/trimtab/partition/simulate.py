@@ -71,6 +71,8 @@ def stage_times(
 def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:
     """Start and end of every block of one step of M micro-batches.
 
+    Use it to see how long a pipeline step takes and where devices wait, for seconds that you measured or planned.
+
     Each device (num_devices None: as many as stages) runs its blocks in `block_order`. A forward waits for the stage
     before, a backward for the stage behind (the last stage's for its own forward), sends included; stages of one device
     send each other nothing. Where the schedule splits the backward, the stage before waits for its first part only.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
 from trimtab.partition.assess import SplitResult
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # numba comes with these: only when something is solved
 
 def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
+
+    Use this to cut a model whose packs you have already; `make_plan` calls it for you.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
     see `SplitProblem.assess`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual
@@ -44,6 +46,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     >>> [stage.stop - stage.start for stage in split_stages(problem).stages]
     [40, 8, 9, 8]
     """
+    refuse_type("problem", problem, SplitProblem, "SplitProblem(profile=...)")
     if problem.num_chunks == 1:
         result = _solve_capped(problem, chunk_room(problem))
         if result is None:

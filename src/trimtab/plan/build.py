@@ -49,6 +49,8 @@ def make_plan(
 ) -> PlanDetails:
     """Decide packs, stages and recompute; say what they are expected to cost beside the unbalanced baseline.
 
+    Use this for the whole decision, as `trimtab plan` does; `write_plan` saves what it returns.
+
     The same inputs and options give the same plan, byte for byte. Raises `PackingError` for samples over the limits,
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
 
@@ -80,24 +82,26 @@ def make_plan(
     chosen = choose_setting(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
-    for number in range(len(chosen.considered)):
-        chosen_here = replace(chosen, considered=chosen.considered[number:])
-        case = _pack_case(
-            model, epoch, samples_work, cluster, budget, chosen_here.best.setting, chosen_here.best.options
-        )
+    tried = chosen
+    while True:
+        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
         case, found = vision.best.case, vision.best.found
         split = found.split if within is None else best_split(case, within(model, case.setting.dims.pp))
         if split is not None:
             break
-    else:
-        raise PartitionError(
-            f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: plan "
-            "with other degrees, a higher ZeRO stage, smaller packs, or without --for"
-        )
+        rest = tuple(x for x in tried.considered if x is not tried.best)
+        if not rest:
+            raise PartitionError(
+                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            )
+        tried = replace(tried, considered=rest)
     setting, options = case.setting, case.options
-    variants = compare_variants(case, split.stages, without=without, progress=_step(progress, "simulation"))
+    variants = compare_variants(
+        case, split.stages, without=without, elsewhere=tried.listed, progress=_step(progress, "simulation")
+    )
     return assemble_plan(
         case,
         split,
@@ -105,11 +109,13 @@ def make_plan(
         origin=origin,
         mixture=epoch.sources,
         searched=found.searched,
+        settings=tried.listed,
+        setting_error=tried.error,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),
             *describe_draw(epoch.sources),
-            *chosen_here.sentences(),
+            *tried.sentences(),
             *(found.sentences() if within is None else (_NARROWED,)),
             *vision.sentences(),
             *explain_losses(variants),
@@ -205,7 +211,23 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
-    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
+    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table.
+
+    Use it behind `make_plan`: `trimtab train`, `check`, `report` and `export` take the folder.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from trimtab import SampleTable, check_plan, describe, load_plan, parse_cluster
+    >>> tiles = np.arange(200) % 5
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=1024 * tiles, num_tokens=256 * tiles + 90,
+    ...                       patches_sq=1024**2 * tiles, patches_windowed=1024 * tiles, source=np.zeros(200, np.int32))
+    >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("4xH200")
+    >>> details = make_plan(model, samples, cluster, PlanOptions(dp=1, pp=2, tp=2, num_microbatches=8))
+    >>> folder = tempfile.mkdtemp()
+    >>> path = write_plan(details, folder)
+    >>> load_plan(folder) == details.plan, check_plan(folder)
+    (True, [])
+    """
     refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
     for name, content in details.tables.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.plan import VisionEstimate
+from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     before_after,
@@ -12,13 +13,12 @@ from trimtab.report.words import (
     describe_recompute,
     memory_scale,
     percent,
-    ratio_text,
     relative_spread,
     shuffle_text,
     signed_percent,
     time_scale,
 )
-from trimtab.units import MIB, format_bytes, format_seconds
+from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
 
 SEARCHED_NOTE = (
     "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
@@ -44,7 +44,7 @@ def variants_table(details: PlanDetails) -> Table:
                     text=row.name[:60], below=f"{row.packs[:80]} · {row.stages[:80]} · recompute {row.recompute[:80]}"
                 ),
                 Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
-                ratio_text(row.samples_per_s / details.plan.estimates.compared[0].samples_per_s),
+                format_ratio(details.plan.estimates.gain(row)),
                 step.number(row.step_ms / 1e3),
                 epoch.number(row.epoch_s),
                 percent(row.idle_share),
@@ -53,6 +53,33 @@ def variants_table(details: PlanDetails) -> Table:
             for row in rows
         ],
         marked=len(rows) - 1,
+    )
+
+
+def settings_table(estimates: Estimates) -> Table:
+    """Degrees, ZeRO stages and schedules that came near, the simplest first and this plan's marked."""
+    taken = estimates.settings[0]
+    rows = sorted(estimates.settings, key=lambda row: (complexity(row), -row.samples_per_s))
+    step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
+    best = max(row.samples_per_s for row in rows)
+    return Table(
+        title="Nearest alternatives",
+        columns=(
+            Column("Setting", look="named"),
+            *numeric("Samples\n/s", "Against\nplan", f"Step,\n{step.unit}", "Micro-\nbatches", "Memory,\nGiB"),
+        ),
+        rows=[
+            (
+                Cell(text=row.label, below=row.kind),
+                Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
+                format_ratio(row.samples_per_s / taken.samples_per_s),
+                step.number(row.step_ms / 1e3),
+                str(row.num_microbatches),
+                f"{row.peak_memory_gib:.1f}",
+            )
+            for row in rows
+        ],
+        marked=rows.index(taken),
     )
 
 
@@ -187,7 +214,8 @@ def vision_table(found: VisionEstimate) -> Table:
             "Slowest rank",
             times.text(found.tower_without_ms / 1e3),
             times.text(found.tower_ms / 1e3),
-            f"vision tower and projector in a mean step; {ratio_text(over)} equal shares without exchange{known}",
+            f"vision tower and projector in a mean step; {format_ratio(over)} as long as equal shares without exchange"
+            f"{known}",
         ),
         (
             "Update",

@@ -84,10 +84,6 @@ def shuffle_text(chi2: float | None) -> str:
     return "one source" if chi2 is None else f"{chi2:.3f}"
 
 
-def ratio_text(ratio: float) -> str:
-    return f"{ratio:.2f} ×"
-
-
 def before_after(details: PlanDetails) -> dict[str, Variant]:
     """The baseline and the plan, by title."""
     return {"Baseline": details.baseline, "Plan": details.variants[-1]}

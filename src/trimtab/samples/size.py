@@ -17,15 +17,18 @@ from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
 from trimtab.options import Exif, SpecialTokens
+from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
 from trimtab.samples.media import MediaFolder, MediaFolders
-from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
-from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
+from trimtab.samples.problems import BadRecordError, BadSample, refuse_bad, shorten
+from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import read_conversation, record_id
-from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts, numbers_of
+from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
+from trimtab.samples.table import COLUMNS, Part, SizedFile, SizingResult, join_parts, numbers_of
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import ImageCounts, ImageMarkup, ImageRule
 
@@ -66,7 +69,7 @@ def size_samples(
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
     special_tokens: SpecialTokens = "template",
-    media_root: Path | None = None,
+    media_root: MediaRoot = None,
     allow_outside: bool = False,
     exif: Exif = "ignore",
     max_pixels: int = MAX_PIXELS,
@@ -79,19 +82,33 @@ def size_samples(
     resume_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
-    """Sizes of every sample of the files, in their order.
+    """Sizes of every sample of the data, in its order.
 
-    Image paths are taken below `media_root` (None: the folder of the data file). Bad samples raise one `SampleError`
-    that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all always raises.
-    `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names the field that says
-    which data set a record comes from (text, at most 80 characters); without it the file is the source. `progress` is
-    called with bytes of data files done and in all. With `resume_dir` finished chunks are kept there: a killed pass
-    started again takes them over, unless data file, tokenizer or settings have changed (images are not looked at
-    again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
-    result does not depend on `workers`, `map_chunks` nor on interruptions.
+    Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
+    result's `table` has a row for every sample; without a tokenizer tokens are estimated.
+
+    `data` is what `find_sources` takes: files, folders, addresses such as s3://, names of hub data sets in the cache.
+    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). Bad samples
+    raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
+    at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
+    the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
+    the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
+    kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
+    (images are not looked at again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere
+    (`adapters.ray_data`). The result does not depend on `workers`, `map_chunks` nor on interruptions.
+
+    >>> import json, tempfile
+    >>> from trimtab import describe
+    >>> path = Path(tempfile.mkdtemp()) / "data.jsonl"
+    >>> talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good morning"}]
+    >>> _ = path.write_text(json.dumps({"id": "a", "conversations": talk}))
+    >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
+    [13]
     """
-    files = [Path(data)] if isinstance(data, Path | str) else [Path(file) for file in data]
-    assumptions: list[str] = []
+    sources = find_sources(data, media_root)
+    files = [source.file for source in sources]
+    _refuse_other_tiles(sources, image_rule)
+    assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
@@ -101,18 +118,21 @@ def size_samples(
             image_rule=image_rule,
             source_key=source_key,
             tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
-            media_root=media_root,
+            media_root=whole_root(sources, media_root),
             allow_outside=allow_outside,
             exif=exif,
             max_pixels=max_pixels,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(files, settings, workers, map_chunks, resume_dir, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, progress)
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
     parts = [
-        _refuse_repeated(file, [_refuse_long(file, part, max_tokens) for part in file_parts], unique_ids)
-        for file, file_parts in zip(files, parts, strict=True)
+        repeat_samples(
+            refuse_repeated(source.file, [refuse_long(source.file, p, max_tokens) for p in file_parts], unique_ids),
+            source.repeat,
+        )
+        for source, file_parts in zip(sources, parts, strict=True)
     ]
     every = [part for file_parts in parts for part in file_parts]
     bad, num_read = [sample for part in every for sample in part.bad], sum(part.num_read for part in every)
@@ -121,18 +141,32 @@ def size_samples(
     if not num_read:
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     return SizingResult(
-        table=join_parts(files, parts),
+        table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
         image_rule=None if ready else repr(image_rule),
-        files=() if ready else tuple((str(file), fingerprint_file(file)) for file in files),
+        files=() if ready else tuple(map(_sized_file, sources)),
     )
+
+
+def _sized_file(source: SourceFile) -> SizedFile:
+    root = None if source.media_root is None else str(source.media_root)
+    return SizedFile(path=str(source.file), blake2b=fingerprint_file(source.file), media_root=root)
+
+
+def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
+    """`SampleError` where a list of data sets has a limit of tiles of its own, which training would not keep to."""
+    own = getattr(rule, "max_tiles", None)
+    other = [source for source in sources if source.max_tiles not in (None, own)]
+    if other:
+        raise SampleError(
+            f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
+            f"and images are counted with max_tiles {own}: give the same to every data set and to --max-tiles"
+        )
 
 
 def _hold_lengths(files: Sequence[Path]) -> bool:
     """Whether the files hold ready-made lengths, and not conversations."""
-    if not files:
-        raise SampleError("no data file was named: name at least one")
     ready = [holds_lengths(file) for file in files]
     if any(ready) and not all(ready):
         odd = files[ready.index(not ready[0])]
@@ -141,7 +175,7 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
 
 
 def _size_conversations(
-    files: Sequence[Path],
+    sources: Sequence[SourceFile],
     settings: _Settings,
     workers: int,
     map_chunks: MapChunks,
@@ -151,9 +185,9 @@ def _size_conversations(
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
         alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
-        seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
+        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, None)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(files, settings, workers, map_chunks, resume_dir, progress)
+    return _size_files(sources, settings, workers, map_chunks, resume_dir, progress)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -166,7 +200,7 @@ _EXIF_ASSUMPTION: dict[Exif, str] = {
 
 
 def _size_files(
-    files: Sequence[Path],
+    sources: Sequence[SourceFile],
     settings: _Settings,
     workers: int,
     map_chunks: MapChunks,
@@ -174,6 +208,7 @@ def _size_files(
     progress: Progress | None,
 ) -> list[list[Part]]:
     """Parts of every file, lines numbered within the file."""
+    files = [source.file for source in sources]
     total = sum(file.stat().st_size for file in files)
     done = 0
 
@@ -189,7 +224,7 @@ def _size_files(
         for number, file in enumerate(files):
             for chunk in list_chunks(file):
                 order.append(number)
-                yield chunk
+                yield replace(chunk, media_root=sources[number].media_root)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
@@ -269,7 +304,7 @@ class _Sizer:
         """The chunk's samples."""
         sized: list[_Sized] = []
         bad: list[BadSample] = []
-        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file)
+        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
             num_lines += 1
             if record.blank:
@@ -319,65 +354,3 @@ class _Sizer:
             raise BadRecordError("image", str(error)) from None
         chat = self._counter.render(conversation, images)
         return _Sized(line=record.line, name=name, source=source, images=images, chat=chat)
-
-
-# -- what only the whole file tells ----------------------------------------------------------------------------------
-
-
-def _refuse_long(file: Path, part: Part, max_tokens: int | None) -> Part:
-    if max_tokens is None:
-        return part
-    advice = f"more than max_tokens {max_tokens}: shorten the sample or raise the limit"
-    over = np.flatnonzero(part.numbers[:, 2] > max_tokens).tolist()
-    return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
-
-
-def _refuse_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
-    """Leave out, or number, samples whose id an earlier sample of the file has."""
-    first: dict[str, int] = {}
-    result = []
-    for part in parts:
-        if part.ids is None:
-            result.append(part)
-            continue
-        ids, again = list(part.ids), dict[int, str]()
-        for row, name in enumerate(part.ids):
-            if name is None:
-                continue
-            line = int(part.lines[row])
-            if name not in first:
-                first[name] = line
-            elif unique_ids:
-                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
-            else:
-                numbered = _numbered(name, first)
-                ids[row], first[numbered] = numbered, line
-        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
-    return result
-
-
-def _numbered(name: str, taken: dict[str, int]) -> str:
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
-
-
-def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:
-    if not reasons:
-        return part
-    keep = np.ones(len(part.lines), np.bool_)
-    keep[list(reasons)] = False
-    bad = [
-        BadSample.of(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
-        for row, reason in reasons.items()
-    ]
-    return replace(
-        part,
-        numbers=part.numbers[keep],
-        image_patches=None if part.image_patches is None else part.image_patches[np.repeat(keep, part.numbers[:, 0])],
-        lines=part.lines[keep],
-        ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
-        source=part.source[keep] if part.source is not None else None,
-        bad=tuple(sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)),
-    )

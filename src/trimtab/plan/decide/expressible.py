@@ -50,7 +50,8 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
     (1, 4, 0, 3)
     """
     left_open, problems = PlanOptions(), list[str]()
-    settled: dict[str, object] = {}
+    # a framework that says nothing of ZeRO has a launcher that knows stage 1
+    settled: dict[str, object] = {"zero_stage": options.sharding}
     stages: tuple[object, ...] = ()
     choices = {**can.choices}
     if can.tp_degrees is not None:
@@ -247,10 +248,12 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
     return assemble_plan(
         case,
         case.problem.assess(stages),
-        compare_variants(case, stages),
+        compare_variants(case, stages, elsewhere=plan.estimates.settings),
         origin=PlanOrigin(
             command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
         ),
         mixture=plan.inputs.data.mixture,
+        settings=plan.estimates.settings,
+        setting_error=plan.estimates.setting_error,
         assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )

@@ -53,6 +53,8 @@ class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSample
 class PlanTrainerMixin:
     """Feeds a Trainer from a plan: `class MyTrainer(PlanTrainerMixin, Trainer)`, made with `plan=`, a folder or tables.
 
+    Use it to train from a plan with `transformers.Trainer`. docs/howto-trainer.md is a whole run.
+
     Row i of the plan is item i of `train_dataset`. The number of micro-batches of a step is
     `gradient_accumulation_steps`; `per_device_train_batch_size` is not used. The Trainer's own checkpoints resume in
     the middle of any epoch, on any number of ranks whose steps hold as many packs (dp x accumulation) as before: the
