@@ -1,9 +1,10 @@
 """What drifted in the frameworks that plans are exported to: `python bench/hosts.py [--hosts FOLDER] [--download]`.
 
-Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host: how many arguments a script takes, which fields and defaults there are, which families have a provider, who imports
-a function by name. Sources are read as syntax trees, so that releases for other Pythons are read too; nothing of a host
-is imported or run. FOLDER (default: hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newest)
-and git directories or clones, named `pai` and `roll`, of the two that are not there.
+Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host: how
+many arguments a script takes, which fields and defaults there are, which families have a provider. Sources are read as
+syntax trees, so that releases for other Pythons are read too; nothing of a host is imported or run. FOLDER (default:
+hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newest) and git directories or clones, named
+`pai` and `roll`, of the two that are not there.
 
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
