@@ -109,7 +109,11 @@ _HOSTS: Mapping[str, _Host] = {
         title="Accelerate",
         checked_with="Accelerate 1.15, its loaders on CPU ranks",
         packs="`PlanDataLoader`, not prepared",
-        lines={0: "accelerator = Accelerator(gradient_accumulation_steps={M})"},
+        lines={
+            0: "accelerator = Accelerator(gradient_accumulation_steps={M})",
+            3: "plugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
+            "accelerator = Accelerator(gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
+        },
     ),
     "fsdp2": _Host(
         title="FSDP2",
