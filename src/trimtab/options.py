@@ -5,7 +5,7 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.opt
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -67,13 +67,13 @@ def option_fields(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
 
     The dataclass's file must not import `annotations` from `__future__`: a quoted type is not read.
     """
-    for field in fields(kind):
-        assert not str(field.type).startswith("Annotated"), f"{kind} is quoted"
-        if get_origin(field.type) is Annotated:
-            hint, option = get_args(field.type)
-            yield field.name, hint, option
+    for own in fields(kind):
+        assert not str(own.type).startswith("Annotated"), f"{kind} is quoted"
+        if get_origin(own.type) is Annotated:
+            hint, option = get_args(own.type)
+            yield own.name, hint, option
         else:
-            yield field.name, field.type, None
+            yield own.name, own.type, None
 
 
 def option_problems(options: Any) -> list[str]:
@@ -125,6 +125,30 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VideoOptions:
+    """How frames of a video are sampled and cut, where the files of the processor do not say it as wanted.
+
+    The first three are the processor's own settings, by its own names; its limits of pixels it keeps in `size`.
+    """
+
+    fps: Annotated[float | None, Option("Frames taken of each second of a video.", least=0.001)] = None
+    num_frames: Annotated[int | None, Option("Frames taken of a video, evenly spread.", least=1)] = None
+    max_frames: Annotated[int | None, Option("The most frames taken of a video.", least=1)] = None
+    video_min_pixels: Annotated[
+        int | None, Option("The least pixels of a video, as its processor counts them (shortest_edge).", least=1)
+    ] = None
+    video_max_pixels: Annotated[
+        int | None, Option("The most pixels of a video, as its processor counts them (longest_edge).", least=1)
+    ] = None
+
+    def shown(self) -> str:
+        """What was asked for: "fps 1.0, max_frames 16"; nothing where the processor's own files decide."""
+        return ", ".join(
+            f"{name} {value}" for name, value in same_fields(self, VideoOptions).items() if value is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
     """How the data set is read: the same when it is sized and when a plan runs, or counts differ.
 
@@ -153,3 +177,4 @@ class ReadingOptions:
     ] = None
     allow_outside: Annotated[bool, Option("Read images outside the media root too.")] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
+    video: VideoOptions = field(default_factory=VideoOptions)

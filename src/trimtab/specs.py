@@ -163,11 +163,35 @@ class ImageRule(Protocol):
         ...
 
 
-class ClipRule(Protocol):
-    """A family's preprocessing of clips: which frames are sampled, and what each becomes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """What decides how a video is sampled and cut: frames of `width` x `height` pixels."""
 
-    def count_clip(self, width: int, height: int, num_frames: int, fps: float) -> ImageCounts:
-        """Patches and tokens of a clip of `num_frames` frames at `fps`; `ImageError` where the processor raises."""
+    width: int
+    height: int
+    num_frames: int
+    fps: float | None  # of the file; None: unknown, of frames that were given as images
+    listed: bool = False  # the frames were given as images: all are taken, none is sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCounts:
+    """What one video costs the two towers, and how it stands in the text."""
+
+    image: ImageCounts  # as of an image whose tiles are the inputs that the tower attends over; its text is never None
+    placeholder: str  # what the chat template writes for a video
+    soft: str  # the token that its features take the place of
+
+
+class ClipRule(Protocol):
+    """A family's preprocessing of videos: which frames are sampled, and what each becomes."""
+
+    def prepare(self, clips: Iterable[Clip]) -> None:
+        """Counts many at once; optional before `count_clip`."""
+        ...
+
+    def count_clip(self, clip: Clip) -> ClipCounts:
+        """Patches, tokens and text of a video; `ImageError` where the processor raises."""
         ...
 
 

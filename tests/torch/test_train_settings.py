@@ -6,12 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-pytest.importorskip("torch", reason="settings ask it for its optimizers")
-
 from trimtab.errors import TrimtabError
 from trimtab.runtime.training.settings import TrainSettings, rate_factor
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,20 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny vision towers")
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
-from drawn_images import draw_several_images  # noqa: E402
-from shrunk_models import make_shrunk  # noqa: E402
+from drawn_images import draw_several_images
+from shrunk_models import make_shrunk
 
-from trimtab.balance.cost import LinearCost  # noqa: E402
-from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.vision import BatchFamily, GridFamily, check_family  # noqa: E402
-from trimtab.runtime.vision.families import find_family, tower_flops  # noqa: E402
-from trimtab.runtime.vision.seams import find_seams  # noqa: E402
+from trimtab.balance.cost import LinearCost
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision import BatchFamily, GridFamily, check_family
+from trimtab.runtime.vision.families import find_family, tower_flops
+from trimtab.runtime.vision.seams import find_seams
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 CLOSE = 1e-6  # some towers compute positions or a norm in float32, whatever their own type; a neighbour gives 1e-2
 FAMILIES = (  # one of each make; `bench/columns/vision_dp.py` tries all

@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="shares the images of a torch model")
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from plans import small_plan  # noqa: E402
+from plans import small_plan
 
-from trimtab.balance.cost import LinearCost  # noqa: E402
-from trimtab.errors import PlanError  # noqa: E402
-from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml  # noqa: E402
-from trimtab.plan.plan import Plan, VisionDecision  # noqa: E402
-from trimtab.runtime.vision import from_plan  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.balance.cost import LinearCost
+from trimtab.errors import PlanError
+from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
+from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.runtime.vision import from_plan
 
 DISPATCH = {"group": "dp", "exchange": "dispatch", "reduction": None}
 

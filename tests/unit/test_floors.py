@@ -39,7 +39,10 @@ TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
     *("costs/kind_model.py", "costs/timed.py", "costs/timed_model.py"),
     *(f"models/asking/{x}.py" for x in ("build", "units", "forward", "inputs", "batches", "weightless")),
-    *(f"models/asking/{x}.py" for x in ("blocks", "layers", "model", "blank", "images", "processors", "internvl_chat")),
+    *(
+        f"models/asking/{x}.py"
+        for x in ("blocks", "layers", "model", "blank", "images", "clips", "processors", "internvl_chat")
+    ),
 }
 FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "ray", "pandas"}
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "registry.py", "constants.py", "helpers.py"}

@@ -1,6 +1,5 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from trimtab.address import place_of
 from trimtab.errors import SampleError
-from trimtab.options import Option, ReadingOptions
+from trimtab.options import Option, ReadingOptions, same_fields
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -73,12 +72,24 @@ class SizingOptions:
     ] = None
 
 
-def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
+def parse_shard(text: str) -> tuple[int, int]:
+    """3/16."""
+    number, _, count = text.partition("/")
+    try:
+        return int(number), int(count)
+    except ValueError:
+        raise SampleError(f"shard {text!r} is no I/N: write it as in 3/16") from None
+
+
+def size_data(
+    model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions, *, shard: tuple[int, int] | None = None
+) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
     from trimtab.cli.output import log, progress
     from trimtab.models.families.known import family_of
+    from trimtab.models.images.clips import clip_rule_of
     from trimtab.samples.size import MapChunks, size_samples
     from trimtab.samples.table import is_saved_table
     from trimtab.samples.workers import map_in_order
@@ -105,7 +116,8 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
         result = size_samples(
             data,
             image_rule=model.image_rule,
-            **asdict(reading),
+            clip_rule=clip_rule_of(model, reading.video),
+            **{name: value for name, value in same_fields(reading, ReadingOptions).items() if name != "video"},
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
             unique_ids=not sizing.number_ids,
@@ -114,6 +126,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             workers=workers,
             map_chunks=map_chunks,
             resume_dir=sizing.resume,
+            shard=shard,
             progress=advance,
         )
     for bad in result.bad:
@@ -121,19 +134,10 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     return result
 
 
-def _unlike(saved: str, own: str) -> tuple[str, str]:
-    """What two image rules, as they were written down, say otherwise: limits by their names, or the kinds of rule."""
-    told = [dict(re.findall(r"(\w+)='?([^,'()]+)", rule)) for rule in (saved, own)]
-    if saved.partition("(")[0] != own.partition("(")[0]:
-        told = [{"the rule": rule.get("name", "another")} for rule in told]
-    names = [name for name in told[0] if told[0][name] != told[1].get(name)]
-    first, second = (", ".join(f"{name} {rule.get(name)}" for name in names) for rule in told)
-    return first, second
-
-
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
+    from trimtab.models.images.written import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
@@ -141,10 +145,10 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     ignored = [name for name, value in given.items() if name != "reading" and value != plain[name]]
     if ignored:
         log(f"warning: {', '.join(ignored)} change nothing: {tables[0]} is sized already")
-    results = [load_sizing(path) for path in tables]
+    results, own_rule = [load_sizing(path) for path in tables], write_rule(model.image_rule)
     for path, result in zip(tables, results, strict=True):
-        if result.image_rule not in (None, repr(model.image_rule)):
-            sized, counts = _unlike(result.image_rule, repr(model.image_rule))
+        if result.image_rule not in (None, own_rule):
+            sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
                 f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
                 "model, with the same --max-tiles or --max-pixels"

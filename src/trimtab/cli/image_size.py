@@ -13,6 +13,7 @@ from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, print_json
 from trimtab.errors import ConfigError, ImageError
+from trimtab.options import VideoOptions
 
 
 @verb
@@ -25,17 +26,18 @@ def image_size(
     as_json: JsonOption = False,
 ) -> None:
     """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
+    from trimtab.models.images.clips import NO_CLIPS, clip_rule_of
+    from trimtab.specs import Clip
+
     width, height = read_size(size)
     model = images.describe(config)
     if frames is None:
         counts = model.image_rule.count(width, height)
-    elif model.clip_rule is None:
-        raise ConfigError(
-            f"a clip was to be counted, and the files of {model.name}'s processor were not given: put "
-            "preprocessor_config.json or processor_config.json beside config.json"
-        )
     else:
-        counts = model.clip_rule.count_clip(width, height, frames, fps)
+        rule = clip_rule_of(model, VideoOptions())
+        if rule is None:
+            raise ConfigError(f"videos of {model.name} cannot be counted: {NO_CLIPS}")
+        counts = rule.count_clip(Clip(width=width, height=height, num_frames=frames, fps=fps)).image
     if as_json:
         print_json({"model": model.name, "rule": model.image_rule.name, **asdict(counts)})
         return

@@ -21,13 +21,13 @@ from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.files import write_atomically
 from trimtab.models.quote import quote
 
-Question = Literal["describe", "images"]
+Question = Literal["describe", "images", "clips"]
 MAX_CPU_S = 60  # largest published models take under 10
 MAX_WALL_S = 300  # disks of clusters are slow to import from
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
-MAX_ANSWER_BYTES = 2**22
+MAX_ANSWER_BYTES = 2**23
 CHILD = "trimtab.models.asking.child"
-ANSWERS = 3  # raise it when answers to the same question change: remembered ones are then asked again
+ANSWERS = 4  # raise it when answers to the same question change: remembered ones are then asked again
 
 INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which are asked for it without weights"
 

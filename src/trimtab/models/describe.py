@@ -18,7 +18,7 @@ from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
 from trimtab.models.images.apply import with_limits
-from trimtab.models.images.asked import clip_rule
+from trimtab.models.images.clips import ask_clips
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
@@ -70,7 +70,7 @@ def describe(
             model,
             name=_default_name(path, config, model.family),
             config_blake2b=_digest(config, settings),
-            clip_rule=clip_rule(config, files),
+            clip_rule=ask_clips(_plain(config), files),
         )
     rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
     origin = None
@@ -93,7 +93,7 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
         )
     rule = image_rule_or_reason(carried, settings)
     return replace(
-        model, image_rule=rule, config_blake2b=_digest(carried, settings), clip_rule=clip_rule(carried, files)
+        model, image_rule=rule, config_blake2b=_digest(carried, settings), clip_rule=ask_clips(carried, files)
     )
 
 
@@ -145,9 +145,13 @@ _OURS = ("preprocess", "projector", "source")
 """Fields of shipped descriptions that no library knows."""
 
 
+def _plain(config: Config) -> Config:
+    return {k: v for k, v in config.items() if k not in _OURS}
+
+
 def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
-    answer = ask_transformers({k: v for k, v in config.items() if k not in _OURS}, "describe")
+    answer = ask_transformers(_plain(config), "describe")
     model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
     assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
     whole = {**config, **{key: value for key, value in answer["config"].items() if key not in assumed}}

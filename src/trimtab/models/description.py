@@ -14,6 +14,7 @@ from typing import Any
 from trimtab.errors import ConfigError, join_problems
 from trimtab.files import write_atomically
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.clips import AskedClips
 from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
@@ -76,7 +77,7 @@ def description_bytes(model: ModelSpec) -> bytes:
         "joined_cuts": None if model.joined_cuts is None else _runs(model.joined_cuts),
         "image_markup": None if model.image_markup is None else asdict(model.image_markup),
         "image_rule": {"kind": rule, "settings": _settings(model.image_rule)},
-        "clip_rule": _settings(model.clip_rule) if isinstance(model.clip_rule, AskedImages) else None,
+        "clip_rule": {"question": model.clip_rule.question} if isinstance(model.clip_rule, AskedClips) else None,
         "layers": _write_layers(model.layers),
     }
     content = (json.dumps(written, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -115,8 +116,9 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
     head = read_typed(_File, plain, "", problems, read_number=_read_number)
     rule = _read_rule(data.get("image_rule"), "image_rule", problems)
     clips = data.get("clip_rule")
-    if clips is not None:
-        clips = _read_rule({"kind": AskedImages.__name__, "settings": clips}, "clip_rule", problems)
+    if clips is not None:  # earlier versions wrote more than the question
+        asked = {"question": clips.get("question")} if isinstance(clips, dict) else clips
+        clips = read_typed(AskedClips, asked, "clip_rule.", problems, read_number=_read_number)
     layers = _read_layers(data.get("layers"), problems)
     if not problems:
         problems += [x for layer in layers for x in find_layer_problems(layer)]

@@ -17,8 +17,8 @@ from trimtab.units import format_bytes, format_seconds
 
 def timelines(details: PlanDetails) -> str:
     shown = {name: variant.timeline for name, variant in before_after(details).items()}
-    if not any(len(line.stage) and line.makespan_s > 0 for line in shown.values()):
-        return ""
+    if all(line.num_devices == 1 or not line.makespan_s for line in shown.values()):
+        return ""  # nothing waits for anything
     dense = ""
     if any(len(line.stage) > svg.MAX_BLOCKS for line in shown.values()):
         dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
@@ -34,7 +34,7 @@ def timelines(details: PlanDetails) -> str:
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
-        f"micro-batches.{dense}",
+        f"micro-batches. Blank is waiting; uneven shades are uneven micro-batches, uneven widths uneven stages.{dense}",
         legend(entries) + stacked_timelines(shown),
     )
 
@@ -117,12 +117,15 @@ def idle_bars(details: PlanDetails) -> str:
         )
         for name, variant in shown.items()
     ]
-    schedule = details.plan.decisions.schedule
+    schedule, note = details.plan.decisions.schedule, idle_sentence(shown["Plan"])
+    if details.plan.decisions.parallel.pp > 1:
+        note += (
+            f" The bubble is the bound: what {schedule.name} with {schedule.num_microbatches} micro-batches leaves "
+            "when all stages and packs are even. More micro-batches lower it; balancing can take away the other parts."
+        )
     return section(
         "Why devices wait",
-        f"{esc(idle_sentence(shown['Plan']))} The bubble is the bound: what {esc(schedule.name)} with "
-        f"{schedule.num_microbatches} micro-batches leaves when all stages and packs are even. More micro-batches a "
-        "step lower it; the other parts are what balancing can take away.",
+        esc(note, 600),
         legend(((look,), text) for look, (_, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True))
         + svg.bars(
             rows,

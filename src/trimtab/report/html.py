@@ -59,7 +59,6 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _decisions(details),
         _inputs(details),
         _assumptions(details),
-        _how_to_read(),
     )
     return page(f"Plan for {esc(details.plan.inputs.model.name, 80)}", "".join(sections))
 
@@ -216,17 +215,3 @@ def _assumptions(details: PlanDetails) -> str:
     if not shown:
         return ""
     return section("Assumptions", "", f'<ul class="plain">{"".join(shown)}</ul>', css_class="long")
-
-
-def _how_to_read() -> str:
-    sentences = (
-        "<b>Pack</b>: the samples that one micro-batch holds. <b>Stage</b>: the layers one pipeline rank runs. "
-        "<b>Recompute</b>: activations dropped in the forward and computed again in the backward, time for memory.",
-        "<b>Timeline</b>: time runs to the right. Blank is waiting. Uneven shades mean uneven micro-batches, uneven "
-        "widths from row to row mean uneven stages; an even plan looks like a woven band with blank corners only.",
-        "<b>Idle</b> counts the blank corners, which a pipeline with few micro-batches cannot avoid, and all waiting "
-        "inside.",
-        "<b>Error bands</b> are half-widths: 100 ms ± 20 % means 80 to 120 ms. Measured profiles narrow them.",
-    )
-    items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    return section("How to read this page", "", f'<ul class="plain">{items}</ul>')

@@ -7,6 +7,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
+    balance_rows,
     before_after,
     count_scale,
     describe_layers,
@@ -14,7 +15,6 @@ from trimtab.report.words import (
     memory_scale,
     percent,
     relative_spread,
-    shuffle_text,
     signed_percent,
     time_scale,
 )
@@ -31,11 +31,17 @@ def variants_table(details: PlanDetails) -> Table:
     rows = details.plan.estimates.variants
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
+    against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
     return Table(
         title="Before and after",
         columns=(
             Column("Variant", look="named"),
-            *numeric("Samples\n/s", "Against\nbaseline", f"Step,\n{step.unit}", f"Epoch,\n{epoch.unit}"),
+            *numeric(
+                "Samples\n/s",
+                f"Against\n{against}",
+                f"Step,\n{step.unit}",
+                f"Epoch,\n{epoch.unit}",
+            ),
             *numeric("Devices\nidle", "Memory,\nGiB"),
         ),
         rows=[
@@ -120,7 +126,7 @@ def stages_table(details: PlanDetails, *, most: int) -> Table:
     columns = (
         *numeric("Stage"),
         Column("Layers", look="wide"),
-        Column("Recompute", look="nw"),
+        Column("Recompute"),
         *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
     )
     hidden = range(most - 2, num - 1) if num > most else range(0)
@@ -171,21 +177,7 @@ def packing_table(details: PlanDetails) -> Table:
             (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all equal"),
         ]
     blank = [""] * (len(shown) - 1)
-    rows += [
-        (name, *blank, value, meaning)
-        for name, value, meaning in (
-            ("Padding", percent(balance.pad_ratio), "pad ratio: share of the computed rows that holds no data"),
-            ("Dist ratio, vision", f"{balance.dist_ratio_vit:.4f}", "share of rank time spent waiting; 0 = none"),
-            ("Dist ratio, language", f"{balance.dist_ratio_llm:.4f}", "the same for the language model"),
-            ("Dist ratio, cost", f"{balance.dist_ratio_cost:.4f}", "the same for the modelled time of both"),
-            ("Utilisation", percent(balance.utilisation), "useful share of rank time if every micro-step waits"),
-            (
-                "Shuffle quality",
-                shuffle_text(balance.shuffle_chi2),
-                "chi-square of sources per step; 1 = random, more = clustered",
-            ),
-        )
-    ]
+    rows += [(name, *blank, value, meaning) for name, value, meaning in balance_rows(balance)]
     columns = (Column("Figure"), *numeric(*shown), Column("Meaning", look="meaning"))
     return Table(title="Packing", columns=columns, rows=rows)
 

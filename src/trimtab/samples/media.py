@@ -1,21 +1,30 @@
-"""From an image reference in a sample to the image's size, without leaving the media folder."""
+"""From the name of an image or a video in a sample to its size, without leaving the media folder."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import errno
+import io
 import os
 import re
+import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 from urllib.parse import unquote, unquote_to_bytes
+
+import numpy as np
+import numpy.typing as npt
 
 from trimtab.address import Address
 from trimtab.errors import ImageError
 from trimtab.options import Exif
+from trimtab.samples.containers import read_clip, read_frames
 from trimtab.samples.headers import MAX_PIXELS, image_size
 from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.videos import Video
+from trimtab.specs import Clip
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -70,6 +79,40 @@ class MediaFolder:
         except ImageError as error:
             raise _bad_image(image, error) from None
 
+    def clip(self, video: Video) -> Clip:
+        """What decides how a video is sampled: of its record or its header; of frames, the size that all have."""
+        if not isinstance(video.source, tuple):
+            if video.clip is None:
+                with self._video(video.source) as file:
+                    return read_clip(file, _named(video.source))
+            self._video(video.source).close()  # it is there
+            return video.clip
+        sizes = {self.image_size(frame) for frame in video.source}
+        if len(sizes) > 1:
+            shown = " and ".join(f"{width} x {height}" for width, height in sorted(sizes)[:2])
+            raise BadRecordError("video", f"its frames are {shown} pixels: give frames of one size")
+        ((width, height),) = sizes
+        return Clip(width=width, height=height, num_frames=len(video.source), fps=video.fps, listed=True)
+
+    def frames(self, video: str | bytes, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Frames of a video file as (frames, height, width, 3)."""
+        with self._video(video) as file:
+            return read_frames(file, _named(video), indices)
+
+    def _video(self, video: str | bytes) -> BinaryIO:
+        if isinstance(video, bytes):
+            return io.BytesIO(video)
+        if not video.startswith("data:"):
+            fd = self._descriptor(video, "video")
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise BadRecordError("video", f"{_named(video)} is a folder or a device: name a regular file")
+            return os.fdopen(fd, "rb")
+        try:
+            return io.BytesIO(_data_url_bytes(video))
+        except ImageError as error:
+            raise BadRecordError("video", str(error)) from None
+
     def read(self, image: str | bytes) -> bytes:
         """The encoded image, once its header is known to be one with no more than `max_pixels`."""
         try:
@@ -82,14 +125,14 @@ class MediaFolder:
             raise _bad_image(image, error) from None
         return content
 
-    def _descriptor(self, image: str | bytes) -> int:
+    def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
         """An open file of a path below the folder or a file: URL."""
         assert isinstance(image, str), "bytes are carried"
         scheme = _SCHEME.match(image)
         if scheme is not None and scheme[1].lower() != "file":
             raise BadRecordError(
                 "path",
-                f"image {shorten(image)} is on the network, and nothing is fetched: download it and name the file",
+                f"{kind} {shorten(image)} is on the network, and nothing is fetched: download it and name the file",
             )
         name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
         try:
@@ -97,7 +140,7 @@ class MediaFolder:
         except (OSError, ValueError) as error:
             cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise BadRecordError(
-                "path", f"image {shorten(name)} cannot be opened below {self._root}: {cause}; check media_root"
+                "path", f"{kind} {shorten(name)} cannot be opened below {self._root}: {cause}; check media_root"
             ) from None
 
     def _open(self, name: str) -> int:
@@ -124,7 +167,7 @@ class MediaFolder:
         if real != self._root and not real.startswith(self._root.rstrip(os.sep) + os.sep):
             raise BadRecordError(
                 "path",
-                f"image {shorten(name)} lies outside the media folder {self._root}: "
+                f"{shorten(name)} lies outside the media folder {self._root}: "
                 "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
             )
         return real
@@ -135,6 +178,10 @@ def _carried(image: str | bytes) -> bytes | None:
     if isinstance(image, bytes):
         return image
     return _data_url_bytes(image) if image.startswith("data:") else None
+
+
+def _named(video: str | bytes) -> str:
+    return "the video" if isinstance(video, bytes) or video.startswith("data:") else f"video {shorten(video)}"
 
 
 def _bad_image(image: str | bytes, error: ImageError) -> BadRecordError:

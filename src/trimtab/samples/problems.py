@@ -17,7 +17,8 @@ BadKind = Literal[
     "id",  # an earlier sample of the same file has this id, or two members of a shard one name
     "path",  # an image reference leads out of the media folder, to the network, or nowhere
     "image",  # the image file is not one, is truncated, has no or too many pixels
-    "placeholder",  # as many image placeholders as images are needed
+    "video",  # the video file is not one, is damaged, has no frames, or its processor refuses it
+    "placeholder",  # as many placeholders as images and videos are needed
     "template",  # the chat template refuses the conversation
     "length",  # more tokens than the limit
 ]
@@ -50,6 +51,12 @@ class BadRecordError(SampleError):
     def __init__(self, kind: BadKind, reason: str) -> None:
         super().__init__(reason)
         self.kind: BadKind = kind
+
+
+def wrong(what: str, value: object, wanted: str) -> BadRecordError:
+    """A field of a record that is not of the kind it must be."""
+    shown = shorten(repr(value), 40) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return BadRecordError("type", f"{what} is {shown}: it must be {wanted}")
 
 
 def shorten(text: str, limit: int = 80) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
 
-from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.problems import BadRecordError, wrong
+from trimtab.samples.videos import VIDEO_FACTS, VIDEO_KINDS, Video, column_videos, part_video
+
+T = TypeVar("T")
 
 _ROLES = {  # ShareGPT's names beside OpenAI's
     "human": "user",
@@ -19,32 +25,43 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
     "tool": "tool",
     "observation": "tool",
 }
-IMAGE_MARK = "<image>"
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
 CONVERSATION_KEYS = ("conversations", "messages", "texts")
-KNOWN_KEYS = ("id", "image", "images", "system", "tools", *CONVERSATION_KEYS)
+KNOWN_KEYS = ("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS)
+
+
+class Slot(Enum):
+    """What stands in a message where a video is."""
+
+    VIDEO = VIDEO_MARK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn; in `content` None stands for an image."""
+    """One turn; in `content` None stands for an image, `Slot.VIDEO` for a video."""
 
     role: str
-    content: tuple[str | None, ...]
-    was_text: bool  # the record gave a plain string without images
+    content: tuple[str | Slot | None, ...]
+    was_text: bool  # the record gave a plain string without images and videos
     extra: tuple[tuple[str, object], ...] = ()  # other fields of the message, for the template
 
     @property
     def num_images(self) -> int:
         return self.content.count(None)
 
+    @property
+    def num_videos(self) -> int:
+        return self.content.count(Slot.VIDEO)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One sample: turns, and one path, URL or bytes for every image in them, in order."""
+    """One sample: turns, and one path, URL or bytes for every image in them, in order; and their videos."""
 
     messages: tuple[Message, ...]
     images: tuple[str | bytes, ...]
+    videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
 
 
@@ -55,7 +72,7 @@ def record_id(record: object) -> str | None:
         return value or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise _wrong("id", value, "a string or a whole number")
+    raise wrong("id", value, "a string or a whole number")
 
 
 def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None) -> Conversation:
@@ -63,10 +80,12 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
-    those two fields and paths in parts. As many placeholders as images are asked for, neither more nor fewer.
+    those two fields and paths in parts. As many placeholders as images are asked for, neither more nor fewer. The same
+    holds for `<video>`, parts of type video or video_url, and `video` or `videos`; a `<video>` in a record without
+    videos is text.
     """
     if not isinstance(record, dict):
-        raise _wrong("the record", record, "a JSON object")
+        raise wrong("the record", record, "a JSON object")
     name = next((key for key in CONVERSATION_KEYS if record.get(key) is not None), None)
     if name is None:
         raise BadRecordError("type", "the record has none of 'conversations', 'messages' and 'texts': add one of them")
@@ -74,17 +93,24 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
     if name == "texts":
         turns = _cauldron_turns(turns, record)
     if not isinstance(turns, (list, tuple)) or not turns:
-        raise _wrong(name, turns, "a list of at least one turn")
+        raise wrong(name, turns, "a list of at least one turn")
     messages: list[Message] = []
-    inline: list[str | bytes | None] = []
+    inline = _Inline(videos_column=column_videos(record))
+    if inline.videos_column and images is None and not any(record.get(key) for key in ("image", "images")):
+        inline.video_mark = VIDEO_MARK if VIDEO_MARK in str(turns) else IMAGE_MARK  # LLaVA-Video writes <image>
     if isinstance(system := record.get("system"), str) and system:
         messages.append(Message(role="system", content=(system,), was_text=True))
     for turn in turns:
         messages.append(_message(turn, name, inline))
     if images is not None:  # a part's path names a member of the shard: the members are given
-        inline = [None if isinstance(image, str) and not image.startswith("data:") else image for image in inline]
+        inline.images = [None if isinstance(x, str) and not x.startswith("data:") else x for x in inline.images]
     column: list[str | bytes] = [*images] if images is not None else [*_column_images(record)]
-    return Conversation(messages=tuple(messages), images=_join(inline, column), tools=_tools(record))
+    return Conversation(
+        messages=tuple(messages),
+        images=_join(inline.images, column, "image", IMAGE_MARK),
+        videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
+        tools=_tools(record),
+    )
 
 
 def _rows_of(turns: object) -> object:
@@ -103,66 +129,84 @@ def _cauldron_turns(texts: object, record: Mapping[str, object]) -> object:
     turns: list[object] = []
     for text in texts:
         if not isinstance(text, dict):
-            raise _wrong("a turn of 'texts'", text, "an object with 'user' and 'assistant'")
+            raise wrong("a turn of 'texts'", text, "an object with 'user' and 'assistant'")
         for role in ("user", "assistant"):
             if not isinstance(text.get(role), str):
-                raise _wrong(f"'{role}' of 'texts'", text.get(role), "a string")
+                raise wrong(f"'{role}' of 'texts'", text.get(role), "a string")
         question = text["user"] if turns or IMAGE_MARK in text["user"] else [*marks, text["user"]]
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": text["assistant"]}]
     return turns
 
 
-def _message(turn: object, where: str, inline: list[str | bytes | None]) -> Message:
+@dataclass(slots=True, kw_only=True)
+class _Inline:
+    """What the placeholders of a record carry themselves, in order; None: they take theirs from the record's field."""
+
+    videos_column: list[Video]
+    video_mark: str = VIDEO_MARK
+    images: list[str | bytes | None] = field(default_factory=list)
+    videos: list[Video | None] = field(default_factory=list)
+
+
+def _message(turn: object, where: str, inline: _Inline) -> Message:
     if not isinstance(turn, dict):
-        raise _wrong(f"a turn of '{where}'", turn, "a JSON object")
+        raise wrong(f"a turn of '{where}'", turn, "a JSON object")
     role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
     role = turn.get(role_key)
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        raise _wrong(f"'{role_key}'", role, "one of " + ", ".join(_ROLES))
+        raise wrong(f"'{role_key}'", role, "one of " + ", ".join(_ROLES))
     content = turn.get(content_key)
     extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key) and v is not None)
     if content is None and extra and known == "assistant":
         return Message(role=known, content=(), was_text=True, extra=extra)  # a tool call without text
     if isinstance(content, str):
         parts = tuple(_split_text(content, inline))
-        return Message(role=known, content=parts, was_text=None not in parts, extra=extra)
+        is_plain = all(isinstance(part, str) for part in parts)
+        return Message(role=known, content=parts, was_text=is_plain, extra=extra)
     if not isinstance(content, (list, tuple)):
-        raise _wrong(f"'{content_key}'", content, "a string or a list of parts")
+        raise wrong(f"'{content_key}'", content, "a string or a list of parts")
     return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra)
 
 
-def _split_text(text: str, inline: list[str | bytes | None]) -> Iterator[str | None]:
-    if IMAGE_MARK not in text:
+def _split_text(text: str, inline: _Inline) -> Iterator[str | Slot | None]:
+    marks = {inline.video_mark, IMAGE_MARK} if inline.videos_column else {IMAGE_MARK}
+    if not any(mark in text for mark in marks):
         yield text
         return
-    pieces = text.split(IMAGE_MARK)
-    for position, piece in enumerate(pieces):
-        if position:
-            inline.append(None)
+    for piece in re.split(f"({'|'.join(marks)})", text):
+        if inline.videos_column and piece == inline.video_mark:
+            inline.videos.append(None)
+            yield Slot.VIDEO
+        elif piece == IMAGE_MARK:
+            inline.images.append(None)
             yield None
-        if piece:
+        elif piece:
             yield piece
 
 
-def _parts(content: list[object] | tuple[object, ...], inline: list[str | bytes | None]) -> Iterator[str | None]:
+def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Iterator[str | Slot | None]:
     for part in content:
         if isinstance(part, str):
             yield from _split_text(part, inline)
             continue
         if not isinstance(part, dict):
-            raise _wrong("a content part", part, "a string or a JSON object")
+            raise wrong("a content part", part, "a string or a JSON object")
         kind = part.get("type")
         if kind in ("text", "input_text") or (kind is None and isinstance(part.get("text"), str)):
             text = part.get("text")
             if not isinstance(text, str):
-                raise _wrong("'text' of a content part", text, "a string")
+                raise wrong("'text' of a content part", text, "a string")
             yield from _split_text(text, inline)
         elif kind in ("image", "image_url", "input_image"):
-            inline.append(_part_image(part))
+            inline.images.append(_part_image(part))
             yield None
+        elif kind in VIDEO_KINDS:
+            inline.videos.append(part_video(part))
+            yield Slot.VIDEO
         else:
-            raise _wrong("'type' of a content part", kind, "text, image or image_url (video and audio are not sized)")
+            kinds = "text, image, image_url, video or video_url (audio is not sized)"
+            raise wrong("'type' of a content part", kind, kinds)
 
 
 def _part_image(part: Mapping[str, object]) -> str | bytes | None:
@@ -193,26 +237,21 @@ def _image(value: object, where: str) -> str | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, (str, bytes)) and value:
         return value
-    raise _wrong(where, value, "a path, a URL, or an object with 'bytes' or 'path'")
+    raise wrong(where, value, "a path, a URL, or an object with 'bytes' or 'path'")
 
 
-def _join(inline: list[str | bytes | None], column: list[str | bytes]) -> tuple[str | bytes, ...]:
+def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tuple[T, ...]:
     num_open = inline.count(None)
     if num_open != len(column):
         raise BadRecordError(
             "placeholder",
-            f"{num_open} image placeholders and {len(column)} images: "
-            f"write {IMAGE_MARK} (or a content part of type image) once for every image",
+            f"{num_open} {kind} placeholders and {len(column)} {kind}s: "
+            f"write {mark} (or a content part of type {kind}) once for every {kind}",
         )
     rest = iter(column)
-    return tuple(image if image is not None else next(rest) for image in inline)
+    return tuple(carried if carried is not None else next(rest) for carried in inline)
 
 
 def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
     tools = record.get("tools")
     return tuple(tools) if isinstance(tools, (list, tuple)) and tools else None
-
-
-def _wrong(what: str, value: object, wanted: str) -> BadRecordError:
-    shown = shorten(repr(value), 40) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
-    return BadRecordError("type", f"{what} is {shown}: it must be {wanted}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ import trimtab
 from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
@@ -24,13 +27,13 @@ from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadRecordError, BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
-from trimtab.samples.rows import read_conversation, record_id
+from trimtab.samples.rows import Conversation, read_conversation, record_id
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import COLUMNS, Part, SizedFile, SizingResult, join_parts, numbers_of
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
 from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
-from trimtab.specs import ImageCounts, ImageMarkup, ImageRule
+from trimtab.specs import Clip, ClipRule, ImageCounts, ImageMarkup, ImageRule
 
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
@@ -52,6 +55,7 @@ class _Settings:
     allow_outside: bool
     exif: Exif
     max_pixels: int
+    clip_rule: ClipRule | None
 
     def key(self) -> str:
         """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
@@ -65,6 +69,7 @@ def size_samples(
     data: Path | str | Sequence[Path | str],
     *,
     image_rule: ImageRule,
+    clip_rule: ClipRule | None = None,
     tokenizer: Path | str | None,
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
@@ -80,6 +85,7 @@ def size_samples(
     workers: int = 1,
     map_chunks: MapChunks = map_in_order,
     resume_dir: Path | None = None,
+    shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
     """Sizes of every sample of the data, in its order.
@@ -94,8 +100,10 @@ def size_samples(
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
     the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
-    (images are not looked at again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere
-    (`adapters.ray_data`). The result does not depend on `workers`, `map_chunks` nor on interruptions.
+    (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
+    for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
+    is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
+    result does not depend on `workers`, `map_chunks` nor on interruptions.
 
     >>> import json, tempfile
     >>> from trimtab import describe
@@ -110,6 +118,7 @@ def size_samples(
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
+    _refuse_shard(shard, resume_dir, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
@@ -122,11 +131,16 @@ def size_samples(
             allow_outside=allow_outside,
             exif=exif,
             max_pixels=max_pixels,
+            clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+        if shard is not None:
+            return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
+        if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
+            assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
         repeat_samples(
             refuse_repeated(source.file, [refuse_long(source.file, p, max_tokens) for p in file_parts], unique_ids),
@@ -144,9 +158,28 @@ def size_samples(
         table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        image_rule=None if ready else repr(image_rule),
+        image_rule=None if ready else write_rule(image_rule),
         files=() if ready else tuple(map(_sized_file, sources)),
     )
+
+
+def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, ready: bool) -> None:
+    if shard is None:
+        return
+    number, count = shard
+    if not 1 <= number <= count:
+        raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
+    if resume_dir is None:
+        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--resume)")
+    if ready:
+        raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
+
+
+def _kept_shard(sources: Sequence[SourceFile], shard: tuple[int, int], num_chunks: int) -> SizingResult:
+    """No samples: a shard does not know on which lines of its file its own stand."""
+    files = [source.label for source in sources]
+    told = f"shard {shard[0]} of {shard[1]} is sized: {num_chunks} chunks are kept"
+    return SizingResult(table=join_parts(files, [[] for _ in files], source_labels(sources)), assumptions=(told,))
 
 
 def _sized_file(source: SourceFile) -> SizedFile:
@@ -180,14 +213,15 @@ def _size_conversations(
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
-        alone = replace(settings, image_rule=SizesAlone(), tokenizer=None)
-        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, None)
+        alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
+        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(sources, settings, workers, map_chunks, resume_dir, progress)
+    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -205,9 +239,10 @@ def _size_files(
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file."""
+    """Parts of every file, lines numbered within the file; of a shard its own parts alone."""
     files = [source.file for source in sources]
     total = sum(file.stat().st_size for file in files)
     done = 0
@@ -219,12 +254,13 @@ def _size_files(
             progress(min(done, total), total)
 
     order: list[int] = []
+    turn, num_shards = (1, 1) if shard is None else shard
 
     def chunks() -> Iterator[Chunk]:
-        for number, file in enumerate(files):
-            for chunk in list_chunks(file):
-                order.append(number)
-                yield replace(chunk, media_root=sources[number].media_root)
+        every = ((number, chunk) for number, file in enumerate(files) for chunk in list_chunks(file))
+        for number, chunk in islice(every, turn - 1, None, num_shards):
+            order.append(number)
+            yield replace(chunk, media_root=sources[number].media_root)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
@@ -276,13 +312,25 @@ def _place(part: Part, file: Path, offset: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """One record of a chunk whose images and videos can be read."""
+
+    line: int
+    name: str | None
+    source: str
+    conversation: Conversation
+    images: list[ImageCounts]
+    clips: list[Clip]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sized:
     """One good record of a chunk, its text yet to be encoded."""
 
     line: int
     name: str | None
     source: str
-    images: list[ImageCounts]
+    images: list[ImageCounts]  # and videos behind them
     chat: Rendered
 
 
@@ -293,6 +341,7 @@ class _Sizer:
         self._settings = settings
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
+        self._clip_rule = settings.clip_rule
         self._media = MediaFolders(
             settings.media_root,
             allow_outside=settings.allow_outside,
@@ -303,6 +352,7 @@ class _Sizer:
     def size(self, chunk: Chunk) -> Part:
         """The chunk's samples."""
         sized: list[_Sized] = []
+        with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
@@ -312,9 +362,23 @@ class _Sizer:
             name = record.key
             try:
                 name = record_id(record.value) or record.key
-                sized.append(self._size_record(record, name, media))
+                read = self._read(record, name, media)
+                if read.clips:
+                    with_videos.append(read)
+                else:
+                    sized.append(self._rendered(read))
             except BadRecordError as error:
                 bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
+        if with_videos and self._clip_rule is not None:  # one question about all of them
+            self._clip_rule.prepare(clip for read in with_videos for clip in read.clips)
+        for read in with_videos:
+            try:
+                sized.append(self._rendered(read))
+            except BadRecordError as error:
+                bad.append(BadSample.of(chunk.file, read.line, read.name, error.kind, str(error)))
+        if with_videos:
+            sized.sort(key=lambda x: x.line)
+            bad.sort(key=lambda x: x.line or 0)
         tokens: list[int] = []
         for first in range(0, len(sized), _BATCH):
             tokens += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
@@ -343,7 +407,7 @@ class _Sizer:
             raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
         return name
 
-    def _size_record(self, record: Record, name: str | None, media: MediaFolder) -> _Sized:
+    def _read(self, record: Record, name: str | None, media: MediaFolder) -> _Read:
         if record.problem is not None:
             raise record.problem
         source, conversation = self._source(record), read_conversation(record.value, images=record.images)
@@ -352,5 +416,19 @@ class _Sizer:
             images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
         except ImageError as error:
             raise BadRecordError("image", str(error)) from None
-        chat = self._counter.render(conversation, images)
-        return _Sized(line=record.line, name=name, source=source, images=images, chat=chat)
+        clips: list[Clip] = []
+        if conversation.videos and not isinstance(self._settings.image_rule, SizesAlone):
+            if self._clip_rule is None:
+                raise BadRecordError("video", f"videos of this model cannot be counted: {NO_CLIPS}")
+            clips = [media.clip(video) for video in conversation.videos]
+        conversation = replace(conversation, images=(), videos=())  # their bytes are not held
+        return _Read(line=record.line, name=name, source=source, conversation=conversation, images=images, clips=clips)
+
+    def _rendered(self, read: _Read) -> _Sized:
+        try:
+            videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
+        except ImageError as error:
+            raise BadRecordError("video", str(error)) from None
+        chat = self._counter.render(read.conversation, read.images, videos)
+        images = [*read.images, *(video.image for video in videos)]
+        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)

@@ -46,7 +46,7 @@ class SizingResult:
     table: SampleTable
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
-    image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
+    image_rule: str | None = None  # `write_rule` of the rule that counted the images; None: ready-made lengths
     files: tuple[SizedFile, ...] = ()  # in order
 
     def __repr__(self) -> str:

@@ -12,9 +12,9 @@ from trimtab.errors import ConfigError
 from trimtab.models.families.known import MARKUPS
 from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.rows import Conversation, Message
+from trimtab.samples.rows import VIDEO_MARK, Conversation, Message, Slot
 from trimtab.samples.template import Render, compile_template, find_template, read_json_object, read_template
-from trimtab.specs import ImageCounts, ImageMarkup
+from trimtab.specs import ClipCounts, ImageCounts, ImageMarkup
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -185,28 +185,45 @@ class TokenCounter:
         return self._markup
 
     def render(
-        self, conversation: Conversation, images: Sequence[ImageCounts], *, generation_prompt: bool = False
+        self,
+        conversation: Conversation,
+        images: Sequence[ImageCounts],
+        videos: Sequence[ClipCounts] = (),
+        *,
+        generation_prompt: bool = False,
     ) -> Rendered:
-        """The chat as text, each image as its markers around one soft token."""
+        """The chat as text, each image as its markers around one soft token, each video as its processor writes it."""
+        video = videos[0].placeholder if videos else VIDEO_MARK
         if self._render is None:
-            written = self._markup.written or self._markup.placeholder
-            turns = ["".join(written if p is None else p for p in m.content) for m in conversation.messages]
-            text = "\n".join(turns)
+            text = "\n".join(self._plain_content(message, video) for message in conversation.messages)
         else:
-            messages = [self._message(message) for message in conversation.messages]
+            messages = [self._message(message, video) for message in conversation.messages]
             try:
                 text = self._render(messages, conversation.tools, generation_prompt=generation_prompt)
             except Exception as error:  # whatever a template's expressions raise on this conversation
                 raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
-        return self._expand(text, images, len(conversation.messages))
+        if self._tokenizer is None:
+            num_tokens = sum(x.tokens for x in images) + sum(x.image.tokens for x in videos)
+            text = text.replace(self._markup.placeholder, "").replace(video, "")
+            return Rendered(text, num_tokens + 2 * (len(images) + len(videos)), len(conversation.messages))
+        text, num_written = self._expand(text, images)
+        for token in {x.soft for x in videos}:
+            if self._tokenizer.token_to_id(token) is None:
+                self._tokenizer.add_special_tokens([token])  # as if added before training
+        text, num_in_videos = _with_videos(text, videos)
+        num_tokens = sum(x.tokens for x in images) - num_written + num_in_videos
+        return Rendered(text, num_tokens, len(conversation.messages))
 
-    def _message(self, message: Message) -> dict[str, object]:
+    def _plain_content(self, message: Message, video: str) -> str:
+        written = self._markup.written or self._markup.placeholder
+        return "".join(written if p is None else video if p is Slot.VIDEO else p for p in message.content)
+
+    def _message(self, message: Message, video: str) -> dict[str, object]:
         content: object
         if self._typed and not (message.was_text and self._plain):
-            content = [{"type": "image"} if p is None else {"type": "text", "text": p} for p in message.content]
+            content = [_part(p) for p in message.content]
         else:
-            written = self._markup.written or self._markup.placeholder
-            content = "".join([written if p is None else p for p in message.content])
+            content = self._plain_content(message, video)
         extra = {k: v for k, v in message.extra if k not in ("role", "content")}
         fields: dict[str, object] = {"role": message.role, **extra}
         if message.content or not extra:
@@ -217,10 +234,9 @@ class TokenCounter:
             fields["reasoning_content"] = thoughts[0]
         return fields
 
-    def _expand(self, text: str, images: Sequence[ImageCounts], num_turns: int) -> Rendered:
-        markup, num_tokens = self._markup, sum(image.tokens for image in images)
-        if self._tokenizer is None:
-            return Rendered(text.replace(markup.placeholder, ""), num_tokens + 2 * len(images), num_turns)
+    def _expand(self, text: str, images: Sequence[ImageCounts]) -> tuple[str, int]:
+        """The text with its images as they are encoded, and how often their token is written in it."""
+        markup = self._markup
         if text.count(markup.placeholder) != len(images):
             raise BadRecordError(
                 "placeholder",
@@ -229,7 +245,7 @@ class TokenCounter:
             )
         plain = not markup.before and not markup.after and markup.crops is None
         if plain and all(image.text is None for image in images):
-            return Rendered(text, num_tokens - len(images), num_turns)
+            return text, len(images)
         pieces = text.split(markup.placeholder)
         whole = markup.before + markup.soft + markup.after
         out, num_written = [pieces[0]], 0
@@ -244,19 +260,18 @@ class TokenCounter:
             else:
                 out += [whole, piece]
             num_written += copies
-        return Rendered("".join(out), num_tokens - num_written, num_turns)
+        return "".join(out), num_written
 
     def encode(self, rendered: Rendered) -> Encoding:
         """Token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
         assert self._tokenizer is not None, "there is a tokenizer"
         return self._tokenizer.encode(rendered.text, add_special_tokens=self._adds_special(rendered))
 
-    @property
-    def soft_id(self) -> int:
-        """Id of the token that an image's features take the place of."""
+    def id_of(self, soft: str) -> int:
+        """Id of a token that features take the place of."""
         assert self._tokenizer is not None, "there is a tokenizer"
-        token: int | None = self._tokenizer.token_to_id(self._markup.soft)
-        assert token is not None, "added when loaded"
+        token: int | None = self._tokenizer.token_to_id(soft)
+        assert token is not None, "added when loaded, or with the first video"
         return token
 
     def count(self, rendered: Sequence[Rendered]) -> list[int]:
@@ -277,6 +292,31 @@ class TokenCounter:
 
     def _adds_special(self, rendered: Rendered) -> bool:
         return self._add_special and not (bool(self._bos) and rendered.text.startswith(self._bos))
+
+
+def _part(content: str | Slot | None) -> dict[str, object]:
+    if isinstance(content, str):
+        return {"type": "text", "text": content}
+    return {"type": "image" if content is None else "video"}
+
+
+def _with_videos(text: str, videos: Sequence[ClipCounts]) -> tuple[str, int]:
+    """The text with its videos as their processor writes them, and how many of their tokens are not written in it."""
+    if not videos:
+        return text, 0
+    pieces = text.split(videos[0].placeholder)
+    if len(pieces) != len(videos) + 1:
+        raise BadRecordError(
+            "placeholder",
+            f"the rendered chat holds {videos[0].placeholder} {len(pieces) - 1} times for {len(videos)} videos: keep "
+            "the token out of the texts, and use a chat template that writes videos",
+        )
+    out, num_left = [pieces[0]], 0
+    for video, piece in zip(videos, pieces[1:], strict=True):
+        written = video.image.text or ""
+        out += [written, piece]
+        num_left += video.image.tokens - written.count(video.soft)
+    return "".join(out), num_left
 
 
 def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:

@@ -30,13 +30,13 @@ def main() -> None:
 
 def _answers(question: str) -> Callable[[dict[str, object]], Any]:
     """The function that answers; what it needs is imported."""
-    if question == "images":
+    if question in ("images", "clips"):
         from trimtab.models.asking.blank import install
 
         install()
-        from trimtab.models.asking.images import answer
+        from trimtab.models.asking import clips, images
 
-        return answer
+        return clips.answer if question == "clips" else images.answer
     from trimtab.models.asking.model import described
 
     return described

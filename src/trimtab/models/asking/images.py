@@ -75,7 +75,7 @@ class Looker:
     def look(self, width: int, height: int, copies: int = 1) -> Seen:
         """One image among `copies` alike in its sample."""
         output, texts = self.run([(width, height)] * copies)
-        tokens, soft = self._count_tokens(output)
+        tokens, soft = self.count_tokens(output)
         if tokens < copies * (1 if self._expands("images") else FEWEST):
             raise ConfigError(
                 "its processor writes no token in the place of an image: how many rows an image takes in the decoder "
@@ -87,28 +87,16 @@ class Looker:
         if not all(segments):  # a tower without patches
             segments = [tokens // max(len(segments), 1)] * max(len(segments), 1)
         each = len(segments) // copies
-        return Seen(segments=tuple(segments[:each]), tokens=tokens // copies, text=_shorten(texts, soft))
-
-    def look_at_clip(self, width: int, height: int, num_frames: int, fps: float) -> Seen:
-        """A clip of `num_frames` at `fps`, of which the processor samples what it will."""
-        token = self.processor_token("video")
-        if token is None or not hasattr(self.processor, "video_processor"):
-            raise ConfigError("its processor takes no clips: leave such samples out")
-        frames: dict[str, Any] = {"total_num_frames": num_frames, "frames_indices": list(range(num_frames))}
-        metadata = {**frames, "fps": fps, "duration": num_frames / fps}
-        more = {"video_metadata": [metadata], "return_metadata": True}
-        output, texts = self.call("videos", 1, [(width, height)], partial(_clip, num_frames), token=token, more=more)
-        tokens, soft = self._count_tokens(output)
-        return Seen(segments=tuple(self.segments(output, clip=True)), tokens=tokens, text=_shorten(texts, soft))
+        return Seen(segments=tuple(segments[:each]), tokens=tokens // copies, text=shorten(texts, soft))
 
     def segments(self, output: Mapping[str, Any], *, clip: bool = False) -> list[int]:
         """Patches of every input of the tower: by the grids that the processor wrote, else by the shapes of pixels."""
         kinds = _CLIP if clip else _PIXELS
         pixels = [value for key, value in output.items() if kinds.search(key)]
-        shapes = [s for x in pixels for t in _tensors(x) for s in self._shapes(t, one=isinstance(x, Tensor))]
+        shapes = [s for x in pixels for t in tensors_in(x) for s in self._shapes(t, one=isinstance(x, Tensor))]
         for key, value in output.items():
             if _GRIDS.search(key):
-                rows = [[int(v) for v in row] for x in _tensors(value) for row in x.reshape(-1, x.shape[-1])]
+                rows = [[int(v) for v in row] for x in tensors_in(value) for row in x.reshape(-1, x.shape[-1])]
                 grids = [h * w for *t, h, w in rows for _ in range(t[0] if t else 1)]
                 if sum(grids) == sum(shapes) or 0 in shapes or not shapes:  # else they count something else than rows
                     return grids
@@ -149,7 +137,7 @@ class Looker:
                 output = self.processor(
                     text=[prompt] if nested else prompt, **{kind: [media] if nested else media}, **tensors, **more
                 )
-                _ = [int(x) for k, v in output.items() if _GRIDS.search(k) for t in _tensors(v) for x in t.flatten()]
+                _ = [int(x) for k, v in output.items() if _GRIDS.search(k) for t in tensors_in(v) for x in t.flatten()]
             except Exception as error:  # whatever a processor raises on an input that is not its own
                 failed = failed or error
                 continue
@@ -163,6 +151,8 @@ class Looker:
         known = self._found.get((kind, count))
         if known is not None:
             yield known
+            if kind == "videos":  # what it refuses now is the clip
+                return
         begin, end = (self._word(self.processor, f"image_{x}_token", f"{x}_image_token") for x in ("start", "end"))
         prompts = [token * count, (begin + token + end) * count, "<image>" * count, NO_IMAGE]
         if not self._expands(kind):  # its tokens stand beside the text, not in it
@@ -181,7 +171,7 @@ class Looker:
     def _word(self, own: Any, *names: str) -> str:
         return next((str(x) for name in names if (x := getattr(own, name, None))), "")
 
-    def _count_tokens(self, output: Mapping[str, Any]) -> tuple[int, str]:
+    def count_tokens(self, output: Mapping[str, Any]) -> tuple[int, str]:
         """How often the token that stands for an image's features is in the text, and the token."""
         ids = [
             int(x) for x in tree_leaves(output["input_ids"]) for x in (x.flatten() if isinstance(x, Tensor) else [x])
@@ -214,11 +204,7 @@ def _image(device: str, width: int, height: int) -> Any:
     return blank(3, height, width, device=device)
 
 
-def _clip(num_frames: int, device: str, width: int, height: int) -> Any:
-    return blank(num_frames, 3, height, width, device="meta" if device == "meta" else "cpu")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors in any nesting; arrays of numpy and plain numbers too, as far as they are one."""
     if isinstance(value, Tensor):
         yield value
@@ -230,10 +216,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
                 yield torch.tensor(value)
             return
         for x in value:
-            yield from _tensors(x)
+            yield from tensors_in(x)
 
 
-def _shorten(texts: list[str], soft: str) -> str | None:
+def shorten(texts: list[str], soft: str) -> str | None:
     """What stands in the place of the first placeholder, each run of the image's token written once."""
     return re.sub(f"(?:{re.escape(soft)})+", lambda _: soft, texts[0]) if texts else None
 
@@ -255,13 +241,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     extra = request.get("extra_rows", 0) if made is None else _extra_rows(made, looker)
     copies = request.get("copies", 1)
     seen: list[Seen | str] = []
-    for width, height, *clip in [*request.get("sizes", ()), *request.get("clips", ())]:
+    for width, height in request.get("sizes", ()):
         try:
-            seen.append(
-                looker.look_at_clip(width, height, int(clip[0]), float(clip[1]))
-                if clip
-                else looker.look(width, height, copies)
-            )
+            seen.append(looker.look(width, height, copies))
         except Exception as error:  # a processor refuses what it likes
             if config is not None and not any(isinstance(x, Seen) for x in seen) and len(seen) > 3:
                 kind = type(looker.processor).__name__
@@ -335,7 +317,7 @@ def _extra_rows(config: Any, looker: Looker) -> int:
 
 
 def _pixels_of(value: Any) -> Any:
-    tensors = list(_tensors(value))
+    tensors = list(tensors_in(value))
     if not tensors:
         return value
     made = [torch.ones(x.shape, dtype=torch.bfloat16) if x.is_floating_point() else x for x in tensors]

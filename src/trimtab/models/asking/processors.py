@@ -48,6 +48,7 @@ class AnyTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
     def __init__(self, named: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`named`: tokens by name, as tokenizer_config.json gives them."""
         self._named = {k: str(v.get("content")) if isinstance(v, Mapping) else str(v) for k, v in named.items() if v}
+        self.makes_up = True  # a token for each name that is asked for, and not only for those that are given
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         words = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(alphabet)}, merges=[]))
         words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,6 +65,8 @@ class AnyTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
             if key.startswith("__") or not key.endswith(("_token", "_token_id")):
                 raise
         name = key.removesuffix("_id")
+        if not self.makes_up and name not in self._named:
+            raise AttributeError(name)
         token = self._named.get(name, f"<{name.removesuffix('_token')}>")
         number = self.convert_tokens_to_ids(token)
         return number if key.endswith("_id") else _Word(token)
@@ -88,14 +91,14 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
 
     Raises `UnknownModelError` where the library has no such processor, `ConfigError` where it refuses the files.
     """
-    kind = _processor_class(model_type, files)
+    kind = processor_class(model_type, files)
     try:
         with tempfile.TemporaryDirectory(prefix="trimtab-processor-") as folder:
             for name, content in {**files, "config.json": {"model_type": model_type}}.items():
                 (Path(folder) / name).write_text(json.dumps(_without_code(content)), encoding="utf-8")
             parts = [_part(name, folder, files) for name in kind.get_attributes()]
             written = kind.get_processor_dict(folder, local_files_only=True)[0]
-        processor = kind.from_args_and_dict(parts, written)
+        processor = _made(kind, parts, written)
     except Exception as error:  # the library's own code fails as it likes on fields that it cannot read
         raise ConfigError(
             f"Transformers {transformers.__version__} makes no {kind.__name__} of these files ({one_line(error)}): "
@@ -111,8 +114,25 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
     return processor
 
 
-def _processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The class that the files name, else the one that the library pairs with the model."""
+def _made(kind: Any, parts: list[Any], written: dict[str, Any]) -> Any:
+    """The processor, with its own tokens where its tokenizer names none, as most do; else with made-up ones."""
+    tokenizers = [part for part in parts if isinstance(part, AnyTokenizer)]
+    for makes_up in (False, True):
+        for tokenizer in tokenizers:
+            tokenizer.makes_up = makes_up
+        try:
+            return kind.from_args_and_dict(list(parts), dict(written))
+        except Exception:
+            if makes_up:
+                raise
+        finally:
+            for tokenizer in tokenizers:
+                tokenizer.makes_up = True
+    raise AssertionError
+
+
+def processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The processor that the files name, else the one that the library pairs with the model."""
     for content in files.values():
         name = content.get("processor_class")
         if isinstance(name, str) and inspect.isclass(found := getattr(transformers, name, None)):

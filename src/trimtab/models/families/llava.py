@@ -98,7 +98,9 @@ FAMILIES = {
     "llava_onevision": Family(
         image_rule=_onevision_tiles,
         markup=_MARKUP,
-        pack=PackFormat(joined=(*_SIZED, "batch_num_images"), counts="sizes", smallest="fewest tiles"),
+        pack=PackFormat(
+            joined=(*_SIZED, "batch_num_images", "pixel_values_videos"), counts="sizes", smallest="fewest tiles"
+        ),
         joins_tiles=True,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,26 +91,10 @@ class AskedImages:
             )
         for first in range(0, len(missing), MAX_ASKED):
             part = missing[first : first + MAX_ASKED]
-            answer = self._ask({"sizes": part})
+            tower = {"patch_size": self.patch_size, "extra_rows": self.extra_rows}
+            answer = ask({**json.loads(self.question), **tower, "copies": self.copies, "sizes": part}, "images")
             for size, row in zip(part, answer["rows"], strict=True):
                 self._known[self.copies, *size] = row if isinstance(row, str) else _counts(row, answer["texts"])
-
-    def count_clip(self, width: int, height: int, num_frames: int, fps: float) -> ImageCounts:
-        """A clip of `num_frames` frames at `fps`, of which the processor samples by its own rules."""
-        check_size(width, height)
-        found = self.count_clips([(width, height, num_frames, fps)])[0]
-        if isinstance(found, str):
-            raise ImageError(f"cannot count a clip of {num_frames} frames of {width} x {height}: {found}")
-        return found
-
-    def count_clips(self, clips: Sequence[tuple[int, int, int, float]]) -> list[ImageCounts | str]:
-        """Many (width, height, frames, frames a second) in one question; a sentence for each that is refused."""
-        answer = self._ask({"clips": list(clips)})
-        return [x if isinstance(x, str) else _counts(x, answer["texts"]) for x in answer["rows"]]
-
-    def _ask(self, about: Mapping[str, object]) -> Mapping[str, Any]:
-        request = {"patch_size": self.patch_size, "extra_rows": self.extra_rows, "copies": self.copies, **about}
-        return ask({**json.loads(self.question), **request}, "images")
 
 
 def ask_images(files: Files, config: Mapping[str, object]) -> tuple[AskedImages, ImageMarkup | None]:
@@ -118,7 +102,7 @@ def ask_images(files: Files, config: Mapping[str, object]) -> tuple[AskedImages,
 
     Raises `ConfigError` where Transformers has no such processor, or it takes no image.
     """
-    question = _question(config, files)
+    question = question_of(config, files)
     answer = ask({**json.loads(question), "config": config, "sizes": STANDARD}, "images")
     rows = [(*size, *row) for size, row in zip(STANDARD, answer["rows"], strict=True) if not isinstance(row, str)]
     rule = AskedImages(
@@ -135,18 +119,9 @@ def ask_images(files: Files, config: Mapping[str, object]) -> tuple[AskedImages,
     return rule, None if markup is None else ImageMarkup(**markup)
 
 
-def clip_rule(config: Mapping[str, object], files: Files) -> AskedImages | None:
-    """Counts clips by the processor of these files, which is asked when the first is to be counted."""
-    if not files:
-        return None
-    vision = config.get("vision_config")
-    patch = vision.get("patch_size") if isinstance(vision, Mapping) else None
-    question = _question(config, files)
-    return AskedImages(question=question, patch_size=patch if type(patch) is int else None, extra_rows=0)
-
-
-def _question(config: Mapping[str, object], files: Files) -> str:
-    asked = {"model_type": config.get("model_type"), "files": files}
+def question_of(model: Mapping[str, object], files: Files, **more: object) -> str:
+    """What the processor is made of, as one string."""
+    asked = {"model_type": model.get("model_type"), "files": files, **more}
     return json.dumps(asked, sort_keys=True, separators=(",", ":"), default=dict)
 
 

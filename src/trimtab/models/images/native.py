@@ -53,9 +53,10 @@ class SmartResize:
         elif h * w < self.min_pixels:
             beta = math.sqrt(self.min_pixels / (height * width))
             h, w = math.ceil(height * beta / f) * f, math.ceil(width * beta / f) * f
-        return _one_rectangle(h // f, w // f, self.merge_size, self._window_side())
+        return _one_rectangle(h // f, w // f, self.merge_size, self.window_side)
 
-    def _window_side(self) -> int | None:
+    @property
+    def window_side(self) -> int | None:
         """Merged patches a side of a window, rounded down in two steps as Transformers does."""
         return None if self.window_size is None else self.window_size // self.merge_size // self.patch_size
 
@@ -103,13 +104,17 @@ def _one_rectangle(rows: int, columns: int, merge_size: int, window: int | None)
     Windows tile the rectangle from its top left corner; those that stick out keep only the patches inside, so with
     a = q window + r rows the sum over windows of (rows in it)^2 is the product of q window^2 + r^2 for either side.
     """
-    unit = merge_size * merge_size
     tokens = rows * columns
-    patches = tokens * unit
+    patches = tokens * merge_size * merge_size
     patches_sq = windowed = patches * patches
     if window is not None:
-        windowed = unit * unit * _sum_of_squares(rows, window) * _sum_of_squares(columns, window)
+        windowed = windowed_squares(rows, columns, merge_size, window)
     return ImageCounts(patches=patches, tokens=tokens, tiles=1, patches_sq=patches_sq, patches_windowed=windowed)
+
+
+def windowed_squares(rows: int, columns: int, merge_size: int, window: int) -> int:
+    """Sum over windows of patches squared, of rows x columns merged patches; a worked sum is in `_one_rectangle`."""
+    return merge_size**4 * _sum_of_squares(rows, window) * _sum_of_squares(columns, window)
 
 
 def _sum_of_squares(length: int, window: int) -> int:

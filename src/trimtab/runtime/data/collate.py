@@ -23,6 +23,7 @@ from trimtab.runtime.data.masks import (
 )
 from trimtab.runtime.data.positions import mrope_rows, rope_index, text_positions
 from trimtab.runtime.data.processed import ProcessedSample, read_processed
+from trimtab.runtime.data.videos import alike_videos
 from trimtab.runtime.data.zero_weight import filler_sample
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
@@ -143,7 +144,7 @@ def _images(family: PackFormat, pack: Sequence[ProcessedSample]) -> dict[str, Te
     for key in family.joined:
         parts = [sample.images[key] for sample in pack if key in sample.images]
         if parts and key != "second_per_grid_ts":  # the positions have used it
-            joined[key] = torch.cat(_padded(parts))
+            joined[key] = torch.cat(_padded(alike_videos(key, parts)))
     return joined
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import PlanError, SampleError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.asking.build import complete
+from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import family_of
 from trimtab.models.images.apply import rule_in_sample
@@ -26,6 +28,7 @@ from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.runtime.data.videos import VideoReader, alike_videos, pixel_keys
 from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
@@ -35,7 +38,7 @@ from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
-_UNREADABLE = ("json", "type", "path", "image")
+_UNREADABLE = ("json", "type", "path", "image", "video")
 """Kinds of bad records that say nothing about tokenizer and template."""
 
 
@@ -85,6 +88,7 @@ class _Opened:
     count_image: CountImage
     processor: Any
     media: MediaFolders
+    videos: VideoReader | None = None  # made with the first
 
 
 class PlannedConversations:
@@ -127,7 +131,7 @@ class PlannedConversations:
             self._opened = _Opened(
                 ConversationEncoder(self._tokenizer),
                 image_counter(self.model.image_rule),
-                _image_processor(self._preprocessor, self._limits),
+                _image_processor(self._preprocessor, self._limits, self.model.family),
                 MediaFolders(None, allow_outside=options.allow_outside, exif=options.exif),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
@@ -136,7 +140,10 @@ class PlannedConversations:
             media = opened.media.of(self.records.place(row).file, self.records.media_root(row))
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
-            encoded = opened.encoder.encode(conversation, counts)
+            if conversation.videos and opened.videos is None:
+                opened.videos = VideoReader(self.model, self._options.video)
+            videos = [opened.videos.read(x, media, self._decode) for x in conversation.videos] if opened.videos else []
+            encoded = opened.encoder.encode(conversation, counts, [x for x, _ in videos])
         except BadRecordError as error:
             kind = UnreadableSampleError if error.kind in _UNREADABLE else SampleError
             raise kind(f"sample {name} ({self.records.place(row)}): {error}") from None
@@ -148,7 +155,23 @@ class PlannedConversations:
             )
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
         sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
-        return sample | self._pixels(opened, pictures) if pictures else sample
+        tensors = [x for _, x in videos]
+        if not pictures or any("pixel_values" in x for x in tensors):  # of both kinds in one array: in their order
+            slots = [part for message in conversation.messages for part in message.content if not isinstance(part, str)]
+            alone, clips = iter(pictures), iter(tensors)
+            media_in_order = [self._pixels(opened, [next(alone)]) if x is None else next(clips) for x in slots]
+        else:
+            media_in_order = [self._pixels(opened, pictures), *tensors]
+        for key in self._keys:
+            parts = [x[key] for x in media_in_order if key in x]
+            if parts:
+                sample[key] = torch.cat(alike_videos(key, parts))
+        if any(not pixel_keys(x) & set(self._keys) for x in tensors):
+            raise UnsupportedPlanError(
+                f"sample {name} ({self.records.place(row)}) holds a video, and packs of {self.model.family} have no "
+                "place for videos: leave such samples out, or train it without packing"
+            )
+        return sample
 
     def _decode(self, content: bytes) -> Image.Image:
         try:
@@ -161,8 +184,7 @@ class PlannedConversations:
     def _pixels(self, opened: _Opened, pictures: list[Image.Image]) -> dict[str, Tensor]:
         rule = self.model.image_rule  # some processors cut images of one sample otherwise than lone ones
         nested = rule_in_sample(rule, len(pictures)) != rule
-        processed = opened.processor(images=[pictures] if nested else pictures, return_tensors="pt")
-        return {key: processed[key] for key in self._keys if key in processed}
+        return dict(opened.processor(images=[pictures] if nested else pictures, return_tensors="pt"))
 
 
 def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
@@ -170,11 +192,15 @@ def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
     return pack_format(complete(read_config(folder))).joined
 
 
-def _image_processor(folder: Path, limits: ModelInput) -> Any:
+def _image_processor(folder: Path, limits: ModelInput, family: str) -> Any:
     """The model's image processor under the user's own limits; nothing is fetched, and no code of the folder runs."""
     processor = AutoImageProcessor.from_pretrained(
         folder, backend="pil", trust_remote_code=False, local_files_only=True
     )
+    with contextlib.suppress(UnknownModelError):  # a processor may switch on what the file of its part does not
+        given = getattr(processor_class(family, {}), "images_kwargs", None)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            setattr(processor, name, value)
     if limits.max_pixels is not None:
         size = dict(processor.size)
         processor.size = {

@@ -34,7 +34,7 @@ if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
     )
 
 
-class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSampler):  # type: ignore[misc,name-defined]
+class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSampler):  # type: ignore[misc]
     """A `PlanBatchSampler` by kind a `BatchRebalanceSampler`; nothing of the latter's work is used."""
 
     @property

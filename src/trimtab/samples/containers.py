@@ -1,0 +1,68 @@
+"""Video files by PyAV: what their header says, and the frames that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import ConfigError
+from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.specs import Clip
+
+_DAMAGED = "replace or drop it"
+
+
+def read_clip(file: BinaryIO, name: str) -> Clip:
+    """Size, frames and frames a second of the first video stream; nothing is decoded.
+
+    As Transformers' reader by PyAV sees them: sides as coded (no rotation), the average rate. Where the header does not
+    count the frames (WebM, MKV), the packets are. Raises `BadRecordError` of kind video.
+    """
+    with _opened(file, name) as (container, stream):
+        num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate
+        if not num_frames or not rate or not stream.width or not stream.height:
+            found = f"{num_frames} frames of {stream.width} x {stream.height} at {rate or 0} a second"
+            raise BadRecordError("video", f"{name} holds {found}: {_DAMAGED}")
+        return Clip(width=stream.width, height=stream.height, num_frames=num_frames, fps=float(rate))
+
+
+def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """The frames of these numbers (ascending, repeats kept) as (frames, height, width, 3); `BadRecordError` if not all.
+
+    Decoded from the start up to the last one: no seeking, so that numbers are those of the header in any file.
+    """
+    wanted, found = set(indices), dict[int, npt.NDArray[np.uint8]]()
+    with _opened(file, name) as (container, stream):
+        stream.thread_type = "AUTO"
+        for number, frame in enumerate(container.decode(stream)):
+            if number in wanted:
+                found[number] = frame.to_ndarray(format="rgb24")
+            if len(found) == len(wanted):
+                break
+    if len(found) < len(wanted):
+        missing = min(wanted - found.keys())
+        raise BadRecordError("video", f"{name} ends before frame {missing}, which its header counts: {_DAMAGED}")
+    return np.stack([found[number] for number in indices])
+
+
+@contextmanager
+def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
+    try:
+        import av
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "videos are read by PyAV, which is not installed: pip install 'trimtab[video]', or give width, height, fps "
+            "and num_frames in every record"
+        ) from None
+    try:
+        with av.open(file, mode="r") as container:
+            if not container.streams.video:
+                raise BadRecordError("video", f"{name} holds no video stream: {_DAMAGED}")
+            yield container, container.streams.video[0]
+    except (av.FFmpegError, ValueError, MemoryError) as error:  # as FFmpeg's readers fail
+        raise BadRecordError("video", f"{name} cannot be read as a video ({shorten(str(error))}): {_DAMAGED}") from None
