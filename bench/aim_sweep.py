@@ -18,7 +18,7 @@ import numpy as np
 from lengths import draw_lengths, generate_native
 from packing_real import NATIVE_COST, NATIVE_FULL_COST
 from trimtab.balance import aim
-from trimtab.balance.cost import TILE_COST, CostWeights
+from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.packing import PackResult, pack_samples, report_packing, warm_up
 from trimtab.specs import SampleTable
 
@@ -40,7 +40,7 @@ def changed(value: Any) -> list[Any]:
 
 
 def measure(
-    table: SampleTable, limits: tuple[int, int], weights: CostWeights, dp: int, seed: int
+    table: SampleTable, limits: tuple[int, int], weights: LinearCost, dp: int, seed: int
 ) -> tuple[float, float, float]:
     packed = pack_samples(table, limits=limits, dp=dp, cost=weights, oversize="skip", seed=seed)
     found = report_packing(table, packed, cost=weights)

@@ -22,7 +22,7 @@ import numpy as np
 from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.bound import lower_bound_packs
-from trimtab.balance.cost import TILE_COST, CostWeights
+from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.metrics import dist_ratio, utilisation
 from trimtab.balance.packing import pack_samples, warm_up
 from trimtab.options import Order, PackMethod
@@ -174,10 +174,10 @@ def select(table: SampleTable, rows: np.ndarray) -> SampleTable:
     return SampleTable(**columns, source_names=table.source_names, patch_unit=table.patch_unit)
 
 
-def compare(table: SampleTable, limits: tuple[int, int], weights: CostWeights, dp: int) -> None:
+def compare(table: SampleTable, limits: tuple[int, int], weights: LinearCost, dp: int) -> None:
     print("| method | packs / bound | vit / llm / cost | util | fill v / t | over v | over t | left | s |")
     print("|---|---|---|---|---|---|---|---|---|")
-    cost, lengths, limit = weights.of(table), table.num_tokens, limits[1]
+    cost, lengths, limit = weights.of_samples(table), table.num_tokens, limits[1]
     runs: list[tuple[str, Callable[[], np.ndarray]]] = [
         ("best fit decreasing", lambda: in_windows(best_fit_decreasing, lengths, limit, dp)),
         ("greedy knapsack", lambda: in_windows(greedy_knapsack, lengths, limit, dp)),

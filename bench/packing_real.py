@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from lengths import DEFAULT_DATA, draw_lengths, generate_native, read_mixture, read_real
-from trimtab.balance.cost import TILE_COST, CostWeights
+from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.packing import pack_samples, report_packing, warm_up
 
 RUNS = (
@@ -29,8 +29,8 @@ RUNS = (
     ("balanced", "tolerance"),
     ("balanced", "sorted"),
 )
-NATIVE_COST = CostWeights(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.2e6)  # 4 x 28 layers x 3584 / 2
-NATIVE_FULL_COST = CostWeights(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
+NATIVE_COST = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.2e6)  # 4 x 28 layers x 3584 / 2
+NATIVE_FULL_COST = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
 
 HEADER = (
     f"{'method':13s}{'order':10s}{'packs':>8s}{'/bound':>8s}{'ave':>6s}{'over':>7s}{'pad':>7s}{'vit':>8s}{'llm':>8s}"

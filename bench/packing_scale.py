@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from lengths import DEFAULT_DATA, read_mixture
-from trimtab.balance.columns import ColumnCost, PackedColumns, pack_columns
+from trimtab.balance.columns import PackedColumns, pack_columns
+from trimtab.balance.cost import TILE_COST
 from trimtab.balance.metrics import dist_ratio
 
 LIMITS = (9, 4096)
-COST = ColumnCost(linear=(11.9e12, 39.8e9), squared=(0.0, 0.59e6))
+COST = TILE_COST.of
 CHUNK = 1 << 22
 
 
@@ -46,7 +47,7 @@ def cost_ratio(packed: PackedColumns, columns: list[np.ndarray], num_rows: int =
     """Dist ratio of the cost over the first rows."""
     num_packs = min(packed.num_packs // packed.dp, num_rows) * packed.dp
     members = packed.indices[: packed.offsets[num_packs]]
-    cost = COST.of([column[members] for column in columns])
+    cost = COST(*(column[members] for column in columns))
     return dist_ratio(np.add.reduceat(cost, packed.offsets[:num_packs]).reshape(-1, packed.dp))
 
 

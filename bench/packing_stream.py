@@ -14,8 +14,8 @@ import numpy as np
 from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.bound import lower_bound_packs
-from trimtab.balance.columns import ColumnCost, pack_columns
-from trimtab.balance.cost import TILE_COST, CostWeights
+from trimtab.balance.columns import pack_columns
+from trimtab.balance.cost import TILE_COST, ColumnCost, LinearCost
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.streaming import StreamPacker
 from trimtab.specs import FloatArray, IntArray
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--dp", type=int, default=8)
     arguments = parser.parse_args()
-    cases: tuple[tuple[str, object, tuple[int, int], CostWeights], ...] = (
+    cases: tuple[tuple[str, object, tuple[int, int], LinearCost], ...] = (
         ("mixture", read_mixture(arguments.data), (9, 4096), TILE_COST),
         ("native (generated)", generate_native(arguments.samples), (41_920, 16_384), NATIVE_COST),
     )
@@ -63,8 +63,8 @@ def main() -> None:
         sizes = np.column_stack([table.num_patches, table.num_tokens])
         sizes = sizes[(sizes <= limits).all(axis=1)]
         sizes = sizes[np.random.default_rng(0).permutation(len(sizes))[: arguments.samples]]
-        cost = ColumnCost(linear=(w.patches, w.tokens), squared=(0.0, w.tokens_sq))
-        columns = np.column_stack([sizes, cost.of([sizes[:, 0], sizes[:, 1]])])
+        cost = w.of
+        columns = np.column_stack([sizes, cost(sizes[:, 0], sizes[:, 1])])
         print(f"\n{name}: {len(sizes):,} samples, limits {limits}, dp {arguments.dp}\n")
         print("| packed | packs / bound | vit / llm / cost | samples/s |\n|---|---|---|---|")
         for order in ("random", "tolerance"):

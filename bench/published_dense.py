@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.costs.curves import efficiency_of, product_line
-from trimtab.costs.devices import DEVICES
+from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.images.tiles import FixedImage
 from trimtab.specs import (
@@ -41,8 +41,7 @@ SIZES = {  # width, blocks, heads: scripts/train/yamls of llm-foundry
     "70b": (8192, 80, 64),
 }
 FITTED = ("1b", "7b")
-NODE_BYTES_PER_S = {"A100-80GB": 8 * 25e9, "H100-80GB": 8 * 50e9}
-"""All links of a node to the network: a ring's eight ranks each use their own. Of the H100 they are not printed."""
+KINDS = ("A100-80GB", "H100-80GB")  # nodes of eight with a port of 200 Gbit/s each; of the H100 they are not printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +70,7 @@ def read_runs() -> list[Run]:
     data = json.loads(DATA.read_text())
     names = ("model", "sequence", "gpus", "batch", "num_microbatches", "recomputes", "tokens_per_s")
     return [
-        Run(device=DEVICES[device], **dict(zip(names, row, strict=True)))
-        for device in NODE_BYTES_PER_S
-        for row in data[device]
+        Run(device=DEVICES[device], **dict(zip(names, row, strict=True))) for device in KINDS for row in data[device]
     ]
 
 
@@ -116,8 +113,6 @@ def mpt(size: str) -> ModelSpec:
 def predict(run: Run, *, matmul: float, attention: float) -> float:
     """Seconds of a step: nothing overlaps, gathering neither; recompute stops before a block's last product."""
     e = replace(efficiency_of(run.device), matmul=matmul, attention=attention)
-    own = run.device.link_bytes_per_s * e.link
-    link = own if run.gpus == 8 else min(own, NODE_BYTES_PER_S[run.device.name] * e.link)
     profile = profile_model(
         mpt(run.model),
         run.device,
@@ -126,7 +121,7 @@ def predict(run: Run, *, matmul: float, attention: float) -> float:
         grad_dtype="bf16",
         packed=False,
         efficiency=e,
-        dp_bytes_per_s=link,
+        dp_bytes_per_s=parse_cluster(f"{run.gpus}x{run.device.name}").ring_bytes_per_s(run.gpus),
     )
     tokens = run.batch * run.sequence
     work = np.array([1, 0, 0, 0, tokens, tokens * run.sequence, tokens * run.sequence], dtype=float)
@@ -176,7 +171,7 @@ def fit(runs: list[Run]) -> Fit:
 
 def fits() -> dict[str, Fit]:
     runs = read_runs()
-    return {name: fit([run for run in runs if run.device.name == name]) for name in NODE_BYTES_PER_S}
+    return {name: fit([run for run in runs if run.device.name == name]) for name in KINDS}
 
 
 def print_dense() -> None:

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from lengths import DEFAULT_DATA, make_table, read_mixture
-from trimtab.balance.cost import CostWeights
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.dispatch import dispatch_packs
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.options import PackMethod
@@ -157,14 +157,14 @@ def group_by_length(table: SampleTable, batch_size: float, dp: int, seed: int) -
     return PackResult(packing=Packing(offsets=offsets, indices=indices, limits=LIMITS), schedule=schedule)
 
 
-def step_cost(model: torch.nn.Module, scale: int) -> CostWeights:
+def step_cost(model: torch.nn.Module, scale: int) -> LinearCost:
     """Forward flop per tile and per token: two for each weight a row meets; attention 4 x width x layers per pair."""
     towers = (model.model.vision_tower, model.model.language_model)
     weights = [sum(p.numel() for p in tower.parameters() if p.dim() == 2) for tower in towers]
     vision, text = model.config.vision_config, model.config.text_config
     patches = 1024 // scale + 1
     pairs = 4 * vision.hidden_size * vision.num_hidden_layers
-    return CostWeights(
+    return LinearCost(
         patches=2.0 * weights[0] * patches + pairs * patches**2,
         tokens=2.0 * weights[1],  # the embedding, which multiplies nothing, stands for the head, which is not in it
         tokens_sq=2.0 * text.hidden_size * text.num_hidden_layers,  # causal: half

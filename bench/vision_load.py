@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from trimtab.balance.images import TowerCost, share_images, tower_seconds
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
@@ -107,14 +108,14 @@ def _image(rng: Rng, area: float) -> Clip:
 class Batch:
     """Atoms of one micro-batch: whole clips, and the frames they consist of."""
 
-    def __init__(self, clips: Sequence[Clip], patch: int, merge: int, cost: TowerCost) -> None:
+    def __init__(self, clips: Sequence[Clip], patch: int, merge: int, cost: LinearCost) -> None:
         grids = [(t, *(max(merge, round(side / patch / merge) * merge) for side in size)) for t, *size in clips]
         grids = [(t, h, w) if h * w <= 16384 else (t, *_shrink(h, w, merge)) for t, h, w in grids]
         self.clip_patches = np.array([t * h * w for t, h, w in grids])
         self.frame_patches = np.array([h * w for t, h, w in grids for _ in range(t)])
         self.frames_of = np.array([t for t, _, _ in grids])
         windows = np.array([_windowed(h, w) for t, h, w in grids for _ in range(t)])
-        self.frame_cost = cost.of(self.frame_patches, self.frame_patches**2, windows)
+        self.frame_cost = cost.of(self.frame_patches, patches_windowed=windows)
         self.clip_cost = np.add.reduceat(self.frame_cost, np.cumsum(self.frames_of) - self.frames_of)
 
 
@@ -196,7 +197,8 @@ def main() -> None:
     for model, (patch, merge) in PATCHES.items():
         cost = tower_seconds(profile_model(_describe(model), find_device("H100"), dims=ParallelDims()))
         print(
-            f"\n{model}: patch {cost.patch:.3g} s, squared {cost.patch_sq:.3g} s, windowed {cost.patch_windowed:.3g} s"
+            f"\n{model}: patch {cost.patches:.3g} s, squared {cost.patches_sq:.3g} s, "
+            f"windowed {cost.patches_windowed:.3g} s"
         )
         batches = {
             name: [Batch(draw(rng), patch, merge, cost) for _ in range(NUM_BATCHES)]

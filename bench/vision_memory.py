@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from trimtab.balance.images import TowerCost, share_images
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import share_images
 from trimtab.runtime.vision.families import tower_flops
 
 WIDTHS = {
@@ -59,7 +60,7 @@ def main() -> None:
         print(f"\n{family}: {alone / patches.sum() / 1024:.0f} KiB a patch kept by one process, {len(GRIDS)} images")
         print(f"{'ranks':>6s}{'shared by':>12s}{'worst kept':>12s}{'patches':>9s}{'limit':>8s}")
         for ranks in (2, 4, 8):
-            for name, cost in (("time", tower_flops(tower.config)), ("memory", TowerCost(patch=1.0))):
+            for name, cost in (("time", tower_flops(tower.config)), ("memory", LinearCost(patches=1.0))):
                 shares = share_images(cost.of(patches), ranks)
                 groups = [shares.atoms_of(rank) for rank in range(ranks)]
                 worst = max(kept_bytes(tower, [GRIDS[i] for i in atoms]) for atoms in groups if len(atoms))

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import TowerCost, tower_seconds
+from trimtab.balance.images import tower_seconds
 from trimtab.costs.devices import find_device, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
@@ -65,7 +66,7 @@ def main() -> None:
     )
 
 
-def _over_mean(cost: TowerCost, patches: FloatArray, offsets: IntArray, ranks: int) -> float:
+def _over_mean(cost: LinearCost, patches: FloatArray, offsets: IntArray, ranks: int) -> float:
     seconds = cost.of(patches)
     load = share_pools(seconds, seconds, patches[:, None], offsets, ranks, rule="balanced").load
     return float(load.max(axis=1).sum() / load.mean(axis=1).sum())

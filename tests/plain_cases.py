@@ -19,6 +19,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "cli/test_cli.py::test_several_saved_tables_keep_what_they_skipped_and_assumed": 0,  # 3
     "cli/test_cli.py::test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed": 0,
     "cli/test_frameworks.py::test_a_plan_that_megatron_cannot_run_is_refused_and_fitted": 0,  # 7
+    "cli/test_frameworks.py::test_an_export_of_a_plan_made_for_it_warns_of_nothing": 0,  # 28
     "cli/test_frameworks.py::test_frameworks_without_stages_take_a_plan_without_pipeline": 0,
     "cli/test_profile_verb.py::test_a_timed_profile_makes_a_plan_that_says_so": 0,  # 3
     "cli/test_profile_verb.py::test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked": 0,  # 30 s
@@ -127,7 +128,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_search.py::test_the_search_is_near_the_best_of_all_splits": 4,  # 20 cases
     "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,
     "unit/test_setting.py::test_auto_takes_the_fastest_of_all_schedules_that_fit": 0,  # 3
-    "unit/test_setting.py::test_plain_data_parallel_with_sharded_state_stands_beside_a_divided_model": 0,  # 5
+    "unit/test_setting.py::test_plain_data_parallel_with_sharded_state_is_one_of_the_settings": 0,  # 3
     "unit/test_setting.py::test_zero_bubble_plans_check": 1,  # 4
     "unit/test_stages.py::test_split_equals_brute_force_on_a_thousand_instances": 4,
     "unit/test_vision_decision.py::test_a_pipeline_keeps_the_tower_whole_on_its_first_stage": 0,

@@ -6,39 +6,75 @@ from collections.abc import Sequence
 
 
 class TrimtabError(ValueError):
-    """Bad input. The command line prints the message alone and exits with code 2."""
+    """What all errors for wrong input have in common.
+
+    Use it in `except` for wrong input of any kind. The message is one sentence: what was asked, what is true, what to
+    try. The command line prints it alone and exits with code 2.
+
+    >>> import trimtab
+    >>> try:
+    ...     trimtab.describe("no-such-model")
+    ... except trimtab.TrimtabError as error:
+    ...     print(type(error).__name__)
+    ConfigError
+    """
 
 
 class ConfigError(TrimtabError):
-    """A model's config.json or preprocessor_config.json lacks or contradicts a field."""
+    """A model's config.json or preprocessor_config.json lacks or contradicts a field.
+
+    Raised by `describe`, `find_device`, `parse_cluster`: look at the fields that the message names.
+    """
 
 
 class UnknownModelError(ConfigError):
-    """No family describes this `model_type`."""
+    """No family describes this `model_type`.
+
+    Raised by `describe`: install Transformers, so that it can be asked, or give a description file
+    (`save_description`).
+    """
 
 
 class ImageError(TrimtabError):
-    """An image's header or size cannot be used."""
+    """An image's header or size cannot be used.
+
+    Raised by image rules and readers of headers: the message names the file, or the size.
+    """
 
 
 class SampleError(TrimtabError):
-    """A data set cannot be read, or holds samples that cannot be planned."""
+    """A data set cannot be read, or holds samples that cannot be planned.
+
+    Raised by `size_samples`: `on_bad="skip"` leaves bad samples out.
+    """
 
 
 class PackingError(TrimtabError):
-    """Samples cannot be packed under the limits that were asked for."""
+    """Samples cannot be packed under the limits that were asked for.
+
+    Raised by `pack_samples` and `make_plan`: raise the limits, or say what becomes of oversize samples.
+    """
 
 
 class PartitionError(TrimtabError):
-    """Layers cannot be cut into the stages, or do not fit the memory, that were asked for."""
+    """Layers cannot be cut into the stages, or do not fit the memory, that were asked for.
+
+    Raised by `split_stages`, `make_plan` and `place`: the message says how many bytes are missing.
+    """
 
 
 class PlanError(TrimtabError):
-    """A plan cannot be made with these options, is not readable, or no longer fits its inputs."""
+    """A plan cannot be made with these options, is not readable, or no longer fits its inputs.
+
+    Raised by `make_plan`, `load_plan` and `check_plan`: the message names the option or the file.
+    """
 
 
 class UnsupportedPlanError(PlanError):
-    """A framework cannot express what the plan decides."""
+    """A framework cannot express what the plan decides.
+
+    Raised by exports and `build_pipeline`: plan with `--for FRAMEWORK`, or take the plan that `--fit` writes.
+    """
 
 
 def refuse_type(name: str, value: object, kind: type, made_by: str) -> None:

@@ -4,7 +4,7 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.opt
 `option_problems` checks it. No NumPy here: `--help` reads these.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -150,7 +150,13 @@ class VideoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
-    """How the data set is read: the same when it is sized and when a plan runs, or counts differ."""
+    """How the data set is read: the same when it is sized and when a plan runs, or counts differ.
+
+    Use the same options for `size_samples` and `open_conversations`.
+
+    >>> ReadingOptions(exif="apply").exif
+    'apply'
+    """
 
     tokenizer: Annotated[
         Path | None,
@@ -161,7 +167,14 @@ class ReadingOptions:
         SpecialTokens,
         Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),
     ] = "template"
-    media_root: Annotated[Path | None, Option("Folder that image paths start from; else the data file's.")] = None
+    media_root: Annotated[
+        Sequence[Path | str] | Path | str | None,
+        Option(
+            "Folder that image paths start from; else the data file's. FILE=FOLDER for one file; repeatable.",
+            read=tuple,
+            typed=list[str],
+        ),
+    ] = None
     allow_outside: Annotated[bool, Option("Read images outside the media root too.")] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
     video: VideoOptions = field(default_factory=VideoOptions)

@@ -207,7 +207,16 @@ class ModelOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A vision-language model as its configuration describes it, layers in forward order."""
+    """A vision-language model as its configuration describes it, layers in forward order.
+
+    Use `describe` to make one. `layers` are what stages are cut from; parameters are counted, bytes are not: those are
+    in a `Profile`.
+
+    >>> from trimtab import describe
+    >>> model = describe("Qwen2.5-VL-7B")
+    >>> model.layers[0].name, model.layers[-1].name
+    ('model.visual.patch_embed', 'lm_head')
+    """
 
     name: str
     family: str
@@ -255,7 +264,15 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Published peaks of one accelerator."""
+    """Published peaks of one accelerator.
+
+    Use `find_device` to get one of the table; make one by hand, or a YAML file, for another device. Bytes, bytes/s and
+    FLOP/s.
+
+    >>> from trimtab import find_device
+    >>> find_device("H200").memory_bytes >> 30  # GiB
+    139
+    """
 
     name: str
     memory_bytes: int
@@ -269,6 +286,8 @@ class DeviceSpec:
 class ClusterSpec:
     """Nodes of equal devices; `parse_cluster` makes one from a few characters.
 
+    Use it where `parse_cluster` cannot say what you have, as other links between nodes.
+
     >>> from trimtab import find_device
     >>> ClusterSpec(device=find_device("H20"), num_nodes=2, devices_per_node=8).latency_s
     1e-05
@@ -277,7 +296,7 @@ class ClusterSpec:
     device: DeviceSpec
     num_nodes: int
     devices_per_node: int
-    node_link_bytes_per_s: float = 25e9  # between devices of different nodes, one direction: one 200 Gbit/s port each
+    node_link_bytes_per_s: float = 25e9  # of one device to other nodes, one direction: its share of its node's ports
     latency_s: float = 10e-6  # of one message between devices
 
     def __post_init__(self) -> None:
@@ -295,10 +314,28 @@ class ClusterSpec:
         """Between devices of different nodes, where there are several; else within the node."""
         return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
 
+    def ring_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
+        """What each rank of a group sends in a ring: `degree` ranks, each `stride` devices after the one before.
+
+        A group within a node has the device's own link. One over several nodes enters and leaves a node by the ports of
+        all its members there, as communication libraries use them, and no faster than a device's own link.
+
+        >>> from trimtab import parse_cluster
+        >>> cluster = parse_cluster("32xA100-80GB")  # ports of 25 GB/s, links of 300
+        >>> [cluster.ring_bytes_per_s(n, stride=tp) / 1e9 for n, tp in [(8, 1), (32, 1), (16, 2), (4, 8)]]
+        [300.0, 200.0, 100.0, 25.0]
+        """
+        if degree * stride <= self.devices_per_node:
+            return self.device.link_bytes_per_s
+        members = max(1, self.devices_per_node // stride)
+        return min(self.device.link_bytes_per_s, members * self.node_link_bytes_per_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
     """How the devices are divided: data, pipeline, tensor and context parallel degrees.
+
+    Use it where a function asks for `dims`. The product of the degrees is the number of devices.
 
     >>> ParallelDims(dp=4, pp=8)
     ParallelDims(dp=4, pp=8, tp=1, cp=1)
@@ -321,6 +358,9 @@ class ParallelDims:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTable:
     """Sizes of every sample of a data set, one column each; row i is sample i of the data set's own order.
+
+    Use it for lengths that you have already; `size_samples` makes one of a data set. Every column is an integer array
+    of shape (samples,).
 
     `num_patches` counts ViT patches, or tiles where a file of ready-made lengths knows only tiles (`patch_unit`).
 
@@ -388,6 +428,9 @@ class SampleTable:
 class Packing:
     """Samples grouped into packs (micro-batches): pack p holds `indices[offsets[p]:offsets[p + 1]]`.
 
+    Use `pack_samples` to make one. `offsets` has one entry more than there are packs, `indices` the rows of the
+    samples.
+
     >>> import numpy as np
     >>> packing = Packing(offsets=np.array([0, 2, 3]), indices=np.array([4, 0, 2]), limits=(9, 4096))
     >>> packing.num_packs, packing.sums(np.array([5, 1, 7, 1, 2])).tolist()
@@ -420,6 +463,8 @@ class Packing:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
     """Which pack each rank runs when: `table[step, rank, microbatch]` is a pack, -1 an empty slot of the last step.
+
+    Use it to know what each rank runs; `pack_samples` returns one.
 
     >>> import numpy as np
     >>> Schedule(table=np.arange(8).reshape(2, 4, 1)).num_steps
@@ -477,7 +522,15 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Seconds and bytes of every layer on one device: the table every solver reads."""
+    """Seconds and bytes of every layer on one device: the table every solver reads.
+
+    Use `profile_model` to make one. Seconds and bytes are of one micro-batch and depend on its work, see `LayerCost`.
+
+    >>> from trimtab import describe, find_device, profile_model
+    >>> profile = profile_model(describe("Qwen2.5-VL-7B"), find_device("H200"))
+    >>> len(profile.layers), profile.method
+    (65, 'analytic')
+    """
 
     layers: tuple[LayerCost, ...]
     method: Literal["analytic", "traced", "timed", "logged", "probed"]
@@ -515,6 +568,8 @@ class Profile:
 class RecomputeChoice:
     """Layers of the model, by number, that hold their activations by `tier`.
 
+    Use it in `Stage(recompute=...)`.
+
     >>> RecomputeChoice(tier="full", layers=(3, 4)).layers
     (3, 4)
     """
@@ -526,6 +581,8 @@ class RecomputeChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Layers `start <= i < stop`, on one pipeline rank (or one virtual stage of it).
+
+    Use it to say a split by hand; `split_stages` returns a tuple of them.
 
     >>> Stage(index=0, start=0, stop=12).num_recomputed()
     0

@@ -68,6 +68,11 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
+def format_ratio(ratio: float) -> str:
+    """How many times: "1.97x"."""
+    return f"{ratio:.2f}x"
+
+
 def round_digits(value: float) -> float:
     """To four significant digits, as estimates stand in a plan."""
     return float(f"{value:.4g}")

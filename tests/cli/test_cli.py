@@ -165,6 +165,28 @@ def test_plan_prints_one_json_object(run: Run, drawn: Path, tmp_path: Path) -> N
     assert Path(found["files"]["plan"]).is_file()
 
 
+def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: Path) -> None:
+    words = ["--cluster", "16xA100-80GB", "--tokenizer", drawn / "tokenizer.json", "--beside-plan"]
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 --bf16"
+    own = [
+        "predict",
+        "Qwen2.5-VL-7B",
+        drawn / "data.jsonl",
+        *words,
+        "--from-megatron",
+        flags,
+        "--num-microbatches",
+        "4",
+    ]
+    found = run(*own, "--json").json
+    assert (found["dp"], found["pp"], found["num_microbatches"], len(found["peak_bytes"])) == (4, 2, 4, 2)
+    assert found["plan_gain"] > 0
+    assert sum(found["idle"].values()) == pytest.approx(found["idle_share"])
+    told = run(*own).out
+    assert "16 A100-80GB as dp 4 x pp 2 x tp 2, 4 micro-batches a rank and step" in told
+    assert "x the samples/s" in told
+
+
 def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
     words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--vision-dp", "tp"]
     out = tmp_path / "plan"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
 
@@ -20,7 +21,7 @@ def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run,
     page = Path(__file__).parents[2] / "docs" / "exports.md"
     rows = [row for row in page.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
     assert any(target.title in row and row.endswith(f"| {target.checked_with} |") for row in rows)
-    assert FRAMEWORKS[name].split()[0] in run("export", name, "--help").out
+    assert FRAMEWORKS[name].help.split()[0] in run("export", name, "--help").out
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
     assert run("export", "megatron", split, "--fit", tmp_path / "fit").code == 0
     caught = run("check", tmp_path / "fit", "--for", "megatron")
     assert caught.code == 1
-    assert "of 32 vision layers are built, without a word" in caught.out
+    assert "of 32 vision layers are built, silently" in caught.out
     cleared = run("check", tmp_path / "fit", "--for", "megatron", "--vision-cleared")
     assert cleared.code == 0
     assert "megatron can run it" in cleared.out
@@ -80,25 +81,57 @@ def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Pa
     assert run("check", split, "--for", "torch-pipelining", "--json").json["ok"]
     titan = run("check", split, "--for", "torchtitan")
     assert titan.code == 1
-    assert "keeps the vision encoder whole" in titan.out
+    assert "vision-language models of qwen3_5" in titan.out
 
 
 def test_frameworks_without_stages_take_a_plan_without_pipeline(
     run: Run, drawn: Path, split: Path, tmp_path: Path
 ) -> None:
-    assert run("check", split, "--for", "huggingface").code == 1
+    assert run("check", split, "--for", "transformers").code == 1
     plan = tmp_path / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
-    words += ["--for", "huggingface", "--cluster", "8xA100-80GB", "--memory", "70GiB", "--num-microbatches", "2"]
+    words += [
+        "--for",
+        "transformers",
+        "--zero-stage",
+        "3",
+        "--cluster",
+        "8xA100-80GB",
+        "--memory",
+        "70GiB",
+        "--num-microbatches",
+        "2",
+    ]
     made = run(*words)
     assert made.code == 0, made.err
-    lines = run("export", "huggingface", plan)
+    lines = run("export", "transformers", plan)
     assert lines.code == 0, lines.err
     assert "from trimtab.runtime.recompute.apply import apply" in lines.out
     assert "the nearest setting of Transformers' own is TrainingArguments(" in lines.err
-    given = run("export", "huggingface", plan, "--json").json
+    given = run("export", "transformers", plan, "--json").json
     assert given["recompute"]
     assert given["training_arguments"]["activation_checkpointing"] is True
+
+
+RUNS_WHOLE = ("transformers", "accelerate", "fsdp2", "trl", "lightning")
+
+
+@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "torchtitan"])
+def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path, tmp_path: Path, name: str) -> None:
+    plan, model = tmp_path / "plan", "Qwen2.5-VL-3B" if name in RUNS_WHOLE else "Qwen2.5-VL-7B"
+    words = ["plan", model, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan, "--for", name]
+    words += ["--cluster", "8xA100-80GB", "--global-batch", "64", "--max-pixels", "501760"]
+    words += [] if name in RUNS_WHOLE else ["--pp", "2", "--memory", "50GiB"]
+    assert run(*words).code == 0
+    told = run("export", name, plan, "--json")
+    assert told.code == 0, told.err
+    assert told.json["warnings"] == []
+    parallel = yaml.safe_load((plan / "plan.yaml").read_text(encoding="utf-8"))["decisions"]["parallel"]
+    assert parallel["tp"] * parallel["pp"] == 1 or name not in RUNS_WHOLE
+    assert run("check", plan, "--for", name, "--vision-cleared").code == 0
+    packs = find_target(name).packs
+    first = run("export", name, plan).out.splitlines()[0]
+    assert first.startswith(f"# {find_target(name).title} cannot be given the plan's packs") == (packs is None)
 
 
 def test_bare_flags_are_checked_against_a_model(run: Run) -> None:

@@ -72,11 +72,11 @@ def test_models_and_data_that_the_loop_cannot_read_are_refused(run: Run, drawn: 
 
 def test_a_plan_of_saved_sizes_leads_to_the_files_that_were_sized(plan: Path) -> None:
     made, file = load_plan(plan), plan.parent / "data.jsonl"
-    assert find_data_files(made, plan) == [file]
+    assert [found.file for found in find_data_files(made, plan)] == [file]
     moved = file.rename(plan.parent / "moved.jsonl")
     with pytest.raises(SampleError, match=r"data.jsonl, which is not there: name the data files .* \(--data\)"):
         find_data_files(made, plan)
-    assert find_data_files(made, plan, [moved]) == [moved]
+    assert [found.file for found in find_data_files(made, plan, [moved])] == [moved]
     with pytest.raises(PlanError, match=r"2 data files were named, and the plan was sized from 1 \("):
         find_data_files(made, plan, [moved, moved])
     with pytest.raises(SampleError, match=r"sizes.npz holds sizes and no records"):

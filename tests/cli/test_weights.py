@@ -57,7 +57,7 @@ def test_pack_chooses_limits_as_omnibal_does_and_packs_sets_apart(run: Run, leng
     assert "Limits of a pack, by OmniBal's search: " in run(*apart).out
     for words, sentence in (
         (["--max-patches", "9"], "max_patches 9 and max_tokens None were given, and packs need both limits"),
-        (["--max-patches", "9", "--limits-by", "paper"], "limits were given and to be chosen by paper"),
+        (["--max-patches", "9", "--limits-by", "paper"], "limits were given, and are to be chosen by paper"),
         (["--limits-by", "search", "--mean-batch", "60"], "pack 60 to 61 samples on the mean: ask for another"),
     ):
         refused = run("pack", lengths, *words)

@@ -1,7 +1,7 @@
 """README and docs: every `sh` and `python` block runs, in page order, in a folder that holds the demo's output.
 
-Needs the [data] extra. Blocks that install something are what `.ci/run` itself does; other languages are not run. The
-README's blocks that train and serve are run by the integration tests alone.
+Needs the [data] extra. A block that cannot run says why in a comment above it, `<!-- not run: REASON -->`; other
+languages hold output. The README's blocks that train and serve are run by the integration tests alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.S | re.M)
+FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?(?:^<!-- [\w ]+ -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.S | re.M,
+)
+LOOKS_LIKE_CODE = re.compile(
+    r"^(?:\$ )?(?:trimtab [a-z-]+ |torchrun |python |curl |pip |import \w|from [\w.]+ import |class \w|def \w)", re.M
+)
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
@@ -31,11 +38,18 @@ class Block:
     language: str
     code: str
     line: int
+    why_not_run: str | None
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("sh", "python") and self.why_not_run is None
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [Block(m["language"], m["code"], text.count("\n", 0, m.start()) + 1) for m in FENCE.finditer(text)]
+    return [
+        Block(m["language"], m["code"], text.count("\n", 0, m.start()) + 1, m["reason"]) for m in FENCE.finditer(text)
+    ]
 
 
 def run(arguments: list[str], folder: Path, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -55,10 +69,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_install(code: str) -> bool:
-    return "pip install" in code or "git clone" in code or ".ci/run" in code
-
-
 _ONE_AFTER_THE_OTHER = """
 import json, sys
 for line, code in json.load(sys.stdin):
@@ -72,8 +82,7 @@ TRAINS = re.compile(r"torch|transformers|trimtab (train|serve)")
 
 def run_blocks(page: Path, folder: Path, *, with_torch: bool) -> None:
     """All of a page; Python blocks that follow one another in one process, since each would import torch again."""
-    found = [x for x in blocks(page) if x.language == "python" or (x.language == "sh" and not is_install(x.code))]
-    found = [x for x in found if with_torch or not TRAINS.search(x.code)]
+    found = [x for x in blocks(page) if x.runs and (with_torch or not TRAINS.search(x.code))]
     for language, together in itertools.groupby(found, key=lambda x: x.language):
         group = list(together)
         if language == "sh":
@@ -91,10 +100,10 @@ def pages_that_run() -> list[Any]:
     Pages that run commands or need torch are among the integration tests.
     """
     readme = ROOT / "README.md"
-    slow = {page for page in PAGES for x in blocks(page) if x.language == "sh" or TRAINS.search(x.code)}
+    slow = {page for page in PAGES for x in blocks(page) if x.runs and (x.language == "sh" or TRAINS.search(x.code))}
     found = [pytest.param(readme, False, id="README.md")]
     for page in PAGES:
-        if any(x.language in ("sh", "python") for x in blocks(page)):
+        if any(x.runs for x in blocks(page)):
             name = "README.md, trained" if page == readme else page.name
             found.append(pytest.param(page, True, id=name, marks=[pytest.mark.integration] * (page in slow)))
     return found
@@ -108,6 +117,14 @@ def test_every_snippet_runs(page: Path, with_torch: bool, demo: Path, tmp_path: 
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run_blocks(page, tmp_path, with_torch=with_torch)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_code_that_does_not_run_says_why(page: Path) -> None:
+    """Commands and Python stand in `sh` and `python` blocks; only what has a reason is not run."""
+    for block in blocks(page):
+        hidden = block.language not in ("sh", "python", "diff") and LOOKS_LIKE_CODE.search(block.code)
+        assert not hidden or block.why_not_run, f"{page.name}:{block.line} holds code in a `{block.language}` block"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -143,7 +160,7 @@ def test_ci_runs_the_readmes_own_test_command() -> None:
 
 def examples_no_page_runs() -> list[Any]:
     """Those that need torch among the integration tests: each imports it in a process of its own, and then works."""
-    shown = "".join(x.code for page in PAGES for x in blocks(page) if x.language == "sh")
+    shown = "".join(x.code for page in PAGES for x in blocks(page) if x.runs)
     return [
         pytest.param(path, id=path.name, marks=[pytest.mark.integration] if "torch" in path.read_text() else [])
         for path in sorted((ROOT / "examples").glob("*.py"))

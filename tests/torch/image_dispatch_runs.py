@@ -69,7 +69,7 @@ def run_step(rank: int, own: Any, family: str, contents: Sequence[Sequence[Seque
         if both is None:
             continue
         home = np.repeat([0, 1], [sum(map(len, inputs)) for inputs in read])
-        cost = tower_flops(model.config).of(both.patches, None, both.windowed)
+        cost = tower_flops(model.config).of(both.patches, patches_windowed=both.windowed)
         shares = keep_at_home(share_images(cost, 2), home, both.patches)
         held += np.bincount(home, both.patches, 2).astype(int)
         encoded += [both.patches[shares.atoms_of(r)].sum() for r in range(2)]

@@ -10,24 +10,19 @@ import gc
 import weakref
 
 import pytest
+import torch
+from real_layers import LAYERS, PeakBytes, ProductResults, RealLayer, kept_bytes
+from tiny_models import TinyModel, make_tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 
-torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
-from real_layers import LAYERS, PeakBytes, ProductResults, RealLayer, kept_bytes  # noqa: E402
-from tiny_models import TinyModel, make_tiny_model  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from trimtab.costs.activations import kept_by_layer, selective_bytes  # noqa: E402
-from trimtab.costs.analytic import cost_layer, find_gradients  # noqa: E402
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls  # noqa: E402
-from trimtab.costs.profile import profile_model  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.costs.state import local_params  # noqa: E402
-from trimtab.specs import LayerSpec, ParallelDims, Profile, evaluate  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.activations import kept_by_layer, selective_bytes
+from trimtab.costs.analytic import cost_layer, find_gradients
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.profile import profile_model
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.state import local_params
+from trimtab.specs import LayerSpec, ParallelDims, Profile, evaluate
 
 ROWS = 64
 DIVISOR = 4  # of the published widths: the same tensors, a sixteenth of the bytes

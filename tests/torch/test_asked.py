@@ -6,23 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from real_parameters import assert_same_parameters, build, layer
+from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
-transformers = pytest.importorskip("transformers", reason="is asked")
-
-from real_parameters import assert_same_parameters, build, layer  # noqa: E402
-from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of  # noqa: E402
-
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.profile import profile_model  # noqa: E402
-from trimtab.errors import ConfigError, PartitionError  # noqa: E402
-from trimtab.models import ask  # noqa: E402
-from trimtab.models.asking import child, model  # noqa: E402
-from trimtab.models.asking.build import complete  # noqa: E402
-from trimtab.models.asking.model import describe_fields, described  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
-from trimtab.specs import WORK_TERMS, ParallelDims  # noqa: E402
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import profile_model
+from trimtab.errors import ConfigError, PartitionError
+from trimtab.models import ask
+from trimtab.models.asking import child, model
+from trimtab.models.asking.build import complete
+from trimtab.models.asking.model import describe_fields, described
+from trimtab.models.describe import describe
+from trimtab.specs import WORK_TERMS, ParallelDims
 
 
 @pytest.fixture

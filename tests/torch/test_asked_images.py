@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import random
 
-import pytest
+import transformers
+from PIL import Image
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="the processors make tensors")
-transformers = pytest.importorskip("transformers", reason="is asked")
-
-from PIL import Image  # noqa: E402
-
-from trimtab.models.asking.processors import AnyTokenizer  # noqa: E402
-from trimtab.models.image_rules import image_rule_by_processor  # noqa: E402
-from trimtab.models.images.asked import AskedImages  # noqa: E402
-from trimtab.models.images.clips import ask_clips  # noqa: E402
-from trimtab.models.images.native import SmartResize  # noqa: E402
-from trimtab.models.images.tiles import FixedImage  # noqa: E402
-from trimtab.samples.size import size_samples  # noqa: E402
-from trimtab.specs import Clip  # noqa: E402
+from trimtab.models.asking.processors import AnyTokenizer
+from trimtab.models.image_rules import image_rule_by_processor
+from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.clips import ask_clips
+from trimtab.models.images.native import SmartResize
+from trimtab.models.images.tiles import FixedImage
+from trimtab.samples.size import size_samples
+from trimtab.specs import Clip
 
 SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]
 TEMPLATE = (

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
+from real_parameters import assert_same_parameters, build, layer
+from widget_model import Widget, WidgetConfig
 
-pytestmark = pytest.mark.torch
-pytest.importorskip("torch", reason="builds the model on torch's meta device")
-transformers = pytest.importorskip("transformers", reason="is asked")
-
-from real_parameters import assert_same_parameters, build, layer  # noqa: E402
-from widget_model import Widget, WidgetConfig  # noqa: E402
-
-from trimtab.errors import ConfigError  # noqa: E402
-from trimtab.models.asking import model  # noqa: E402
-from trimtab.models.asking.model import describe_fields, describe_model, described  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
-from trimtab.models.description import description_bytes  # noqa: E402
+from trimtab.errors import ConfigError
+from trimtab.models.asking import model
+from trimtab.models.asking.model import describe_fields, describe_model, described
+from trimtab.models.describe import describe
+from trimtab.models.description import description_bytes
 
 
 @pytest.fixture

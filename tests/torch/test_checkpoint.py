@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="saves a layer and its optimizer")
-
-from trimtab.errors import PlanError  # noqa: E402
-from trimtab.runtime.training.checkpoint import (  # noqa: E402
+from trimtab.errors import PlanError
+from trimtab.runtime.training.checkpoint import (
     Progress,
     list_checkpoints,
     load_checkpoint,
     read_progress,
     save_checkpoint,
 )
-from trimtab.runtime.training.loop import refuse_unshared  # noqa: E402
-from trimtab.runtime.training.ranks import process_group  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.training.loop import refuse_unshared
+from trimtab.runtime.training.ranks import process_group
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Rows of a plan as processed samples, for every packed family, from files on disk to a forward; needs torch."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import json
@@ -11,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -42,8 +39,6 @@ from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.samples.tokens import MARKUPS
-
-pytestmark = pytest.mark.torch
 
 CASES = {
     "qwen2_vl": "qwen2_vl",

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-torch = pytest.importorskip("torch", reason="asks PyTorch's and Accelerate's samplers: pip install 'trimtab[torch]'")
-
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler  # noqa: E402
-
-from trimtab.adapters.data_files import order_packs  # noqa: E402
-from trimtab.balance.dispatch import dispatch_packs  # noqa: E402
-from trimtab.specs import Schedule  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.adapters.data_files import order_packs
+from trimtab.balance.dispatch import dispatch_packs
+from trimtab.specs import Schedule
 
 DP, NUM_MICROBATCHES, NUM_PACKS = 4, 3, 44  # 11 rows: the last step has two rows instead of three
 

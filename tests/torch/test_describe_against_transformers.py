@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from real_parameters import assert_same_parameters, build, owner_of
+from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
-transformers = pytest.importorskip("transformers", reason="holds the models that descriptions are compared with")
-
-from real_parameters import assert_same_parameters, build, owner_of  # noqa: E402
-from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of  # noqa: E402
-
-from trimtab.models.describe import describe  # noqa: E402
-from trimtab.models.families.known import FAMILIES  # noqa: E402
+from trimtab.models.describe import describe
+from trimtab.models.families.known import FAMILIES
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 

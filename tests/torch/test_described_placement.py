@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-transformers = pytest.importorskip("transformers", reason="holds the models that are asked about")
 pytest.importorskip("accelerate", reason="hooks modules")
 
-from rounding import assert_close  # noqa: E402
-from shrunk_models import make_shrunk  # noqa: E402
-from simulated_devices import simulated  # noqa: E402
+from rounding import assert_close
+from shrunk_models import make_shrunk
+from simulated_devices import simulated
 
-from trimtab.models.asking.build import build  # noqa: E402
-from trimtab.models.asking.model import describe_model  # noqa: E402
-from trimtab.models.description import description_bytes, read_description  # noqa: E402
-from trimtab.placement.bytes import inference_table  # noqa: E402
-from trimtab.placement.chain import modules_of, parts_of  # noqa: E402
-from trimtab.placement.machine import Gpu, Machine  # noqa: E402
-from trimtab.placement.place import place  # noqa: E402
-from trimtab.placement.workload import Workload  # noqa: E402
-from trimtab.runtime.data.packing_runs import text_ids  # noqa: E402
-from trimtab.runtime.placing.load import load_placed  # noqa: E402
-from trimtab.specs import CacheSpec  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.models.asking.build import build
+from trimtab.models.asking.model import describe_model
+from trimtab.models.description import description_bytes, read_description
+from trimtab.placement.bytes import inference_table
+from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.place import place
+from trimtab.placement.workload import Workload
+from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.placing.load import load_placed
+from trimtab.specs import CacheSpec
 
 GENERATE = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
 

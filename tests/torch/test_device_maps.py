@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+import transformers
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
-transformers = pytest.importorskip("transformers", reason="holds the models and the reader of device maps")
 accelerate = pytest.importorskip("accelerate", reason="holds the check of device maps")
 
 from accelerate.utils.modeling import check_device_map  # noqa: E402

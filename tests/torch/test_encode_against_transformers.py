@@ -1,7 +1,5 @@
 """Encoded conversations against Transformers 5.23: processors' ids, assistant masks of templates; needs torch."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import random
@@ -10,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -24,8 +20,6 @@ from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import MARKUPS, TokenCounter, read_tokenizer
-
-pytestmark = pytest.mark.torch
 
 WITH_GENERATION = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"

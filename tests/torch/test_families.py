@@ -12,32 +12,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from shrunk_models import shrink
+from tiny_models import ODD_CONFIGS, as_saved, describe_here, make_config, preprocessor_of
 
-torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
-from shrunk_models import shrink  # noqa: E402
-from tiny_models import ODD_CONFIGS, as_saved, describe_here, make_config, preprocessor_of  # noqa: E402
-
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.kind_model import KindModel  # noqa: E402
-from trimtab.costs.profile import profile_model  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.models.asking.model import describe_fields  # noqa: E402
-from trimtab.models.describe import describe, read_config  # noqa: E402
-from trimtab.models.families.known import FAMILIES, family_of  # noqa: E402
-from trimtab.models.image_rules import image_rule  # noqa: E402
-from trimtab.placement.machine import machine_of  # noqa: E402
-from trimtab.placement.place import place  # noqa: E402
-from trimtab.placement.workload import Workload  # noqa: E402
-from trimtab.runtime.data.formats import pack_format  # noqa: E402
-from trimtab.runtime.data.zero_weight import filler_sample  # noqa: E402
-from trimtab.runtime.vision.families import find_family  # noqa: E402
-from trimtab.specs import ModelSpec, ParallelDims  # noqa: E402
-from trimtab.units import GIB  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.kind_model import KindModel
+from trimtab.costs.profile import profile_model
+from trimtab.costs.settings import CostSettings
+from trimtab.errors import TrimtabError
+from trimtab.models.asking.model import describe_fields
+from trimtab.models.describe import describe, read_config
+from trimtab.models.families.known import FAMILIES, family_of
+from trimtab.models.image_rules import image_rule
+from trimtab.placement.machine import machine_of
+from trimtab.placement.place import place
+from trimtab.placement.workload import Workload
+from trimtab.runtime.data.formats import pack_format
+from trimtab.runtime.data.zero_weight import filler_sample
+from trimtab.runtime.vision.families import find_family
+from trimtab.specs import ModelSpec, ParallelDims
+from trimtab.units import GIB
 
 
 @dataclass(frozen=True)

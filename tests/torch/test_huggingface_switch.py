@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+import transformers
+from tiny_models import ODD_CONFIGS, describe_here, preprocessor_of
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="builds the real models on torch's meta device")
-transformers = pytest.importorskip("transformers", reason="holds the models whose switch is asked")
-
-from tiny_models import ODD_CONFIGS, describe_here, preprocessor_of  # noqa: E402
-from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
-
-from trimtab.adapters.huggingface import export, plain_settings  # noqa: E402
-from trimtab.adapters.running import Decided  # noqa: E402
-from trimtab.runtime.recompute.apply import _Recomputed  # noqa: E402
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage  # noqa: E402
+from trimtab.adapters.huggingface import export, plain_settings
+from trimtab.adapters.running import Decided
+from trimtab.runtime.recompute.apply import _Recomputed
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 ONE_OF_EACH = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ONE_OF_EACH += ("qwen3_vl_moe", "gemma3", "glm4v_moe")

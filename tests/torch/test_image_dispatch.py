@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="runs tiny models on gloo ranks")
-pytest.importorskip("transformers", reason="holds the models")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -27,8 +25,6 @@ from trimtab.report.run import run_sentences
 from trimtab.runtime.pipeline import read_layout
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
-
-pytestmark = pytest.mark.torch
 
 
 def test_two_ranks_share_the_images_of_a_step(tmp_path: Path) -> None:

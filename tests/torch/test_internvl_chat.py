@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch", reason="loads tiny models")
-transformers = pytest.importorskip("transformers", reason="holds the models that are loaded")
 pytest.importorskip("accelerate", reason="hooks modules")
 
-from published_internvl import publish  # noqa: E402
-from simulated_devices import simulated  # noqa: E402
-from tiny_models import INTERNVIT, TEXT  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
+from published_internvl import publish
+from simulated_devices import simulated
+from tiny_models import INTERNVIT, TEXT
+from tiny_packs import one_thread  # noqa: F401
 
-import trimtab  # noqa: E402
-from trimtab.errors import ConfigError, PartitionError  # noqa: E402
-from trimtab.runtime.placing.load import load_placed  # noqa: E402
-
-pytestmark = pytest.mark.torch
+import trimtab
+from trimtab.errors import ConfigError, PartitionError
+from trimtab.runtime.placing.load import load_placed
 
 IMAGE = 200
 ROWS = 4

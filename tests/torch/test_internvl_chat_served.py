@@ -7,22 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-transformers = pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
 pytest.importorskip("PIL", reason="pillow is not installed")
 
-from published_internvl import publish  # noqa: E402
-from running_server import running_server  # noqa: E402
-from tiny_chat import picture, question, save_chat_model  # noqa: E402
+from published_internvl import publish
+from running_server import running_server
+from tiny_chat import picture, question, save_chat_model
 
-from trimtab.errors import ConfigError  # noqa: E402
-from trimtab.serve.processor import load_processor  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.errors import ConfigError
+from trimtab.serve.processor import load_processor
 
 
 @pytest.fixture(scope="module")

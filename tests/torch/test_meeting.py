@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs its operations")
-pytest.importorskip("transformers", reason="the runtime needs it")
 pytest.importorskip("accelerate", reason="the runtime needs it")
 
-from simulated_devices import counted, simulated  # noqa: E402
+from simulated_devices import counted, simulated
 
-from trimtab.runtime.placing.meeting import Absent, Copies, Meeting  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.placing.meeting import Absent, Copies, Meeting
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the sampler is torch's")
-
-from trimtab.costs.devices import parse_cluster  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
-from trimtab.plan.build import make_plan, write_plan  # noqa: E402
-from trimtab.plan.decide.mixture import draw_epoch  # noqa: E402
-from trimtab.plan.options import PlanOptions  # noqa: E402
-from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset  # noqa: E402
-from trimtab.runtime.data.missing import MissingSample  # noqa: E402
-from trimtab.specs import SampleTable  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.devices import parse_cluster
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide.mixture import draw_epoch
+from trimtab.plan.options import PlanOptions
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
+from trimtab.runtime.data.missing import MissingSample
+from trimtab.specs import SampleTable
 
 WEIGHTS = (("often", 3.0), ("seldom", 1.0))
 

@@ -12,9 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
@@ -28,7 +25,7 @@ from trimtab.placement.workload import Workload, count_batch
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
-pytestmark = [pytest.mark.torch, pytest.mark.integration]  # to describe 11B takes 5 s
+pytestmark = pytest.mark.integration  # to describe 11B takes 5 s
 
 # sizes of Llama-3.2-11B-Vision
 CONFIG = {

@@ -7,20 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from tiny_models import IMAGE_TOKEN
+from tiny_packs import CASES, alone, make_tiny_packs, one_thread, trainer_arguments  # noqa: F401
 
-torch = pytest.importorskip("torch", reason="collates tensors")
-transformers = pytest.importorskip("transformers", reason="holds the configurations that packs are made for")
-
-from tiny_models import IMAGE_TOKEN  # noqa: E402
-from tiny_packs import CASES, alone, make_tiny_packs, one_thread, trainer_arguments  # noqa: E402, F401
-
-from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
-from trimtab.models.families.family import PackFormat  # noqa: E402
-from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data.loss import packed_loss, step_denominator  # noqa: E402
-from trimtab.runtime.data.masks import image_numbers, pack_mask  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
+from trimtab.models.families.family import PackFormat
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.loss import packed_loss, step_denominator
+from trimtab.runtime.data.masks import image_numbers, pack_mask
 
 
 @pytest.fixture(scope="module")

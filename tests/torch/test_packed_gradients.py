@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gloo_ranks import on_ranks
+from rounding import distance
+from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: F401
+from torch.nn.functional import cross_entropy
 
-torch = pytest.importorskip("torch", reason="trains tiny models for one step")
-transformers = pytest.importorskip("transformers", reason="holds the models that packs are fed to")
-
-from gloo_ranks import on_ranks  # noqa: E402
-from rounding import distance  # noqa: E402
-from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
-from torch.nn.functional import cross_entropy  # noqa: E402
-
-from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data.loss import packed_loss, step_denominator  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.loss import packed_loss, step_denominator
 
 DP, ACCUMULATION, RELATIVE = 2, 2, 1e-5
 PACKS: list[list[list[int]]] = [[[0, 2], [1, 5]], [[3, 4, 6], []]]  # [rank][micro-batch]: one text-only, one empty

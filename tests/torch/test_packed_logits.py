@@ -9,15 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from tiny_packs import CASES, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: F401
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-transformers = pytest.importorskip("transformers", reason="holds the models that packs are fed to")
-
-from tiny_packs import CASES, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: E402, F401
-
-from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.data.collate import PackedCollator
 
 EXACT = 1e-5  # logits are up to 5; float32 leaves about 3e-6
 LARGE = 0.1

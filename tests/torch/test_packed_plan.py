@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="trains a tiny model")
-pytest.importorskip("transformers", reason="holds the model and its Trainer")
 pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
 
-from test_packed_gradients import gradient_alone  # noqa: E402
-from tiny_packs import TinyPacks, make_tiny_packs, one_thread, trainer_arguments  # noqa: E402, F401
+from test_packed_gradients import gradient_alone
+from tiny_packs import TinyPacks, make_tiny_packs, one_thread, trainer_arguments  # noqa: F401
 
-from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data.tables import PlanTables, hold_tables  # noqa: E402
-from trimtab.runtime.training.packed_trainer import PackedTrainer  # noqa: E402
-from trimtab.runtime.training.trainer import PlanTrainerMixin  # noqa: E402
-from trimtab.specs import Packing, Schedule  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.tables import PlanTables, hold_tables
+from trimtab.runtime.training.packed_trainer import PackedTrainer
+from trimtab.runtime.training.trainer import PlanTrainerMixin
+from trimtab.specs import Packing, Schedule
 
 
 class PlannedTrainer(PlanTrainerMixin, PackedTrainer):

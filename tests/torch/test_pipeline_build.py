@@ -10,25 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone
+from tiny_models import make_tiny_model
+from tiny_packs import TinyPacks, one_thread  # noqa: F401
 
-torch = pytest.importorskip("torch", reason="builds tiny models")
-pytest.importorskip("transformers", reason="holds the models that are cut")
-
-import torch.distributed as dist  # noqa: E402
-from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone  # noqa: E402
-from tiny_models import make_tiny_model  # noqa: E402
-from tiny_packs import TinyPacks, one_thread  # noqa: E402, F401
-
-from trimtab.errors import UnsupportedPlanError  # noqa: E402
-from trimtab.models.asking.units import split_units  # noqa: E402
-from trimtab.plan.file.yaml import load_plan  # noqa: E402
-from trimtab.runtime.layout import Recompute  # noqa: E402
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout  # noqa: E402
-from trimtab.runtime.pipeline import build as builder  # noqa: E402
-from trimtab.runtime.pipeline.cuts import Cuts  # noqa: E402
-from trimtab.runtime.probe.meter import CpuMeter  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.errors import UnsupportedPlanError
+from trimtab.models.asking.units import split_units
+from trimtab.plan.file.yaml import load_plan
+from trimtab.runtime.layout import Recompute
+from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout
+from trimtab.runtime.pipeline import build as builder
+from trimtab.runtime.pipeline.cuts import Cuts
+from trimtab.runtime.probe.meter import CpuMeter
 
 TEXT = "model.language_model"
 ROOT = Path(__file__).parents[2]

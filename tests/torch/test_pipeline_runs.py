@@ -7,20 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch", reason="runs tiny models in a pipeline")
-pytest.importorskip("transformers", reason="holds the models that are cut")
-
 import pipeline_runs
+import pytest
 import torch
 from covering import covering, others_integration
 from gloo_ranks import on_ranks
 from pipeline_cases import CASES
 from pipeline_runs import WORLD
 from rounding import BOUNDS
-
-pytestmark = pytest.mark.torch
 
 RELATIVE = BOUNDS[torch.float32]
 PLAIN = covering(CASES, ("schedule", "ranks", "dp", "frozen", "shared"))

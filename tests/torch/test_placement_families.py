@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models that are spread")
 pytest.importorskip("accelerate", reason="hooks modules")
 
-from rounding import assert_close  # noqa: E402
-from simulated_devices import simulated  # noqa: E402
-from spread_cases import DESCRIBED, GENERATE, OTHERS, coarse_maps, make_case, maps_of  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
+from rounding import assert_close
+from simulated_devices import simulated
+from spread_cases import FAMILIES, GENERATE, coarse_maps, make_case, maps_of
+from tiny_packs import one_thread  # noqa: F401
 
-from trimtab.runtime.placing.load import load_placed, move_inputs  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.runtime.placing.load import load_placed, move_inputs
 
 NUM_MAPS = 20
 
 
-@pytest.mark.parametrize("name", [*DESCRIBED, *OTHERS])
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_every_map_gives_the_whole_models_answer(name, tmp_path):
     case = make_case(name, tmp_path)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+import transformers
+from live_bytes import LiveBytes
+from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, mllama_images, preprocessor_of
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch", reason="counts the storages of real modules")
-transformers = pytest.importorskip("transformers", reason="holds the real modules")
-
-from live_bytes import LiveBytes  # noqa: E402
-from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, mllama_images, preprocessor_of  # noqa: E402
-
-from trimtab.placement.bytes import inference_table  # noqa: E402
-from trimtab.placement.workload import Workload, batch_of  # noqa: E402
-from trimtab.specs import ImageCounts  # noqa: E402
+from trimtab.placement.bytes import inference_table
+from trimtab.placement.workload import Workload, batch_of
+from trimtab.specs import ImageCounts
 
 TEXT_TOKENS = 400
 TOLERANCE = 0.10

@@ -6,12 +6,10 @@ import logging
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="runs small models")
-pytest.importorskip("transformers", reason="holds the models")
 pytest.importorskip("accelerate", reason="is what we compare with")
 
-from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
+from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours
+from tiny_packs import one_thread  # noqa: F401
 
 pytestmark = [
     pytest.mark.torch,

@@ -1,7 +1,5 @@
 """`trimtab probe` against a byte budget on the CPU: what it measures, chooses, and steps back from; needs torch."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import io
@@ -12,9 +10,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -40,8 +37,6 @@ from trimtab.runtime.probe.meter import CpuMeter
 from trimtab.runtime.probe.run import CHOICE, probe, settle
 from trimtab.runtime.recompute.apply import apply
 from trimtab.units import MIB, format_bytes
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_packs import one_thread  # noqa: F401
+from traced_families import find_layers, kept_bytes
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models")
-
-from tiny_packs import one_thread  # noqa: E402, F401
-from traced_families import find_layers, kept_bytes  # noqa: E402
-
-from random_caps import draw_model, held_bytes, run_capped  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from random_caps import draw_model, held_bytes, run_capped
 
 
 @pytest.mark.parametrize(

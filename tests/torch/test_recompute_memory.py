@@ -6,23 +6,18 @@ import copy
 import gc
 
 import pytest
+import torch
+from real_layers import LAYERS, PeakBytes, RealLayer
+from tiny_packs import one_thread  # noqa: F401
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch = pytest.importorskip("torch", reason="runs real layers")
-pytest.importorskip("transformers", reason="holds the layers")
-
-from real_layers import LAYERS, PeakBytes, RealLayer  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from trimtab.costs.analytic import Gradients, cost_layer  # noqa: E402
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.partition.assess import SplitProblem  # noqa: E402
-from trimtab.runtime.recompute.apply import apply  # noqa: E402
-from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.analytic import Gradients, cost_layer
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.settings import CostSettings
+from trimtab.partition.assess import SplitProblem
+from trimtab.runtime.recompute.apply import apply
+from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage
 
 DIVISOR = 4
 BY_VALUE = ("Qwen2.5-VL-7B ViT", "Qwen3-VL-8B ViT")  # their attention reads the images' lengths from a tensor

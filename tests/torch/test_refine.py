@@ -1,7 +1,5 @@
 """`plan --refine`: candidate splits run on this machine, the fastest kept; needs torch, starts processes."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import re
@@ -11,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -29,8 +25,6 @@ from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.reload import load_details, reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.training.refine import RefineSettings, refine
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="trains: pip install 'trimtab[torch]'")
-pytest.importorskip("transformers", reason="trains with its Trainer: pip install 'trimtab[torch]'")
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install 'trimtab[torch]'")
 
 import plan_runs
 import torch
-
-pytestmark = pytest.mark.torch
 
 Lines = list[tuple[int, tuple[int, ...], float]]
 

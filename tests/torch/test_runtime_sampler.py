@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="the loop needs torch: pip install 'trimtab[torch]'")
-pytest.importorskip("transformers", reason="the Trainer's hook needs Transformers: pip install 'trimtab[torch]'")
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install 'trimtab[torch]'")
 
 import plan_runs
@@ -23,8 +21,6 @@ from torch.utils.data import DataLoader
 from trimtab.errors import PlanError, SampleError
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.specs import SampleTable
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

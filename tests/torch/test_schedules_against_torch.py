@@ -5,13 +5,10 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+from torch.distributed.pipelining import PipelineStage, _schedule_visualizer, schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-torch = pytest.importorskip("torch")
-
-from torch.distributed.pipelining import PipelineStage, _schedule_visualizer, schedules  # noqa: E402
-from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping  # noqa: E402
-
-from trimtab.partition.schedules import (  # noqa: E402
+from trimtab.partition.schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 'trimtab[serve]'")
@@ -31,8 +30,6 @@ from tiny_chat import data_url, picture, question, save_chat_model
 from trimtab.serve import connection
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.limits import ServeLimits
-
-pytestmark = pytest.mark.torch
 
 WHAT = "what is in the picture?"
 LONG = 3000

@@ -1,7 +1,5 @@
 """Requests that are generated together: the tokens of each are those it gets alone. Needs torch and [serve]."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import copy
@@ -10,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
 
@@ -25,7 +22,6 @@ from trimtab.serve.limits import ServeLimits
 from trimtab.serve.processor import load_processor
 from trimtab.serve.worker import Job, ModelThread
 
-pytestmark = pytest.mark.torch
 ALIKE = {"do_sample": False, "max_new_tokens": 8}
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
@@ -29,8 +27,6 @@ from tiny_chat import picture, question, save_chat_model
 
 from trimtab.errors import TrimtabError
 from trimtab.serve.server import open_port, url_of
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

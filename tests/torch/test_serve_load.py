@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="runs tiny models")
-pytest.importorskip("transformers", reason="holds the models that are served")
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -23,8 +21,6 @@ from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.device_map import read_device_map
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.processor import load_processor
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

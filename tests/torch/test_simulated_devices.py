@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="simulates its devices")
-
-from simulated_devices import counted, simulated  # noqa: E402
-
-pytestmark = pytest.mark.torch
+import torch
+from simulated_devices import counted, simulated
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="runs torch.distributed.pipelining schedules")
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-import injected_stages  # noqa: E402
-from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order  # noqa: E402
-from trimtab.partition.simulate import BlockCosts  # noqa: E402
+import injected_stages
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order
+from trimtab.partition.simulate import BlockCosts
 
 CASES = [("1F1B", 1, 3), ("GPipe", 1, 3), ("Interleaved1F1B", 2, 4), ("ZBH1", 1, 4), ("ZBVZeroBubble", 2, 4)]
 

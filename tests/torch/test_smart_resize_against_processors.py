@@ -20,8 +20,6 @@ from trimtab.errors import ImageError
 from trimtab.models.image_rules import image_rule
 from trimtab.models.images.native import SmartResize
 
-pytestmark = pytest.mark.torch
-
 QWEN25 = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112}}
 QWEN3 = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
 GLM = {

@@ -27,8 +27,6 @@ from trimtab.models.image_rules import image_rule
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.specs import ImageRule
 
-pytestmark = pytest.mark.torch
-
 ONEVISION_PINPOINTS = [[384 * i, 384 * j] for i in range(1, 7) for j in range(1, 7)]
 NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 UNEVEN_PINPOINTS = [[1344, 336], [336, 336], [672, 1008], [1008, 672], [336, 1344], [2016, 1680]]  # as a user's

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
+import torch
+from shrunk_models import make_shrunk
+from tiny_models import as_saved, make_tiny_model
 
-torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
-import numpy as np  # noqa: E402
-from shrunk_models import make_shrunk  # noqa: E402
-from tiny_models import as_saved, make_tiny_model  # noqa: E402
-
-from trimtab.costs.kind_model import refusing  # noqa: E402
-from trimtab.costs.profile import group_layers, load_profile, save_profile  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers  # noqa: E402
-from trimtab.costs.timed_model import build_model, runs  # noqa: E402
-from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
-from trimtab.models.asking.model import describe_model  # noqa: E402
-from trimtab.models.describe import describe, read_config  # noqa: E402
-from trimtab.specs import WORK_TERMS, SampleTable  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.kind_model import refusing
+from trimtab.costs.profile import group_layers, load_profile, save_profile
+from trimtab.costs.settings import CostSettings
+from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers
+from trimtab.costs.timed_model import build_model, runs
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
+from trimtab.models.asking.model import describe_model
+from trimtab.models.describe import describe, read_config
+from trimtab.specs import WORK_TERMS, SampleTable
 
 CPU = torch.device("cpu")
 PATCHES, SQUARES, WINDOWED, TOKENS = (

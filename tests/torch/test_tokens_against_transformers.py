@@ -4,8 +4,6 @@ Tokenizers are trained here, templates follow the public ones in shape (ChatML w
 InternVL). Processors run on drawn images, so that markers, crops and image tokens are counted where they are written.
 """
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import random
@@ -14,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -38,8 +34,6 @@ from trimtab.models.images.native import SmartResize
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.specs import ImageCounts
-
-pytestmark = pytest.mark.torch
 
 TOOLS = (
     "{{- bos_token }}\n{%- if tools %}\n    {{- '<tools>' + (tools | tojson(indent=2)) + '</tools>' }}\n{%- endif %}\n"

@@ -9,10 +9,6 @@ from trimtab.adapters.torch_pipelining import SCHEDULE_CLASSES, export
 from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims, stages_between
 
-pytestmark = pytest.mark.torch
-
-pytest.importorskip("torch", reason="needs torch")
-
 MODEL = describe("Qwen2.5-VL-7B")
 
 

@@ -9,28 +9,23 @@ import copy
 import functools
 import random
 
+import numpy as np
 import pytest
+import torch
+from tiny_models import as_saved, make_tiny_model
+from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family
 
-torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
-import numpy as np  # noqa: E402
-from tiny_models import as_saved, make_tiny_model  # noqa: E402
-from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
-
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.kind_model import build_to_run  # noqa: E402
-from trimtab.costs.profile import load_profile, profile_model, save_profile  # noqa: E402
-from trimtab.costs.traced import profile_traced  # noqa: E402
-from trimtab.costs.traced_fit import share_bytes  # noqa: E402
-from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.errors import ConfigError, TrimtabError, UnknownModelError  # noqa: E402
-from trimtab.models.asking.batches import Batches  # noqa: E402
-from trimtab.models.asking.units import split_units  # noqa: E402
-from trimtab.models.describe import describe, read_config  # noqa: E402
-from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.kind_model import build_to_run
+from trimtab.costs.profile import load_profile, profile_model, save_profile
+from trimtab.costs.traced import profile_traced
+from trimtab.costs.traced_fit import share_bytes
+from trimtab.costs.traced_step import trace_step
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
+from trimtab.models.asking.batches import Batches
+from trimtab.models.asking.units import split_units
+from trimtab.models.describe import describe, read_config
+from trimtab.specs import WORK_TERMS, evaluate
 
 H200 = DEVICES["H200"]
 TOKENS, TOKENS_SQ = WORK_TERMS.index("tokens"), WORK_TERMS.index("tokens_sq")
@@ -225,12 +220,12 @@ def test_bad_layers_are_refused():
         trace_step(model, [*layers, "nowhere.3"], family.inputs)
     with pytest.raises(TrimtabError, match=r"cannot be traced beside model\.vision_tower"):
         trace_step(model, ["model.vision_tower", *layers], family.inputs)
-    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 6 layers to trace"):
+    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 4 layers to trace"):
         trace_step(model, layers, family.inputs, recomputed=["lm_head"])
     trace = trace_step(model, layers, family.inputs)
-    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 6 layers traced"):
+    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 4 layers traced"):
         trace.saved_bytes(["lm_head"])
-    with pytest.raises(TrimtabError, match="asked of a step in which 6 were recomputed"):
+    with pytest.raises(TrimtabError, match="asked of a step in which 4 were recomputed"):
         trace_step(model, layers, family.inputs, recomputed=layers).saved_bytes()
 
 

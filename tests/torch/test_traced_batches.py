@@ -12,26 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from shrunk_models import make_shrunk, shrink
+from tiny_models import make_tiny_model
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs Transformers")
-
-from shrunk_models import make_shrunk, shrink  # noqa: E402
-from tiny_models import make_tiny_model  # noqa: E402
-from torch import nn  # noqa: E402
-
-from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.kind_model import build_to_run  # noqa: E402
-from trimtab.costs.profile import group_layers, profile_model  # noqa: E402
-from trimtab.costs.traced import price_layers, profile_traced  # noqa: E402
-from trimtab.costs.traced_fit import KindCounts  # noqa: E402
-from trimtab.errors import PartitionError, UnknownModelError  # noqa: E402
-from trimtab.models.asking.batches import Batches, find_scattered  # noqa: E402
-from trimtab.models.asking.model import describe_fields  # noqa: E402
-from trimtab.models.asking.units import split_units  # noqa: E402
-from trimtab.specs import NUM_WORK_TERMS, MeasuredWork  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.kind_model import build_to_run
+from trimtab.costs.profile import group_layers, profile_model
+from trimtab.costs.traced import price_layers, profile_traced
+from trimtab.costs.traced_fit import KindCounts
+from trimtab.errors import PartitionError, UnknownModelError
+from trimtab.models.asking.batches import Batches, find_scattered
+from trimtab.models.asking.model import describe_fields
+from trimtab.models.asking.units import split_units
+from trimtab.specs import NUM_WORK_TERMS, MeasuredWork
 
 
 def weightless(family: str) -> Any:

@@ -1,7 +1,5 @@
 """`trimtab train`: the same losses on any number of ranks and stages, and after a resume; needs torch."""
 
-# ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
-
 from __future__ import annotations
 
 import random
@@ -10,9 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -39,8 +36,6 @@ from trimtab.report.run import run_lines
 from trimtab.runtime.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.checkpoint import list_checkpoints
 from trimtab.runtime.training.loop import fit_layout, refuse_useless, train
-
-pytestmark = pytest.mark.torch
 
 FOLDERS = ("plan", "export")  # settings that name one
 

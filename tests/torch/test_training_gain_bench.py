@@ -10,11 +10,6 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="trains a tiny model")
-pytest.importorskip("transformers", reason="builds it")
-
-pytestmark = pytest.mark.torch
-
 BENCH = Path(__file__).parents[2] / "bench"
 
 

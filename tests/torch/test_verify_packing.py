@@ -7,21 +7,19 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from drawn_images import draw_image_samples
+from shrunk_models import draw_weights, make_shrunk, shrink
+from tiny_packs import one_thread  # noqa: F401
 
-torch = pytest.importorskip("torch", reason="runs small models")
-transformers = pytest.importorskip("transformers", reason="holds the models that are checked")
+from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format
+from trimtab.runtime.data.packing import prepare_packing, verify_packing
+from trimtab.runtime.data.state_layers import hold_samples_apart
 
-from drawn_images import draw_image_samples  # noqa: E402
-from shrunk_models import draw_weights, make_shrunk, shrink  # noqa: E402
-from tiny_packs import one_thread  # noqa: E402, F401
-
-from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError  # noqa: E402
-from trimtab.runtime.data.collate import PackedCollator  # noqa: E402
-from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format  # noqa: E402
-from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402
-from trimtab.runtime.data.state_layers import hold_samples_apart  # noqa: E402
-
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DECODERS = {
     "llava": "full attention",

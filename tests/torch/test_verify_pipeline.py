@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs small models")
 pytest.importorskip("transformers", minversion="5", reason="holds the models that are cut")
 
-import shrunk_models  # noqa: E402
-from cut_models import blocks_of, cut_at, draw_batches  # noqa: E402
-from rounding import BOUNDS  # noqa: E402
-from shrunk_models import make_shrunk  # noqa: E402
+import shrunk_models
+from cut_models import blocks_of, cut_at, draw_batches
+from rounding import BOUNDS
+from shrunk_models import make_shrunk
 
-from trimtab.errors import UnsupportedPlanError  # noqa: E402
-from trimtab.runtime.pipeline import layers_of, verify_pipeline  # noqa: E402
-from trimtab.runtime.pipeline.cuts import Way  # noqa: E402
+from trimtab.errors import UnsupportedPlanError
+from trimtab.runtime.pipeline import layers_of, verify_pipeline
+from trimtab.runtime.pipeline.cuts import Way
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXACT = BOUNDS[torch.float32]
 

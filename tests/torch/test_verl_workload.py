@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the verl adapter takes and gives tensors: pip install 'trimtab[torch]'")
 
-from trimtab.adapters.verl import TOKEN_UNITS, PatchCounts, VlmWorkload, count_grids, vlm_workload  # noqa: E402
+from trimtab.adapters.verl import (  # noqa: E402
+    TOKEN_UNITS,
+    PatchCounts,
+    VlmWorkload,
+    count_grids,
+    stand_in_for,
+    vlm_workload,
+)
 from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.profile import profile_model  # noqa: E402
 from trimtab.errors import ConfigError, ImageError, PackingError  # noqa: E402
@@ -104,6 +113,21 @@ def test_bad_input_is_named(profile: Profile) -> None:
         count_grids(rule, [None, torch.tensor([[1, 5, 5]])])
     with pytest.raises(ConfigError, match=r"image rule internvl.* does not make: give PatchCounts of your own"):
         count_grids(describe("InternVL-Chat-V1-5").image_rule, [None])
+
+
+def test_it_stands_in_for_a_function_that_others_have_imported_by_name(profile: Profile) -> None:
+    balancing, trainer = ModuleType("seqlen_balancing"), ModuleType("trainer_base")
+    exec("def calculate_workload(seqlen_list):\n    return 24576 * seqlen_list + seqlen_list**2\n", vars(balancing))
+    vars(balancing)["micro_batches"] = eval("lambda lengths: calculate_workload(lengths)", vars(balancing))
+    by_name = vars(trainer)["calculate_workload"] = balancing.calculate_workload
+    workload, lengths = vlm_workload(profile), torch.tensor([1000, 32_000])
+    stand_in_for(balancing.calculate_workload, workload)
+    assert by_name(lengths).tolist() == balancing.micro_batches(lengths).tolist() == workload(lengths).tolist()
+    vision = count_grids(describe("Qwen2.5-VL-7B").image_rule, [None, torch.tensor([[1, 76, 136]])])
+    stand_in_for(balancing.calculate_workload, workload.with_vision(vision))
+    assert by_name(lengths).tolist() == workload(lengths, vision).tolist()
+    with pytest.raises(ConfigError, match="takes 2 arguments or is made inside another function: change the call"):
+        stand_in_for(table, workload)
 
 
 def test_a_profile_without_a_language_model_is_refused(profile: Profile) -> None:

@@ -9,20 +9,20 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="runs tiny vision towers")
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
-from drawn_images import draw_several_images  # noqa: E402
-from shrunk_models import make_shrunk  # noqa: E402
+from drawn_images import draw_several_images
+from shrunk_models import make_shrunk
 
-from trimtab.balance.images import TowerCost  # noqa: E402
-from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.vision import BatchFamily, GridFamily, check_family  # noqa: E402
-from trimtab.runtime.vision.families import find_family, tower_flops  # noqa: E402
-from trimtab.runtime.vision.seams import find_seams  # noqa: E402
+from trimtab.balance.cost import LinearCost
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision import BatchFamily, GridFamily, check_family
+from trimtab.runtime.vision.families import find_family, tower_flops
+from trimtab.runtime.vision.seams import find_seams
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 CLOSE = 1e-6  # some towers compute positions or a norm in float32, whatever their own type; a neighbour gives 1e-2
 FAMILIES = (  # one of each make; `bench/columns/vision_dp.py` tries all
@@ -89,9 +89,9 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
 def test_the_cost_of_a_tower_and_of_its_windows_by_hand():
     gated = SimpleNamespace(hidden_size=10, intermediate_size=30, depth=4, hidden_act="silu", fullatt_block_indexes=[1])
     # 2 x 4 layers x (4 x 10 x 10 + 3 x 10 x 30); 4 x 10 a pair of patches in the one whole layer, and in the others
-    assert tower_flops(gated) == TowerCost(patch=10400.0, patch_sq=40.0, patch_windowed=120.0)
+    assert tower_flops(gated) == LinearCost(patches=10400.0, patches_sq=40.0, patches_windowed=120.0)
     plain = SimpleNamespace(embed_dim=8, mlp_ratio=4, hidden_size=99, num_hidden_layers=2)
-    assert tower_flops(plain) == TowerCost(patch=3072.0, patch_sq=64.0, patch_windowed=0.0)
+    assert tower_flops(plain) == LinearCost(patches=3072.0, patches_sq=64.0, patches_windowed=0.0)
     config = SimpleNamespace(**vars(gated), window_size=56, patch_size=14, spatial_merge_size=2)
     given = {"pixel_values": torch.zeros(120, 1), "image_grid_thw": torch.tensor([[2, 10, 6]])}
     inputs = GridFamily().read("image", dict(given), config)

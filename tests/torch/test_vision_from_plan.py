@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="shares the images of a torch model")
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from plans import small_plan  # noqa: E402
+from plans import small_plan
 
-from trimtab.balance.images import TowerCost  # noqa: E402
-from trimtab.errors import PlanError  # noqa: E402
-from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml  # noqa: E402
-from trimtab.plan.plan import Plan, VisionDecision  # noqa: E402
-from trimtab.runtime.vision import from_plan  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.balance.cost import LinearCost
+from trimtab.errors import PlanError
+from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
+from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.runtime.vision import from_plan
 
 DISPATCH = {"group": "dp", "exchange": "dispatch", "reduction": None}
 
@@ -68,9 +65,9 @@ def test_losses_and_reductions_are_those_that_the_plan_names(given, change, host
 
 
 def test_memory_is_balanced_by_patches_unless_a_cost_is_given(given):
-    for cost in (None, TowerCost(patch=3.0)):
+    for cost in (None, LinearCost(patches=3.0)):
         from_plan.vision_dp_from_plan(torch.nn.Linear(1, 1), None, plan_that(objective="memory"), cost=cost)
-        assert given["cost"] == (cost or TowerCost(patch=1.0))
+        assert given["cost"] == (cost or LinearCost(patches=1.0))
 
 
 @pytest.mark.parametrize(

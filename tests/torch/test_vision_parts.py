@@ -8,20 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the exchange is of tensors")
-
-from trimtab.balance.images import share_images  # noqa: E402
-from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.vision.control import differing_ranks, fingerprint  # noqa: E402
-from trimtab.runtime.vision.exchange import lay_out_rows  # noqa: E402
-from trimtab.runtime.vision.families import BatchFamily, GridFamily  # noqa: E402
-from trimtab.runtime.vision.gradients import check_convention  # noqa: E402
-from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs  # noqa: E402
-from trimtab.runtime.vision.outputs import read_features, touch, write_features  # noqa: E402
-from trimtab.runtime.vision.pooled import encode_pooled  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.balance.images import share_images
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.control import differing_ranks, fingerprint
+from trimtab.runtime.vision.exchange import lay_out_rows
+from trimtab.runtime.vision.families import BatchFamily, GridFamily
+from trimtab.runtime.vision.gradients import check_convention
+from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs
+from trimtab.runtime.vision.outputs import read_features, touch, write_features
+from trimtab.runtime.vision.pooled import encode_pooled
 
 
 def inputs_of(rows: list[int]) -> VisionInputs:

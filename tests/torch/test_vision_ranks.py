@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="runs tiny models on gloo ranks")
 pytest.importorskip("transformers", minversion="5", reason="holds the models")
 
 import vision_hosts
 from gloo_ranks import on_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_two_ranks_in_short() -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import vision_recipe
+from gloo_ranks import on_ranks
 
-torch = pytest.importorskip("torch", reason="towers run in torch: pip install 'trimtab[torch]'")
-pytest.importorskip("transformers", reason="the towers are Transformers': pip install 'trimtab[torch]'")
-
-import vision_recipe  # noqa: E402
-from gloo_ranks import on_ranks  # noqa: E402
-
-from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.vision import recipe  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trimtab.errors import TrimtabError
+from trimtab.runtime.vision import recipe
 
 
 def test_patched_classes_share_images_and_are_whole_again(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="runs tiny towers on gloo ranks")
 pytest.importorskip("transformers", minversion="4.57", reason="holds the towers")
 
 import vision_towers
 from gloo_ranks import on_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.integration

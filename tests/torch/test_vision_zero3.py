@@ -11,7 +11,6 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
-pytest.importorskip("torch", reason="runs tiny models on gloo ranks")
 pytest.importorskip("transformers", minversion="5", reason="holds the models")
 
 

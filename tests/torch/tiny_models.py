@@ -7,6 +7,7 @@ import copy
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import transformers
 
@@ -210,7 +211,7 @@ def odd_config(case: str) -> transformers.PretrainedConfig:
 def preprocessor_of(model_type: str, vision: dict) -> dict:
     """The few settings that the image rule needs and a configuration does not hold."""
     if model_type == "internvl":
-        side = vision["image_size"]
+        side = np.max(vision["image_size"]).item()  # a number, or one for each side
         return {"min_patches": 1, "max_patches": 12, "size": {"height": side, "width": side}}
     if model_type.startswith(("qwen", "glm")):
         settings = {"min_pixels": 3136, "max_pixels": 10**6, "patch_size": vision["patch_size"]}

@@ -1,4 +1,4 @@
-"""Tiny models of more than twenty families, with the inputs of one image, and what autograd keeps of them.
+"""Shrunk models of more than twenty families, with the inputs of one image, and what autograd keeps of them.
 
 `kept_bytes` and `allocated_bytes` measure the real model and share no code with what they check. Needs torch and
 Transformers.
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from shrunk_models import shrink
-from tiny_models import make_tiny_model
 from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
@@ -31,25 +30,15 @@ from trimtab.costs.kind_model import build_to_run
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 
-DESCRIBED = {
-    "llava": "llava llama",
-    "llava_next": "llava_next",
-    "llava_onevision": "llava_onevision",
-    "internvl": "internvl qwen2",
-    "qwen2_vl": "qwen2_vl",
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "qwen3_vl_moe": "qwen3_vl_moe",
-    "gemma3": "gemma3",
-}
-"""Families that `tiny_models` builds, by one of its cases."""
-
-
+DESCRIBED = (
+    *("llava", "llava_next", "llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    "gemma3",
+)
 OTHERS = (
     *("paligemma", "idefics2", "idefics3", "smolvlm", "mistral3", "aya_vision", "cohere2_vision", "vipllava"),
     *("llava_next_video", "ovis2", "glm4v", "glm4v_moe", "qwen3_5", "mllama", "llama4", "deepseek_vl", "lfm2_vl"),
 )
-"""Families of other kinds of layers, shrunk, with the batch that their forward asks for."""
+"""Families of other kinds of layers."""
 
 FAMILIES = (*DESCRIBED, *OTHERS)
 
@@ -73,14 +62,9 @@ class Family:
 def make_family(name: str, dtype: torch.dtype) -> Family:
     """One image, and some text before and behind it."""
     torch.manual_seed(0)
-    if name in DESCRIBED:
-        tiny = make_tiny_model(DESCRIBED[name])
-        config = tiny.model.config
-        inputs = {**tiny.inputs, "labels": tiny.inputs["input_ids"].clone(), "use_cache": False}
-    else:
-        config = shrink(name, {})
-        model = build_to_run(copy.deepcopy(config), dtype=dtype, attention="sdpa")
-        inputs = Batches(model, split_units(model), packed=False).make(1, 12).inputs
+    config = shrink(name, {})
+    model = build_to_run(copy.deepcopy(config), dtype=dtype, attention="sdpa")
+    inputs = Batches(model, split_units(model), packed=False).make(1, 12).inputs
     floats = {k: x.to(dtype) for k, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return Family(name, config, {**inputs, **floats})
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rounding import BOUNDS, assert_close
 from vision_runs import Case, make_case, make_rank_case, shard, sum_over_ranks
 
-from trimtab.balance.images import TowerCost
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import (
     control,
@@ -67,7 +67,7 @@ def run_calls_that_differ(rank: int) -> None:
     with vision_dp(case.model, exchange="dispatch"), forms:
         case.forward(pixel_values=pixels.double() if rank else pixels)
     costs = pytest.raises(TrimtabError, match="or shares images by another rule or cost than the rest: use the same")
-    with vision_dp(case.model, exchange="dispatch", cost=TowerCost(patch=1.0 + rank)), costs:
+    with vision_dp(case.model, exchange="dispatch", cost=LinearCost(patches=1.0 + rank)), costs:
         case.forward()
 
 

@@ -120,6 +120,6 @@ def test_a_row_that_loses_says_why(made: PlanDetails) -> None:
     faster = dataclasses.replace(slower, step_s=0.9 * first.step_s)
     for above, wanted in (("none", "one switch for all layers"), ("full", "its part is in the rows below")):
         (sentence,) = explain_losses([dataclasses.replace(first, recompute_rule=above), slower])
-        assert sentence.startswith(f'The row "{second.name}" takes 1.20 x as long')
+        assert sentence.startswith(f'The row "{second.name}" takes 1.20x as long')
         assert wanted in sentence
     assert not explain_losses([first, faster])

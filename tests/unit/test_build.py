@@ -52,11 +52,28 @@ def test_the_same_inputs_give_the_same_bytes(made: PlanDetails) -> None:
     assert plan_to_yaml(other.plan) != plan_to_yaml(made.plan)
 
 
-def test_what_is_left_open_is_chosen_so_that_it_fits() -> None:
+def test_what_is_left_open_is_chosen_so_that_it_fits(tmp_path: Path) -> None:
     made = make_plan(MODEL, tile_samples(), CLUSTER)
     parallel = made.plan.decisions.parallel
     assert parallel.dp * parallel.pp * parallel.tp == 32
     assert made.variants[-1].fits
+    settings = made.plan.estimates.settings
+    assert [getattr(settings[0], axis) for axis in ("dp", "pp", "tp")] == [parallel.dp, parallel.pp, parallel.tp]
+    assert settings[0].zero_stage == made.plan.inputs.training.zero_stage
+    # the baseline is the fastest that fits on any of them
+    first, moved = made.plan.estimates.compared[:2]
+    assert moved.name == "the plan's degrees", "the case is to have a faster baseline on other degrees"
+    assert first.epoch_s < moved.epoch_s
+    assert first.fits
+    elsewhere = next(x for x in settings if x.label in first.packs)
+    there = PlanOptions(dp=elsewhere.dp, pp=elsewhere.pp, tp=elsewhere.tp, zero_stage=elsewhere.zero_stage)
+    alone = make_plan(MODEL, tile_samples(), CLUSTER, there).plan.estimates.compared[0]
+    assert first.samples_per_s == pytest.approx(
+        alone.samples_per_s, rel=0.25
+    )  # packs, so batch sizes, are others there
+    write_plan(made, tmp_path)
+    assert load_details(tmp_path).plan == made.plan
+    assert [x.epoch_s for x in load_details(tmp_path).variants] == [x.epoch_s for x in made.variants]
 
 
 @pytest.mark.parametrize(

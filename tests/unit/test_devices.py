@@ -99,6 +99,34 @@ def test_a_bad_cluster_says_what_to_write(said, message):
         parse_cluster(said)
 
 
+@pytest.mark.parametrize(
+    ("said", "gigabytes"), [("400Gb", 50), ("8x400Gb", 50), ("400Gb x8", 50), ("4 x 400Gb/s", 25), ("4x50GB", 25)]
+)
+def test_links_between_nodes_are_shared_by_the_devices_of_a_node(said, gigabytes):
+    assert parse_cluster("16xH100", node_link=said).node_link_bytes_per_s == gigabytes * 1e9
+
+
+def test_a_node_is_its_vendors_own_unless_said():
+    assert [parse_cluster(f"16x{name}").node_link_bytes_per_s / 1e9 for name in ("A100", "H100", "B300", "L40S")] == [
+        *(25, 50, 100, 25)
+    ]
+
+
+@pytest.mark.parametrize("said", ["fast", "0Gb", "8x0Gb", "0x400Gb", "8x400Gb x8", "-1Gb", "400", "400GiB", "1e9Gb"])
+def test_a_bad_link_between_nodes_says_what_to_write(said):
+    with pytest.raises(TrimtabError, match=r"is no link between nodes: .* as in 8x400Gb"):
+        parse_cluster("16xH100", node_link=said)
+
+
+@pytest.mark.parametrize(
+    ("degree", "stride", "gigabytes"),
+    [(8, 1, 450), (4, 2, 450), (16, 1, 400), (8, 2, 200), (4, 8, 50), (2, 16, 50)],
+)
+def test_a_ring_leaves_a_node_by_the_ports_of_its_members(degree, stride, gigabytes):
+    cluster = parse_cluster("64xH100")
+    assert cluster.ring_bytes_per_s(degree, stride=stride) == gigabytes * 1e9
+
+
 def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text(

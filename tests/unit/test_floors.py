@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trimtab"
 FLOORS = {
     "errors": 0,
     "compiled": 0,
+    "address": 0,
     "files": 0,
     "options": 0,
     "units": 0,

@@ -143,6 +143,6 @@ def test_messages():
     with pytest.raises(PartitionError, match=r"the first stage cannot have 29 of 28 language layers: give 0 to 28"):
         split_with(NOTEBOOK, 29, pp=2)
     with pytest.raises(
-        PartitionError, match=r"cannot deal 28 language layers to 20 stages: its rounding up leaves -\d+"
+        PartitionError, match=r"cannot divide 28 language layers among 20 stages: its rounding up leaves -\d+"
     ):
         flops_split(NOTEBOOK, pp=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from export_cases import by_counts, decide, first_block, make_model
-from trimtab.adapters.huggingface import export, plain_settings
+from trimtab.adapters.huggingface import TARGETS, export, plain_settings
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice
 
@@ -22,8 +22,11 @@ def test_layers_come_by_tier_in_ranges():
     found = export(decide(MODEL, by_counts(MODEL, 12, recompute={0: chosen})), None)
     assert found.fields["recompute"] == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
     assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.text
-    nothing = export(decide(MODEL, by_counts(MODEL, 12)), None)
-    assert nothing.text == "# the plan recomputes nothing: leave activation_checkpointing off"
+    nothing = export(decide(MODEL, by_counts(MODEL, 12), zero_stage=0), None)
+    assert nothing.text.splitlines() == [
+        "# the plan recomputes nothing: leave activation_checkpointing off",
+        "arguments = TrainingArguments(gradient_accumulation_steps=8, per_device_train_batch_size=1)",
+    ]
 
 
 def test_its_own_switch_counts_through_both_towers():
@@ -45,9 +48,32 @@ def test_its_own_switch_counts_through_both_towers():
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
     found = export(decide(MODEL, by_counts(MODEL, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
-    assert any("the vision tower is frozen: Transformers' own activation_checkpointing" in w for w in found.warnings)
+    assert "the vision tower is frozen: Transformers' own activation_checkpointing" in str(found.beside)
     assert any("tp 2 was planned" in w and "tp_plan='auto' on 2 ranks" in w for w in found.warnings)
-    assert export(decide(MODEL, by_counts(MODEL, 12)), None).warnings == ()
+    (other,) = export(decide(MODEL, by_counts(MODEL, 12)), None).warnings
+    assert other.startswith("ZeRO stage 1 was planned, and Transformers is told stage 3")
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "line"),
+    [
+        ("transformers", 3, "per_device_train_batch_size=1, fsdp=True)"),
+        ("trl", 0, 'dataset_kwargs={"skip_prepare_dataset": True})'),
+        ("accelerate", 0, "accelerator = Accelerator(gradient_accumulation_steps=8)"),
+        ("fsdp2", 3, "        fully_shard(module)  # from torch.distributed.fsdp"),
+        (
+            "lightning",
+            3,
+            'trainer = Trainer(strategy="fsdp", accumulate_grad_batches=8, use_distributed_sampler=False)',
+        ),
+    ],
+)
+def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int, line: str):
+    plan = decide(MODEL, by_counts(MODEL, 12), zero_stage=zero_stage)
+    found = TARGETS[name].export(plan, None)
+    assert found.text.splitlines()[-1].endswith(line)
+    assert found.warnings == ()
+    compile(found.text, name, "exec")
 
 
 def test_a_pipeline_is_refused():

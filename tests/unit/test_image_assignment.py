@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.image_search import lower_bound
 from trimtab.balance.images import (
-    TowerCost,
     keep_at_home,
     share_images,
     tower_bytes,
@@ -154,11 +154,11 @@ def test_tower_costs_are_the_profiles_own():
     profile = profile_model(describe("Qwen2.5-VL-7B"), find_device("H100"), dims=ParallelDims())
     seconds = tower_seconds(profile)
     layers = [layer for layer in profile.layers if layer.tower != "language"]
-    assert seconds.patch == pytest.approx(sum(x.forward_s[1] + x.backward_s[1] for x in layers))
-    assert seconds.patch_windowed > 0
-    assert seconds.of([100], [10_000], [1000])[0] == pytest.approx(
-        100 * seconds.patch + 10_000 * seconds.patch_sq + 1000 * seconds.patch_windowed
+    assert seconds.patches == pytest.approx(sum(x.forward_s[1] + x.backward_s[1] for x in layers))
+    assert seconds.patches_windowed > 0
+    assert seconds.of_images(np.array([[100, 10_000, 1000]]))[0] == pytest.approx(
+        100 * seconds.patches + 10_000 * seconds.patches_sq + 1000 * seconds.patches_windowed
     )
-    assert tower_bytes(profile, recompute=True).patch < tower_bytes(profile).patch
-    one = TowerCost(patch=2, patch_sq=3, image=5)
-    assert one.of([1, 10]).tolist() == [10, 325]
+    assert tower_bytes(profile, recompute=True).patches < tower_bytes(profile).patches
+    one = LinearCost(patches=2, patches_sq=3)
+    assert one.of([1, 10]).tolist() == [5, 320]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 from described_configs import edit
@@ -24,10 +25,12 @@ from image_configs import (
 )
 
 from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.describe import describe
 from trimtab.models.image_rules import image_rule, image_rule_or_reason
 from trimtab.models.images.apply import with_limits
 from trimtab.models.images.native import SmartResize
-from trimtab.models.images.tiles import FixedImage
+from trimtab.models.images.tiles import AnyRes, FixedImage
+from trimtab.models.images.written import tell_apart, write_rule
 
 HUGE = 10**9
 
@@ -215,3 +218,17 @@ def test_a_file_that_was_not_given_leaves_the_rule_unsettled_until_it_counts(con
 def test_what_is_wrong_is_not_put_off():
     with pytest.raises(ConfigError, match=r"(?s)window_size.*min_pixels"):
         image_rule_or_reason(QWEN25 | {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}}, None)
+
+
+def test_rules_are_told_apart_by_the_settings_that_differ() -> None:
+    """Also where a setting is a list of pairs."""
+    any_res = describe("LLaVA-OneVision-7B").image_rule
+    assert isinstance(any_res, AnyRes)
+    fewer = replace(any_res, pinpoints=any_res.pinpoints[:2])
+    assert write_rule(any_res) == write_rule(replace(any_res))
+    first, second = tell_apart(write_rule(fewer), write_rule(any_res))
+    assert first == f"pinpoints {[list(pair) for pair in fewer.pinpoints]}"
+    assert second.startswith("pinpoints [[")
+    names = tell_apart(write_rule(any_res), write_rule(describe("Qwen2.5-VL-7B").image_rule))
+    assert names == (f"the rule {any_res.name}", "the rule qwen_smart_resize")
+    assert tell_apart("SmartResize(max_pixels=3)", write_rule(any_res))[0] == "an earlier version of trimtab"

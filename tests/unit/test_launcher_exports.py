@@ -68,13 +68,10 @@ def test_every_way_of_megatron_is_exported_as_it_is():
         for way in ways:
             export = megatron(MODEL, way)
             assert export.runs == way
-            assert not [w for w in export.warnings if "deep-copy" not in w]
+            assert export.warnings == ()
 
 
-def test_a_tied_weight_is_warned_of_and_a_forbidden_cut_refused():
-    tied = make_model(num_vision=0, tied=True)
-    assert any("5.00 k parameters more there" in w for w in megatron(tied, by_counts(tied, 6, 6)).warnings)
-    assert megatron(tied, by_counts(tied, 12)).warnings == ()
+def test_a_forbidden_cut_is_refused():
     model = make_model(forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
     with pytest.raises(
         UnsupportedPlanError, match=r"cuts stages before layers.1, which the model forbids \(DeepStack\)"
@@ -85,9 +82,30 @@ def test_a_tied_weight_is_warned_of_and_a_forbidden_cut_refused():
 # -- Megatron-Bridge ------------------------------------------------------------------------------------------------
 
 
+def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
+    model = make_model(family="qwen3_vl")
+    export = bridge(model, by_counts(model, 3, 4, 5, recompute={1: full(BLOCK + 3, BLOCK + 4)}))
+    assert [c.layers for c in export.runs[0].recompute] == [(*VISION[:2], BLOCK, BLOCK + 1)]
+    assert any("0 vision layers is planned" in w and "copies" in w and "2 are recomputed" in w for w in export.warnings)
+    for family in ("qwen3_vl", "qwen2_5_vl"):
+        model = make_model(family=family)
+        can = megatron_bridge.TARGETS["megatron-bridge"].can(model, 3)
+        ways = [way for ladder in can.ladders(by_counts(model, 3, 4, 5)) for way in ladder]
+        assert max(stage.num_recomputed() for way in ways for stage in way[:1]) == (7 if family == "qwen3_vl" else 3)
+        for way in ways:
+            assert bridge(model, way).runs == way
+            assert bridge(model, way).warnings == ()
+
+
+def test_bridge_refuses_a_family_without_provider():
+    model = make_model(family="internvl")
+    with pytest.raises(UnsupportedPlanError, match=r"family internvl, and Megatron-Bridge 0.6 has .* for qwen2_5_vl, "):
+        bridge(model, by_counts(model, 6, 6))
+
+
 def test_bridge_lines_set_the_configuration():
     export = bridge(MODEL, by_counts(MODEL, 2, 4, 6, recompute={0: full(*VISION, BLOCK)}))
-    cfg = SimpleNamespace(model=SimpleNamespace(), train=SimpleNamespace(), ddp=SimpleNamespace())
+    cfg = SimpleNamespace(model=SimpleNamespace(params_dtype="bf16"), train=SimpleNamespace(), ddp=SimpleNamespace())
     exec(export.text, {"cfg": cfg})
     assert cfg.model.pipeline_model_parallel_layout == "Et*2|t*4|t*6L"
     assert cfg.model.num_layers_in_first_pipeline_stage is None
@@ -96,7 +114,7 @@ def test_bridge_lines_set_the_configuration():
     assert (cfg.train.micro_batch_size, cfg.train.global_batch_size) == (1, 16)
     assert cfg.ddp.use_distributed_optimizer is True
     assert any("recompute of 4 vision layers is planned" in w for w in export.warnings)
-    assert not [w for w in export.warnings if "deep-copy" in w]
+    assert cfg.model.pipeline_dtype == "bf16"
     assert [c.layers for c in export.runs[0].recompute] == [(BLOCK,)]
     selective = {0: [RecomputeChoice(tier="selective", layers=(BLOCK,))]}
     exec(bridge(MODEL, by_counts(MODEL, 6, 6, recompute=selective)).text, {"cfg": cfg})
@@ -111,6 +129,12 @@ def test_swift_is_told_to_leave_out_what_it_does_by_default():
     assert given["recompute_granularity"] == "none"
     assert given["vit_gradient_checkpointing"] is False
     assert given["use_distributed_optimizer"] is False
+    assert given["packing"] is True
+    assert given["global_batch_size"] == 16  # packs
+    frozen = swift(MODEL, by_counts(MODEL, 6, 6), frozen_towers=("vision",)).fields
+    for name, value in (("freeze_llm", False), ("freeze_vit", True), ("freeze_aligner", False)):
+        assert frozen[name] is value
+        assert given[name] is False  # its own default freezes all but the language model
     words = shlex.split(swift(MODEL, by_counts(MODEL, 0, 12)).text.replace("\\\n", " "))
     assert words[:2] == ["megatron", "sft"]
     assert words[words.index("--pipeline_model_parallel_layout") + 1] == "E|t*12L"
@@ -179,10 +203,24 @@ def test_pai_refuses_other_splits_families_and_chunks_at_once():
         pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
 
 
-def test_only_the_oldest_script_of_pai_is_warned_of():
+def test_the_oldest_script_of_pai_splits_evenly_or_builds_another_tower():
     old = make_model(family="qwen2_vl")
-    assert any("deep-copy" in w for w in pai(old, by_counts(old, 4, 8)).warnings)
+    with pytest.raises(UnsupportedPlanError, match="4 vision layers would be built"):
+        pai(old, by_counts(old, 4, 8))
+    assert pai(old, by_counts(old, 6, 6)).warnings == ()
     assert pai(MODEL, by_counts(MODEL, 4, 8)).warnings == ()
+    assert len(pai_splits(old, 3)) == 1
+
+
+def test_pais_script_for_qwen3_vl_takes_the_experts_degrees_behind_cp():
+    model = make_model(family="qwen3_vl")
+    export = pai(model, by_counts(model, 6, 6), dims=ParallelDims(dp=2, pp=2, tp=2), samples_per_pack=2.5)
+    arguments = export.fields["arguments"]
+    assert len(arguments) == 26
+    assert arguments[9:18] == ("2", "2", "1", "2", "1", "false", "true", "true", "none")
+    assert arguments[20] == "$DATASET_PATH"
+    assert arguments[3] == "40"  # samples: it takes no packs
+    assert export.text.startswith("# in examples/qwen3_vl\n")
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 5])

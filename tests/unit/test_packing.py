@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.balance import balanced, pair, rng, stream, window
 from trimtab.balance.aim import Pull
-from trimtab.balance.cost import PATCH_COST, TILE_COST, CostWeights, default_cost
+from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost, default_cost
 from trimtab.balance.groups import Groups, insert_singles, split_packs
 from trimtab.balance.packing import METHODS, PADDED_METHODS, pack_samples, report_packing
 from trimtab.errors import PackingError
@@ -302,7 +302,7 @@ def test_fill_trades_packs_for_balance():
 def test_native_resolution_data_packs_as_well():
     table = native_table(30_000, 7)
     limits = (41_920, 16_384)
-    cost = CostWeights(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
+    cost = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
     ours = report_packing(table, pack_samples(table, limits=limits, dp=8, cost=cost, oversize="skip"), cost=cost)
     isf = report_packing(
         table, pack_samples(table, limits=limits, dp=8, cost=cost, oversize="skip", method="isf"), cost=cost
@@ -317,11 +317,10 @@ def test_costs_follow_the_table_unit():
     tiles, patches = make_table([2], [300]), make_table([2050], [300], unit="patches")
     assert default_cost(tiles) is TILE_COST
     assert default_cost(patches) is PATCH_COST
-    weights = CostWeights(patches=2.0, patches_sq=3.0, tokens=5.0, tokens_sq=7.0)
-    assert weights.of(tiles).tolist() == [2 * 2 + 3 * 4 + 5 * 300 + 7 * 300**2]
-    assert weights.of_padding(np.array([300.0]), np.array([400.0])).tolist() == [5 * 100 + 7 * (400**2 - 300**2)]
+    weights = LinearCost(patches=2.0, patches_sq=3.0, tokens=5.0, tokens_sq=7.0)
+    assert weights.of_samples(tiles).tolist() == [2 * 2 + 3 * 4 + 5 * 300 + 7 * 300**2]
     one_tile = make_table([1025], [0], unit="patches")
-    assert PATCH_COST.of(
+    assert PATCH_COST.of_samples(
         SampleTable(
             num_images=one_tile.num_images,
             num_patches=one_tile.num_patches,
@@ -336,7 +335,7 @@ def test_costs_follow_the_table_unit():
 def test_a_cost_per_sample_does_what_weights_do():
     table = random_table(400, 2)
     by_weights = pack_samples(table, limits=(18, 8192), dp=4, cost=TILE_COST)
-    by_column = pack_samples(table, limits=(18, 8192), dp=4, cost=TILE_COST.of(table))
+    by_column = pack_samples(table, limits=(18, 8192), dp=4, cost=TILE_COST.of_samples(table))
     assert by_weights.packing.indices.tobytes() == by_column.packing.indices.tobytes()
 
 

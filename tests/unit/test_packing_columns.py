@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance.aim import NUMBERS
-from trimtab.balance.columns import ColumnCost, open_packed, pack_columns
+from trimtab.balance.columns import open_packed, pack_columns
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
 
 LIMITS = (9, 4096)
-COST = ColumnCost(linear=(11.9, 0.0398), squared=(0.0, 5.9e-7))
+COST = LinearCost(patches=11.9, tokens=0.0398, tokens_sq=5.9e-7).of
 
 
 def draw_columns(n: int, seed: int = 0) -> list[np.ndarray]:
@@ -67,9 +68,7 @@ def test_one_shard_has_the_packs_of_pack_samples():
     )
     for order in ("random", "sorted"):
         for fill in (None, 0.985):
-            whole = pack_samples(
-                table, limits=LIMITS, dp=8, cost=COST.of([v, t]), seed=3, epoch=2, fill=fill, order=order
-            )
+            whole = pack_samples(table, limits=LIMITS, dp=8, cost=COST(v, t), seed=3, epoch=2, fill=fill, order=order)
             packed = pack_columns([v, t], limits=LIMITS, dp=8, cost=COST, seed=3, epoch=2, fill=fill, order=order)
             in_order = whole.schedule.table.transpose(0, 2, 1).reshape(-1)
             for p in range(packed.num_packs):
@@ -90,7 +89,7 @@ def test_threads_files_and_ways_to_give_the_cost_change_nothing(order, tmp_path)
     mapped = [np.load(tmp_path / f"{i}.npy", mmap_mode="r") for i in range(2)]
     others = (
         pack_columns(columns, cost=COST, num_threads=2, **arguments),
-        pack_columns(columns, cost=COST.of(columns), num_threads=3, **arguments),
+        pack_columns(columns, cost=COST(*columns), num_threads=3, **arguments),
         pack_columns(mapped, cost=COST, num_threads=2, folder=tmp_path / "out", **arguments),
         open_packed(tmp_path / "out"),
     )
@@ -138,19 +137,21 @@ def test_packs_lie_in_the_order_in_which_they_run():
 
 def test_all_problems_of_columns_are_named_at_once():
     with pytest.raises(PackingError) as error:
-        pack_columns([np.array([1.5]), np.array([-1])], limits=(3, 4), dp=0, fill=2.0, cost=ColumnCost(linear=(1.0,)))
+        pack_columns([np.array([1.5]), np.array([-1])], limits=(3, 4), dp=0, fill=2.0, cost=lambda v: v)
     text = str(error.value)
     assert "column 0 holds float64: give whole numbers, limits are exact" in text
     assert "column 1 holds a negative size: give sizes from 0" in text
     assert "dp 0 is not a number of ranks: give 1 or more" in text
     assert "fill 2.0 is not a share of the packs' room" in text
-    assert "cost has weights for 1 columns of 2: give one per column" in text
+    assert "cost is not a function of 2 columns: give one that takes an array for each limit" in text
     with pytest.raises(PackingError, match=r"limits \(3,\) do not suit 2 columns: give one per column"):
         pack_columns([np.array([1]), np.array([1])], limits=(3,))
     with pytest.raises(PackingError, match=r"columns have shapes .*: give one number per sample in each"):
         pack_columns([np.array([1]), np.array([1, 2])], limits=(3, 3))
     with pytest.raises(PackingError, match=r"cost has shape \(3,\) for 1 samples: give one number per sample"):
         pack_columns([np.array([1])], limits=(3,), cost=np.ones(3))
+    with pytest.raises(PackingError, match=r"cost gave shape \(\) for 2 samples: give one number per sample"):
+        pack_columns([np.array([1, 2])], limits=(3,), cost=lambda v: v.sum())
     with pytest.raises(PackingError, match="oversize 'x' is unknown"):
         pack_columns([np.array([1])], limits=(3,), oversize="x")
     with pytest.raises(PackingError, match="num_threads 0 does no work: give 1 or more"):

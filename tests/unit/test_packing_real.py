@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from trimtab.balance.cost import TILE_COST, CostWeights
+from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.dispatch import redispatch
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.packing import pack_samples, report_packing
@@ -101,7 +101,7 @@ def test_three_real_sets_reach_the_goals(real_table, order, seed):
 def test_native_resolution_reaches_the_goals(lengths):
     """Long samples and attention over all pairs: loose packs, whose room goes to an even cost first."""
     table = lengths.generate_native(40_000)
-    cost = CostWeights(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
+    cost = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
     result = pack_samples(table, limits=(41_920, 16_384), dp=8, cost=cost, oversize="skip")
     report = report_packing(table, result, cost=cost)
     assert report.dist_ratio_vit <= 0.0135
@@ -169,7 +169,7 @@ def test_many_ranks_use_their_time(part_of_mixture, order):
 
 
 def test_a_plan_for_eight_ranks_serves_others(part_of_mixture):
-    cost = TILE_COST.of(part_of_mixture)
+    cost = TILE_COST.of_samples(part_of_mixture)
     result = pack_samples(part_of_mixture, limits=(9, 4096), dp=8, order="tolerance", cost=cost)
     columns = [result.packing.sums(c) for c in (part_of_mixture.num_patches, part_of_mixture.num_tokens, cost)]
     for dp in (4, 16, 32):

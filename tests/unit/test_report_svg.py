@@ -1,9 +1,10 @@
-"""Drawing helpers: round ticks, bounded timelines, honest histograms."""
+"""Drawing helpers: round ticks, bounded timelines, columns and dots."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,31 +46,6 @@ def test_first_and_last_tick_stay_inside_the_drawing():
     ticks = svg.axis(100.0, count_scale([100.0]), label="x", y=0)
     assert '<text class="tick" x="0%" y="13" text-anchor="start">0<' in ticks
     assert '<text class="tick" x="100%" y="13" text-anchor="end">100<' in ticks
-
-
-def _bars(drawn: str) -> list[tuple[float, float, str]]:
-    found = re.findall(r'<rect class="new" x="([\d.]+)%" y="[\d.]+" width="([\d.]+)%"[^>]*data-t="([^"]+)"', drawn)
-    return [(float(x), float(width), tip) for x, width, tip in found]
-
-
-def test_a_full_pack_is_drawn_left_of_the_limit_and_a_larger_one_right():
-    for value, left in ((1000.0, True), (1001.0, False)):
-        drawn = svg.histogram(
-            np.array([value]), largest=1001.0, limit=1000.0, unit="tokens", title="t", css_class="new"
-        )
-        ((x, width, tip),) = _bars(drawn)
-        limit = float(re.findall(r'class="limit" x1="([\d.]+)%', drawn)[0])
-        assert (x + width <= limit + 0.01) is left
-        assert (x >= limit - 0.01) is not left
-        assert "100.0 % of packs (1)" in tip
-
-
-def test_a_histogram_counts_every_pack_once():
-    values = np.random.default_rng(0).integers(0, 50_000, 10_000).astype(float)
-    drawn = svg.histogram(values, largest=values.max(), limit=8192.0, unit="tokens", title="t", css_class="new")
-    counts = [int(tip.rpartition("(")[2].rstrip(")").replace(",", "")) for _, _, tip in _bars(drawn)]
-    assert sum(counts) == 10_000
-    assert len(counts) <= svg.MAX_BINS
 
 
 def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
@@ -141,11 +117,31 @@ def test_a_crowded_timeline_is_bounded_and_hides_no_idle_time(crowded):
 
 
 def test_only_what_passes_the_cap_is_outlined():
-    parts = [("state", 60.0, "a"), ("saved", 30.0, "b")]
-    inside = svg.stacked_bar(parts, span=100.0, cap=95.0, y=0, height=10)
-    outside = svg.stacked_bar(parts, span=100.0, cap=80.0, y=0, height=10)
+    parts = [("state", "weights", 60.0), ("saved", "activations", 30.0)]
+    bar = svg.Bar(name="rank 3", parts=parts, text="90", cap=95.0)
+    where = {"span": 100.0, "y": 0, "height": 10, "show": lambda value: f"{value:g} GiB"}
+    inside, outside = (svg.stacked_bar(x, **where) for x in (bar, replace(bar, cap=80.0)))
     assert "over" not in inside
     assert '<rect class="over" x="80%" y="0" width="10%"' in outside
+    assert 'data-t="rank 3, activations: 30 GiB"' in inside
+
+
+@pytest.mark.parametrize("count", [2, 32, 33, 256, 5000])
+def test_columns_are_as_high_as_their_ranks_load_however_many(count):
+    mean = np.linspace(1.0, 4.0, count)
+    values = np.array([0.5 * mean, mean, 1.1 * mean])
+    drawn = svg.columns(values, span=5.0, scale=time_scale([5.0]), label="rank", title="t", css_class="new")
+    assert len(drawn) < 20_000
+    if count <= svg.MAX_COLUMNS:
+        heights = [float(x) for x in re.findall(r'<rect class="new"[^>]* height="([\d.]+)"', drawn)]
+        assert len(heights) == count
+    else:
+        path = re.search(r'<path class="new" d="M0 118(.*?)V118Z"', drawn)
+        heights = [118 - float(y) for y in re.findall(r"V([\d.]+)h1", path[1])]
+        assert len(heights) == min(count, svg.MAX_RANKS)
+    assert heights[0] == pytest.approx(110 * mean[: -(-count // svg.MAX_RANKS)].mean() / 5, abs=0.2)
+    assert heights == sorted(heights)
+    assert f"the highest mean is {time_scale([5.0]).text(4.0)}" in drawn
 
 
 def test_an_empty_timeline_is_drawn_as_nothing():

@@ -11,10 +11,12 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.setting import choose_setting
+from trimtab.plan.decide.setting import choose_setting, profile_setting
+from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec
+from trimtab.plan.plan import SettingEstimate
+from trimtab.specs import ClusterSpec, ParallelDims
 
 MODEL = describe("InternVL-Chat-V1-5")
 SAMPLES = tile_samples(300)
@@ -43,9 +45,7 @@ def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:
             assert found.samples_per_s == speeds[found.options.schedule]
     larger, sentence = auto.sentences()
     assert larger.startswith(f"Packs hold {auto.best.samples_per_pack:.3g} samples")
-    assert sentence.startswith(
-        f"Degrees and schedules considered, at their mean packs: dp 2 x pp 4 x tp 2 {auto.best.options.schedule}"
-    )
+    assert sentence.startswith(f"Degrees, ZeRO and schedule are {auto.best.estimate.label}: of 5 settings that fit")
 
 
 def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
@@ -57,18 +57,77 @@ def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
     assert len(auto.considered) > len(one.considered)
 
 
-def test_plain_data_parallel_with_sharded_state_stands_beside_a_divided_model() -> None:
-    cluster = parse_cluster("8xA100-80GB")
+def test_plain_data_parallel_with_sharded_state_is_one_of_the_settings() -> None:
+    cluster = parse_cluster("16xA100-80GB")
     found = choose(PlanOptions(global_batch=64), cluster)
-    assert found.best.setting.dims.pp * found.best.setting.dims.tp > 1
-    assert found.sharded is not None
+    (sharded,) = [x for x in found.considered if x.options.zero_stage == 3]
     same = choose(PlanOptions(global_batch=64, pp=1, tp=1, zero_stage=3), cluster)
-    assert same.best.samples_per_s == found.sharded.samples_per_s
-    assert same.sharded is None  # nothing was left open
-    told = found.sentences()[-1]
-    simpler = found.sharded.samples_per_s >= 0.95 * found.best.samples_per_s
-    assert told.startswith("Plain data parallel with ZeRO-3 would reach ")
-    assert ("plan with --pp 1 --tp 1 --zero-stage 3 to have it" in told) == simpler
+    assert same.best.estimate == sharded.estimate
+    assert same.listed == ()  # nothing was left open
+    asked = choose(PlanOptions(global_batch=64, zero_stage=1), cluster)
+    assert {x.options.zero_stage for x in asked.considered} == {1}
+    assert [x.estimate for x in asked.considered] == [x.estimate for x in found.considered if x is not sharded]
+    divided = choose(PlanOptions(global_batch=64, tp=2), cluster)
+    assert {x.options.zero_stage for x in divided.considered} == {1}
+
+
+def test_of_settings_alike_in_speed_the_simplest_is_taken_and_the_fastest_on_demand() -> None:
+    cluster = parse_cluster("16xA100-80GB")
+    found = choose(PlanOptions(global_batch=64), cluster)
+    alike = [x for x in found.considered if x.samples_per_s >= 0.95 * found.considered[0].samples_per_s]
+    assert len({x.estimate.kind for x in alike}) > 1, "the case is to have a choice"
+    assert complexity(found.best.estimate) == min(complexity(x.estimate) for x in alike)
+    assert found.best is not found.considered[0]
+    fastest = choose(PlanOptions(global_batch=64, prefer="fastest"), cluster)
+    assert fastest.best is fastest.considered[0]
+    assert fastest.best.estimate == found.considered[0].estimate
+    assert found.listed[0] == found.best.estimate
+    assert {x.kind for x in found.listed} == {x.estimate.kind for x in found.considered}
+
+
+def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
+    order = [
+        ({"dp": 8}, "data parallel"),
+        ({"dp": 8, "zero_stage": 2}, "data parallel, ZeRO-2"),
+        ({"dp": 8, "zero_stage": 3}, "data parallel, ZeRO-3"),
+        ({"dp": 4, "tp": 2}, "tensor parallel"),
+        ({"dp": 1, "tp": 8}, "tensor parallel"),
+        ({"dp": 4, "pp": 2}, "pipeline"),
+        ({"dp": 1, "pp": 8}, "pipeline"),
+        ({"dp": 4, "pp": 2, "schedule": "ZBH1"}, "pipeline"),
+        ({"dp": 2, "pp": 2, "tp": 2}, "pipeline and tensor parallel"),
+    ]
+    given = {"dp": 1, "pp": 1, "tp": 1, "zero_stage": 0, "schedule": "1F1B", "num_chunks": 1, "num_microbatches": 1}
+    rest = {"step_ms": 1.0, "samples_per_s": 1.0, "peak_memory_gib": 1.0}
+    ranks = [complexity(SettingEstimate(kind=kind, **{**given, **rest, **own})) for own, kind in order]
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == len(ranks)
+
+
+def test_no_setting_looks_faster_by_larger_steps() -> None:
+    found = choose(PlanOptions(), parse_cluster("32xA100-80GB"))
+    assert any(x.options.zero_stage == 3 for x in found.considered)
+    for x in found.considered:
+        per_step = x.setting.dims.dp * x.setting.num_microbatches * x.samples_per_pack
+        assert per_step <= 1.25 * 256, x.estimate.label
+
+
+def test_weights_are_gathered_by_all_ports_of_a_node() -> None:
+    def gather_s(cluster: ClusterSpec, dims: ParallelDims) -> float:
+        def per_microbatch_s(zero_stage: int) -> float:
+            profile = profile_setting(MODEL, cluster, PlanOptions(zero_stage=zero_stage), dims)
+            return float(profile.matrix("forward_s")[:, 0].sum())
+
+        return per_microbatch_s(3) - per_microbatch_s(2)
+
+    wide, narrow = ParallelDims(dp=32), ParallelDims(dp=8, tp=4)
+    cluster = parse_cluster("32xA100-80GB")
+    weights_bytes = sum(layer.num_params for layer in MODEL.layers) * 2
+    assert gather_s(cluster, wide) == pytest.approx(weights_bytes * 31 / 32 / (8 * 25e9 * 0.80))
+    # a group of every fourth device has two members on a node; each holds a fourth of the products' weights
+    share = profile_setting(MODEL, cluster, PlanOptions(), narrow)
+    held_bytes = sum(layer.num_params for layer in share.layers) * 2
+    assert gather_s(cluster, narrow) == pytest.approx(held_bytes * 7 / 8 / (2 * 25e9 * 0.80))
 
 
 def test_every_divisor_of_the_devices_is_considered() -> None:
@@ -78,7 +137,9 @@ def test_every_divisor_of_the_devices_is_considered() -> None:
     assert tried <= {1, 2, 3, 6}
     assert {3, 6} <= tried
     assert len(found.considered) + found.num_misfits == 4
-    assert "that do not fit" in found.sentences()[-1] or not found.num_misfits
+    assert found.num_misfits == 1
+    assert "of 3 settings that fit" in found.sentences()[-1]
+    assert "; 1 more does not fit" in found.sentences()[-1]
 
 
 def test_without_a_choice_nothing_is_said() -> None:

@@ -31,7 +31,9 @@ def details() -> PlanDetails:
 
 def test_specs_and_results_are_three_lines(details: PlanDetails) -> None:
     packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
+    placed = trimtab.place(details.model, trimtab.parse_machine("2x80GiB"), trimtab.Workload())
     shown = (details.model, details.samples, details.profile, details.packing, details.schedule, details, packed)
+    shown += (details.plan, placed)
     for value in (*shown, SizingResult(table=details.samples)):
         lines = repr(value).splitlines()
         assert len(lines) == 3, lines
@@ -47,6 +49,8 @@ def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
     assert all(f"<td>{name}</td>" in shown for name in rows)
     packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
     assert "<table>" in packed._repr_html_()
+    placed = trimtab.place(details.model, trimtab.parse_machine("2x80GiB"), trimtab.Workload())
+    assert placed._repr_html_().count("<tr>") == 1 + 2
     assert html_table("<b>", ("<i>",), [("a & b",)]) == (
         "<p>&lt;b&gt;</p><table><tr><th>&lt;i&gt;</th></tr><tr><td>a &amp; b</td></tr></table>"
     )
@@ -64,6 +68,12 @@ def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
         (lambda _: trimtab.pack_samples([1], limits=(3, 4)), "samples was given as list, and a SampleTable is wanted"),
         (lambda x: trimtab.write_plan(x.plan, "out"), "details was given as Plan, and a PlanDetails is wanted"),
         (lambda _: trimtab.parse_cluster(8), 'cluster was given as int, and a str is wanted: give one as in "32x'),
+        (lambda x: trimtab.profile_model("m", None), "model was given as str, and a ModelSpec is wanted"),
+        (lambda x: trimtab.place(x.model, "2x24GiB", None), "machine was given as str, and a Machine is wanted"),
+        (lambda x: trimtab.split_stages(x.model), "problem was given as ModelSpec, and a SplitProblem is wanted"),
+        (lambda x: trimtab.save_profile(x.model, "p"), "profile was given as ModelSpec, and a Profile is wanted"),
+        (lambda x: trimtab.report_packing(x.samples, 2), "result was given as int, and a PackResult is wanted"),
+        (lambda _: trimtab.parse_machine(2), "machine was given as int, and a str is wanted"),
         (lambda _: trimtab.find_device(8), "name was given as int, and a str is wanted"),
         (lambda _: trimtab.describe(8), "int does not describe a model: give a config.json, its folder or its content"),
     ],

@@ -37,7 +37,7 @@ BAD_ROWS = {
     "list": ([GOOD], "type", "the record is list"),
     "number": (3, "type", "the record is 3"),
     "text": ("conversations", "type", "the record is 'conversations'"),
-    "no conversation": ({"id": "q"}, "type", "neither 'conversations' nor 'messages'"),
+    "no conversation": ({"id": "q"}, "type", "none of 'conversations', 'messages' and 'texts'"),
     "empty conversation": ({"conversations": []}, "type", "at least one turn"),
     "conversation of text": ({"conversations": "hi"}, "type", "'hi'"),
     "turn of text": ({"conversations": ["hi"]}, "type", "a turn of 'conversations' is 'hi'"),
@@ -237,7 +237,7 @@ def test_files_that_cannot_be_read_always_raise(folder):
             size(folder, name, on_bad="skip")
     with pytest.raises(SampleError, match="no data file was named"):
         size(folder)
-    with pytest.raises(SampleError, match="cannot read"):
+    with pytest.raises(SampleError, match="sub holds no data"):
         size(folder, "sub")
     write_jsonl(folder / "lengths.jsonl", [{"num_tokens": 3}])
     write_jsonl(folder / "data.jsonl", [GOOD])

@@ -1,4 +1,4 @@
-"""Tests of partition/ (stages, tiers, hull, cuts, layer_table, assess, baselines): optimum, memory, messages."""
+"""Tests of partition/ (stages, tiers, cuts, layer_table, assess, baselines): optimum, memory, messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, r
 from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.stages import chunk_room, recompute_stages
+from trimtab.partition.tiers import Upgrade, least_bound, least_extra, menus_of, round_up, tier_table
 from trimtab.specs import RecomputeChoice, Stage
 
 
@@ -109,40 +110,41 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
 
 @pytest.mark.parametrize("U", [1, 2, 3])
 def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
-    from trimtab.partition.hull import tier_table
-    from trimtab.partition.tiers import IMPOSSIBLE, allowed, least_extra
-
     rng = np.random.default_rng(5)
     for _ in range(100):
         C = int(rng.integers(1, 5))
         gain, cost = np.cumsum(rng.integers(1, 60, (2, C, U)), axis=2)
         num_alike = rng.integers(0, 5 if U == 3 else 7, C)
-        single = rng.random(C) < 0.3
-        gain[single, 1:] = cost[single, 1:] = 0
+        offered = [1 if rng.random() < 0.3 else U for _ in range(C)]
         need = int(rng.integers(1, max(2, int((num_alike * gain.max(axis=1)).sum()) + 20)))
         # every count of every class
         saved, paid = np.zeros((2, 1), int)
         for g in range(C):
-            numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=U)))
-            numbers = numbers[(numbers.sum(axis=1) <= num_alike[g]) & (numbers[:, gain[g] == 0] == 0).all(axis=1)]
+            numbers = np.array(list(itertools.product(range(num_alike[g] + 1), repeat=offered[g])))
+            numbers = numbers[numbers.sum(axis=1) <= num_alike[g]]
             saved, paid = (
-                np.add.outer(total, numbers @ values[g]).ravel() for total, values in ((saved, gain), (paid, cost))
+                np.add.outer(total, numbers @ values[g, : offered[g]]).ravel()
+                for total, values in ((saved, gain), (paid, cost))
             )
         enough = paid[saved >= need]
-        counts = np.zeros((C, U), np.int64)
-        tiers = tier_table(gain, cost, np.zeros_like(gain))
-        every = allowed(tiers, 0)
-        found = least_extra(tiers, num_alike, every, need, 10**12, counts)
+        upgrades = [[Upgrade(int(gain[g, u]), int(cost[g, u]), 7) for u in range(offered[g])] for g in range(C)]
+        tiers, alike = tier_table(upgrades), num_alike.tolist()
+        *_, menu = menus_of(tiers, [number > 0 for number in alike])
+        found = least_extra(tiers, menu, alike, need)
         if not len(enough):
-            assert found == IMPOSSIBLE
+            assert found is None
+            assert least_bound(menu, alike, need) == np.inf
             continue
         least = int(enough.min())
-        assert found == least == (counts * cost).sum()
-        assert (counts * gain).sum() >= need
-        assert (counts.sum(axis=1) <= num_alike).all()
+        assert found is not None
+        own = [(n, x) for ns, xs in zip(found.counts, upgrades, strict=True) for n, x in zip(ns, xs, strict=True)]
+        assert found.extra == least == sum(n * x.cost for n, x in own)
+        assert sum(n * x.gain for n, x in own) >= need
+        assert all(sum(ns) <= number and min(ns) >= 0 for ns, number in zip(found.counts, alike, strict=True))
+        assert least_bound(menu, alike, need) <= least <= round_up(tiers, menu, alike, need).extra
         for slack in (0, 3, 40):
-            assert least_extra(tiers, num_alike, every, need, least + slack, counts) == least
-        assert least_extra(tiers, num_alike, every, need, least - 1, counts) == IMPOSSIBLE
+            assert least_extra(tiers, menu, alike, need, least + slack) == found
+        assert least_extra(tiers, menu, alike, need, least - 1) is None
 
 
 def test_ties_recompute_least_and_then_even_out_memory():
@@ -284,7 +286,9 @@ def test_even_splits():
     assert [s.start for s in even_stages(profile, 3)] == [0, 6, 9]
     assert [s.start for s in even_stages(profile, 3, vision="first")] == [0, 8, 10]
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
-    with pytest.raises(PartitionError, match=r"cannot deal 10 blocks evenly to 11 stages: choose between 1 and 10"):
+    with pytest.raises(
+        PartitionError, match=r"cannot divide 10 blocks evenly among 11 stages: choose between 1 and 10"
+    ):
         even_stages(profile, 11)
     with pytest.raises(PartitionError, match=r"only 1 cuts are allowed: choose at most 2 stages"):
         even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))

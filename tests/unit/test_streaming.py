@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.columns import ColumnCost, pack_columns
+from trimtab.balance.columns import pack_columns
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.stream import MAX_AGE
 from trimtab.balance.streaming import StreamPacker
@@ -125,8 +126,8 @@ def test_every_window_is_packed_with_randomness_of_its_own():
 
 def test_a_stream_is_nearly_as_even_as_the_whole():
     samples = draw(12_000)
-    cost = ColumnCost(linear=(11.9, 0.0398), squared=(0.0, 5.9e-7))
-    per_sample = cost.of([samples[:, 0], samples[:, 1]])
+    cost = LinearCost(patches=11.9, tokens=0.0398, tokens_sq=5.9e-7).of
+    per_sample = cost(samples[:, 0], samples[:, 1])
     rows = run(StreamPacker((18, 6144), 8, cost=cost, buffer_rows=32), samples.tolist())
     streamed = np.array([[per_sample[list(pack)].sum() for pack in row] for row in rows])
     packed = pack_columns([samples[:, 0], samples[:, 1]], limits=(18, 6144), dp=8, cost=cost)
@@ -141,11 +142,11 @@ def test_samples_above_a_limit_and_settings_without_sense_are_refused():
         packer.push((10, 1), "a")
     assert packer.num_waiting == 0
     with pytest.raises(PackingError) as error:
-        StreamPacker((0,), 0, max_samples=-1, order="up", fill=3, cost=ColumnCost(linear=(1, 2)))
+        StreamPacker((0,), 0, max_samples=-1, order="up", fill=3, cost=lambda v, t: v + t)
     text = str(error.value)
     for claim in ("limits (0,) hold no sample", "dp 0 packs nothing", "max_samples -1 does not fill one row", "'up'"):
         assert claim in text
     assert "fill 3 is not a share" in text
-    assert "cost has weights for 2 columns of 1: give one per column" in text
+    assert "cost is not a function of 1 columns: give one that takes an array for each limit" in text
     with pytest.raises(PackingError, match="the state is of a packer with dp 2, this one has 4: use that"):
         StreamPacker((9, 60), 4).load_state_dict(packer.state_dict())

@@ -9,7 +9,7 @@ import pytest
 from plans import small_plan
 
 from trimtab.plan.decide.assemble import summarise
-from trimtab.plan.plan import BASELINE, Plan
+from trimtab.plan.plan import BASELINE, Plan, SettingEstimate
 
 
 def headline(plan: Plan, **changed: dict[str, Any]) -> str:
@@ -30,8 +30,8 @@ def plan() -> Plan:
 
 def test_a_longer_step_is_said_first(plan: Plan) -> None:
     step_ms = plan.estimates.compared[0].step_ms
-    first = {"fits": True, "samples_per_s": 100.0}
-    slow = headline(plan, first=first, last={"step_ms": 1.2 * step_ms, "samples_per_s": 150.0})
+    first = {"fits": True, "epoch_s": 30.0}
+    slow = headline(plan, first=first, last={"step_ms": 1.2 * step_ms, "epoch_s": 20.0})
     assert slow.startswith("A step takes 1.20x as long as that of baseline, at 1.50x its samples/s. ")
     fast = headline(plan, first=first, last={"step_ms": 0.8 * step_ms})
     assert fast.startswith(f"{plan.inputs.cluster.num_nodes * plan.inputs.cluster.devices_per_node} ")
@@ -43,6 +43,20 @@ def test_a_gain_is_quoted_against_a_run_that_fits(plan: Plan) -> None:
     assert f"does not fit the memory; {second.name}, which fits, would take" in against
     assert against.endswith(f"{second.epoch_s / ours.epoch_s:.2f}x as long.")
     assert "does not fit" not in headline(plan, first={"fits": True})
+
+
+def test_the_fastest_setting_is_named_where_a_simpler_one_was_taken(plan: Plan) -> None:
+    given = {"zero_stage": 1, "schedule": "1F1B", "num_chunks": 1, "num_microbatches": 8, "step_ms": 1.0}
+    ours = SettingEstimate(kind="", dp=8, pp=1, tp=1, samples_per_s=10.0, peak_memory_gib=70.0, **given)
+    divided = replace(ours, dp=4, pp=2, samples_per_s=10.3)
+    estimates = replace(plan.estimates, settings=(ours, divided), setting_error=0.05)
+    told = summarise(plan.inputs, plan.decisions, estimates)
+    assert (
+        "Fastest: dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B, 3.0 % faster by prediction, within the error band of 5 %; this "
+        "plan is simpler." in told
+    )
+    estimates = replace(estimates, settings=(divided, ours))
+    assert "Fastest" not in summarise(plan.inputs, plan.decisions, estimates)
 
 
 def test_counts_of_samples_have_no_exponent(plan: Plan) -> None:

@@ -13,7 +13,7 @@ from trimtab.adapters.torchtitan import titan_ladder, titan_unsupported_cuts
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
-MODEL = make_model()
+MODEL = make_model(family="qwen3_5")
 BLOCK = first_block(MODEL)
 
 
@@ -46,13 +46,22 @@ def test_parts_name_the_whole_model_once_in_order():
 
 
 def test_lines_set_the_configuration():
+    lines = export(MODEL, by_counts(MODEL, 6, 6), samples_per_pack=3.1).text
     cfg = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
-    exec(export(MODEL, by_counts(MODEL, 6, 6)).text, {"cfg": cfg})
+    exec(lines, {"cfg": cfg})
     assert cfg.parallelism.pipeline_parallel_degree == 2
     assert cfg.parallelism.pipeline_parallel_schedule == "1F1B"
     assert cfg.parallelism.data_parallel_shard_degree == 2
     assert len(cfg.parallelism.module_fqns_per_model_part) == 2
-    assert cfg.training.local_batch_size == 8
+    assert cfg.training.local_batch_size == 25  # samples, as it takes no packs
+    behind = SimpleNamespace(
+        parallelism=SimpleNamespace(num_pp_microbatches=1), training=SimpleNamespace(max_context_length=4096)
+    )
+    exec(lines, {"cfg": behind})
+    assert behind.parallelism.num_pp_microbatches == 25
+    assert behind.training.num_tokens_per_microbatch_per_dp_rank == 4096
+    assert not hasattr(behind.parallelism, "pipeline_parallel_microbatch_size")
+    assert not hasattr(behind.training, "local_batch_size")
     assert cfg.activation_checkpoint is None
     alone = export(MODEL, cut(MODEL), zero_stage=0)
     assert "module_fqns_per_model_part" not in parallelism(alone)
@@ -106,7 +115,7 @@ def test_unsupported_cuts_are_exactly_the_refused_ones():
 
 
 def test_all_problems_come_at_once_with_the_price():
-    model = make_model(tied=True, forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
+    model = make_model(family="qwen3_5", tied=True, forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
     with pytest.raises(UnsupportedPlanError) as caught:
         export(
             model,
@@ -123,6 +132,13 @@ def test_all_problems_come_at_once_with_the_price():
     assert lines[4] == "tp 3 does not divide the language model's 8 attention heads: choose a tp that does"
     with pytest.raises(UnsupportedPlanError, match="without such cuts nothing fits these degrees"):
         export(MODEL, cut(MODEL, 3), price=float("inf"))
+
+
+def test_a_vision_model_that_torchtitan_lacks_is_refused():
+    with pytest.raises(
+        UnsupportedPlanError, match=r"family internvl, and torchtitan 0.3 .* qwen3_5, qwen3_5_moe alone"
+    ):
+        export(make_model(family="internvl"), by_counts(MODEL, 6, 6))
 
 
 def test_sharding_that_differs_from_the_plan_is_warned_of():

@@ -115,8 +115,8 @@ def test_a_micro_batch_costs_what_its_slowest_share_costs(shared, tmp_path):
     cost, sizes = tower_seconds(case.setting.profile), image_sizes(case.samples, case.model)
     for pack in range(0, case.packing.num_packs, 7):
         rows = case.packing.indices[case.packing.offsets[pack] : case.packing.offsets[pack + 1]]
-        expected = share_images(cost.of(*sizes.atoms_of(rows).T), 4).max_load
-        assert float(cost.of(*case.work[pack, 1:4])) == pytest.approx(expected)
+        expected = share_images(cost.of_images(sizes.atoms_of(rows)), 4).max_load
+        assert cost.of_images(case.work[[pack], 1:4])[0] == pytest.approx(expected)
     np.testing.assert_array_equal(case.work[:, 4:], case.vision.work[:, 4:])
     assert (case.work[:, 1] <= case.vision.work[:, 1]).all()
 

@@ -24,6 +24,7 @@ from trimtab.plan.file.data import find_data_files, refuse_no_records
 from trimtab.plan.file.yaml import array_bytes, open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.record_lines import places_of
+from trimtab.samples.sources import MediaRoot, SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 Field = Literal["length", "num_tokens", "num_patches", "pack"]
@@ -91,21 +92,26 @@ def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
     return result
 
 
-def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
+def sources_of(planned: PlannedPacks, data: Sequence[Path] | None, media_root: MediaRoot = None) -> list[SourceFile]:
     """The files with the plan's records: those that the plan leads to, or `data`; `PlanError` if they have changed."""
     if data is None:
-        return find_data_files(planned.plan, planned.folder)
-    given = list(data)
-    refuse_no_records(given)
+        return find_data_files(planned.plan, planned.folder, media_root=media_root)
+    given = find_sources(data, media_root)
+    refuse_no_records([source.file for source in given])
     # a file of another name, such as a copy with other answers, is told by its lines and ids alone
     changed = [
-        str(path)
-        for path, file in zip(given, planned.plan.inputs.data.files, strict=False)
-        if path.name == Path(file.path).name and fingerprint_file(path) != file.blake2b
+        str(source.file)
+        for source, file in zip(given, planned.plan.inputs.data.files, strict=False)
+        if source.file.name == Path(file.path).name and fingerprint_file(source.file) != file.blake2b
     ]
     if changed:
         raise PlanError(f"{', '.join(changed)} changed since the plan was made: run `trimtab plan` again")
     return given
+
+
+def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
+    """The paths of `sources_of`."""
+    return [source.file for source in sources_of(planned, data)]
 
 
 # -- records ----------------------------------------------------------------------------------------------------------

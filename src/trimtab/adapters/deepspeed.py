@@ -107,11 +107,16 @@ def export(plan: Decided, _price: float | None) -> Exported:
     return Exported(text=python, fields=fields, runs=runs, warnings=tuple(warnings))
 
 
-TARGET = Target(
-    title="DeepSpeed",
-    checked_with="DeepSpeed 0.19.8, trained on two CPU processes",
-    can=lambda _model, _pp: Expressible(
-        tiers=lambda _layer: ("full",), ladders=lambda stages: [[deepspeed_runs(stages)]]
-    ),
-    export=export,
-)
+TARGETS = {
+    "deepspeed": Target(
+        title="DeepSpeed",
+        checked_with="DeepSpeed 0.19.8, trained on two CPU processes",
+        packs="`PlanDataLoader`, handed to `train_batch`",
+        can=lambda _model, _pp: Expressible(
+            tiers=lambda _layer: ("full",),
+            ladders=lambda stages: [[deepspeed_runs(stages)]],
+            choices={"tp": (1,), "schedule": ("1F1B",), "zero_stage": (1, 0)},
+        ),
+        export=export,
+    )
+}

@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from trimtab.balance.cost import PATCH_COST, CostWeights
+from trimtab.balance.cost import PATCH_COST, LinearCost
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
@@ -49,7 +49,7 @@ class PackSelector(Generic[Sample]):
     max_patches: int
     max_tokens: int
     oversize: Literal["error", "alone"] = "error"
-    cost: CostWeights = PATCH_COST
+    cost: LinearCost = PATCH_COST
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,29 +1,44 @@
-"""The frameworks that a plan's stages and recompute can be exported to: one line here, and one file each.
+"""The frameworks that a plan can be made for and exported to: one line here, and one file for each or for a few alike.
 
-The file of `my-framework` is `adapters/my_framework.py`, and its `TARGET` says all that is known of the framework. The
-command line, its help, `check --for` and `plan --for` read this table; no adapter is imported before it is asked for.
+The `TARGETS` of `adapters/FILE.py` say by name all that is known of a framework: what it can run, how it is told,
+whether it takes packs. The command line, its help, `check --for` and `plan --for` read this table; no adapter is
+imported before it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trimtab.adapters.running import Target
 
-FRAMEWORKS: Mapping[str, str] = {
-    "megatron": "Print Megatron-Core flags for PLAN, or say why Megatron-Core cannot express it and what that costs.",
-    "megatron-bridge": "Print assignments to a Megatron-Bridge configuration for PLAN.",
-    "ms-swift": "Print arguments of ms-swift's `megatron sft` for PLAN.",
-    "pai-megatron": "Print environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts for PLAN.",
-    "torchtitan": "Print torchtitan's parallelism and recompute settings for PLAN.",
-    "deepspeed": "Write a Python module with a PipelineModule that is cut as PLAN says.",
-    "torch-pipelining": "Write modules, rank and recompute of each stage as JSON for torch.distributed.pipelining.",
-    "huggingface": "Print the lines that recompute PLAN's layers in a Transformers model, and its own nearest setting.",
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """Where a framework is declared, and the first line of its help."""
+
+    file: str
+    help: str
+
+
+FRAMEWORKS: Mapping[str, Framework] = {
+    "megatron": Framework("megatron", "Print Megatron-Core flags for PLAN, or why it cannot be run, and the price."),
+    "megatron-bridge": Framework("megatron_bridge", "Print assignments to a Megatron-Bridge configuration for PLAN."),
+    "ms-swift": Framework("ms_swift", "Print arguments of ms-swift's `megatron sft` for PLAN."),
+    "pai-megatron": Framework("pai_megatron", "Print environment and arguments of Pai-Megatron-Patch's scripts."),
+    "torchtitan": Framework("torchtitan", "Print torchtitan's parallelism and recompute settings for PLAN."),
+    "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),
+    "torch-pipelining": Framework("torch_pipelining", "Write each stage as JSON for torch.distributed.pipelining."),
+    "transformers": Framework("huggingface", "Print the lines that train PLAN with the Trainer of Transformers."),
+    "accelerate": Framework("huggingface", "Print the lines that train PLAN with Accelerate and DDP."),
+    "fsdp2": Framework("huggingface", "Print the lines that train PLAN with torch's fully_shard."),
+    "trl": Framework("huggingface", "Print the lines that train PLAN with TRL's SFTTrainer."),
+    "lightning": Framework("huggingface", "Print the lines that train PLAN with Lightning."),
 }
-"""Name on the command line, and the first line of its help."""
+"""By the name on the command line."""
 
 
 def find_target(name: str) -> Target:
@@ -32,5 +47,5 @@ def find_target(name: str) -> Target:
     >>> find_target("deepspeed").title
     'DeepSpeed'
     """
-    target: Target = importlib.import_module(f"trimtab.adapters.{name.replace('-', '_')}").TARGET
+    target: Target = importlib.import_module(f"trimtab.adapters.{FRAMEWORKS[name].file}").TARGETS[name]
     return target

@@ -1,15 +1,17 @@
-"""A plan's recompute for Transformers: layer by layer, or the nearest setting of its own.
+"""A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2, Lightning.
 
-Layer by layer it is `trimtab.apply_recompute`. Transformers' own switch knows "every n-th layer" (`every_n_layers` of
-`activation_checkpointing_kwargs`, in 5.17 `gradient_checkpointing_kwargs`), counted through the vision tower and the
-language model alike, from the first block on: tests/torch/test_huggingface_switch.py asks Transformers' own models.
-Remote code has one switch for all layers.
+Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is told layer by
+layer (`trimtab.apply_recompute`) or by the nearest setting of Transformers' own. That switch knows "every n-th layer"
+(`every_n_layers` of `activation_checkpointing_kwargs`, in 5.17 `gradient_checkpointing_kwargs`), counted through the
+vision tower and the language model alike, from the first block on: tests/torch/test_huggingface_switch.py asks
+Transformers' own models. Remote code has one switch for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs, refuse
@@ -61,17 +63,82 @@ def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainS
         yield PlainSetting(every_n_layers=n, stages=tuple(recomputing(stage, chosen) for stage in stages))
 
 
-def export(plan: Decided, _price: float | None) -> Exported:
-    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """One of these trainers."""
+
+    title: str
+    checked_with: str
+    packs: str
+    lines: Mapping[int, str]  # by the ZeRO stages that it is told: what to set beside recompute; {M}: micro-batches
+    has_switch: bool = False  # of recompute, in its `TrainingArguments`
+
+
+def _trainer_lines(arguments: str) -> Mapping[int, str]:
+    return {
+        0: f"arguments = {arguments}(gradient_accumulation_steps={{M}}, per_device_train_batch_size=1)",
+        3: f"arguments = {arguments}(gradient_accumulation_steps={{M}}, per_device_train_batch_size=1, fsdp=True)",
+    }
+
+
+_HOSTS: Mapping[str, _Host] = {
+    "transformers": _Host(
+        title="Transformers",
+        checked_with="Transformers 5.23, its own models and `TrainingArguments`",
+        packs="`PlanTrainerMixin` with `PackedCollator`",
+        lines=_trainer_lines("TrainingArguments"),
+        has_switch=True,
+    ),
+    "trl": _Host(
+        title="TRL",
+        checked_with="its SFTTrainer is the Trainer above; not run",
+        packs='`PlanTrainerMixin` with `PackedCollator`, `dataset_kwargs={"skip_prepare_dataset": True}`',
+        lines={
+            stage: line.replace("batch_size=1", 'batch_size=1, dataset_kwargs={{"skip_prepare_dataset": True}}')
+            for stage, line in _trainer_lines("SFTConfig").items()
+        },
+        has_switch=True,
+    ),
+    "accelerate": _Host(
+        title="Accelerate",
+        checked_with="Accelerate 1.15, two CPU ranks",
+        packs="`PlanDataLoader`, not prepared",
+        lines={0: "accelerator = Accelerator(gradient_accumulation_steps={M})"},
+    ),
+    "fsdp2": _Host(
+        title="FSDP2",
+        checked_with="torch 2.13, two CPU ranks",
+        packs="`PlanDataLoader`",
+        lines={
+            3: "for name, module in reversed(list(model.named_modules())):\n"
+            "    if type(module).__name__ in model._no_split_modules or not name:\n"
+            "        fully_shard(module)  # from torch.distributed.fsdp"
+        },
+    ),
+    "lightning": _Host(
+        title="Lightning",
+        checked_with="its arguments; not run",
+        packs="`PlanDataLoader`, with `use_distributed_sampler=False`",
+        lines={
+            0: 'trainer = Trainer(strategy="ddp", accumulate_grad_batches={M}, use_distributed_sampler=False)',
+            3: 'trainer = Trainer(strategy="fsdp", accumulate_grad_batches={M}, use_distributed_sampler=False)',
+        },
+    ),
+}
+
+
+def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
+    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
+    how the host accumulates and shards."""
     stages, dims = plan.stages, plan.dims
     problems = []
     if len(stages) > 1:
         problems.append(
-            f"{len(stages)} stages were planned, and Transformers runs the whole model on every rank: plan with pp 1, "
+            f"{len(stages)} stages were planned, and {host.title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
     if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for Transformers: plan with cp 1")
+        problems.append(f"cp {dims.cp} was planned, which this export cannot say for {host.title}: plan with cp 1")
     refuse(problems)
     warnings = []
     if dims.tp > 1:
@@ -79,8 +146,15 @@ def export(plan: Decided, _price: float | None) -> Exported:
             f"tp {dims.tp} was planned, and the recompute of single layers does not set it: load the model with "
             f"tp_plan='auto' on {dims.tp} ranks"
         )
-    if plan.frozen_towers:
+    told = plan.zero_stage if plan.zero_stage in host.lines else max(host.lines)
+    if told != plan.zero_stage and dims.dp > 1:
         warnings.append(
+            f"ZeRO stage {plan.zero_stage} was planned, and {host.title} is told stage {told}: plan with --zero-stage "
+            f"{told}, or its memory and times do not hold"
+        )
+    beside = None
+    if plan.frozen_towers and host.has_switch:
+        beside = (
             f"the {' and '.join(plan.frozen_towers)} tower is frozen: Transformers' own activation_checkpointing makes "
             "the embeddings' results need gradients, so that in most families a frozen vision tower is recomputed and "
             "back-propagated for nothing; the lines of this export leave it alone"
@@ -88,11 +162,13 @@ def export(plan: Decided, _price: float | None) -> Exported:
     chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
     named = {tier: [plan.model.layers[i].name for i in chosen if chosen[i] == tier] for tier in TIERS}
     modules = {tier: fold_modules(found) for tier, found in named.items() if found}
-    text = "# the plan recomputes nothing: leave activation_checkpointing off"
+    recompute = "# the plan recomputes nothing: leave activation_checkpointing off"
     if modules:
-        text = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
-    fields = {"recompute": modules, "python": text}
-    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings))
+        recompute = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
+    text = f"{recompute}\n{host.lines[told].format(M=plan.num_microbatches)}"
+    return Exported(
+        text=text, fields={"recompute": modules, "python": text}, runs=stages, warnings=tuple(warnings), beside=beside
+    )
 
 
 def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
@@ -101,21 +177,28 @@ def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
     plains = list(plain_settings(case.model, found.stages))
     nearest = fastest_fitting(case, [plain.stages for plain in plains])
     if nearest is None:
-        beside, arguments = "no setting of Transformers' own fits the plan's memory", None
+        said, arguments = "no setting of Transformers' own fits the plan's memory", None
     else:
         plain = plains[nearest]
         cost = "it runs as planned"
         if plain.stages != found.stages:
             cost = str(cost_of_runs(case, plain.stages, found.stages))
-        beside = f"without trimtab, the nearest setting of Transformers' own is {plain.python()}: {cost}"
+        said = f"without trimtab, the nearest setting of Transformers' own is {plain.python()}: {cost}"
         arguments = plain.arguments()
+    beside = "\n".join(filter(None, (exported.beside, said)))
     return replace(exported, fields={**exported.fields, "training_arguments": arguments}, beside=beside)
 
 
-TARGET = Target(
-    title="Transformers",
-    checked_with="Transformers 5.23, its own models and `TrainingArguments`",
-    can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers)))),
-    export=export,
-    own_setting=_own_setting,
-)
+def _target(host: _Host) -> Target:
+    choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(host.lines)}
+    return Target(
+        title=host.title,
+        checked_with=host.checked_with,
+        packs=host.packs,
+        can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices),
+        export=partial(export, host=host),
+        own_setting=_own_setting if host.has_switch else None,
+    )
+
+
+TARGETS = {name: _target(host) for name, host in _HOSTS.items()}

@@ -22,7 +22,6 @@ from trimtab.adapters.megatron_recompute import (
     norm_cuts,
     vision_fields,
     warn_of_neglected,
-    warn_of_tied,
 )
 from trimtab.adapters.running import (
     Decided,
@@ -37,7 +36,8 @@ from trimtab.adapters.running import (
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage
 
-_SCHEDULES = ("1F1B", "Interleaved1F1B")
+ENERGON = "`trimtab export energon-packs`: shards of packs that Megatron-Energon reads in order"
+SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     model, stages, dims = plan.model, plan.stages, plan.dims
     cost = price_without_cuts(price, then="; it chooses others")
     problems = [
-        *schedule_problems(plan, "Megatron-Core", _SCHEDULES),
+        *schedule_problems(plan, "Megatron-Core", SCHEDULES),
         *cut_problems(
             plan,
             unsupported_cuts(model).difference(norm_cuts(model)),
@@ -111,13 +111,6 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     recompute = language_recompute(model, stages, counts, warnings)
     vision = vision_fields(model, stages[0], dims, warnings)
     warn_of_neglected(model, stages, warnings)
-    if dims.pp > 1:
-        warn_of_tied(model, dims.tp, warnings)
-    if vision and plan.num_chunks > 1:
-        warnings.append(
-            "Megatron-LM's vision-language examples know no interleaving (NVIDIA/Megatron-LM#2866): make sure that "
-            "your launcher builds the vision tower in the first chunk of the first rank alone"
-        )
     settings: dict[str, Setting] = {
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
@@ -126,7 +119,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         settings["context_parallel_size"] = dims.cp
     if dims.pp > 1:
         settings["pipeline_model_parallel_layout"] = layout
-    settings |= recompute | {"micro_batch_size": 1, "global_batch_size": dims.dp * plan.num_microbatches}
+    settings |= recompute | {"micro_batch_size": 1, "global_batch_size": plan.packs_per_step}
     if plan.zero_stage == 1:
         settings["use_distributed_optimizer"] = True
     return MegatronExport(
@@ -143,7 +136,14 @@ def export(plan: Decided, price: float | None) -> Exported:
     flags = megatron_flags(plan, price)
     beside = None
     if flags.vision_fields:
-        beside = f"set on the vision tower's config, or it may be truncated:\n{flags.vision_python()}"
+        beside = (
+            "set on the vision tower's config; a launcher that copies the language model's and leaves its split in the "
+            f"copy builds fewer vision layers without a word:\n{flags.vision_python()}"
+        )
+        if "num_attention_heads" in flags.vision_fields:
+            beside += "  # padded with zero weights, as Megatron-LM's InternViT does"
+        if plan.num_chunks > 1:
+            beside += "\nbuild the tower in the first chunk of the first rank alone (NVIDIA/Megatron-LM#2866)"
     fields = {"flags": flags.flags, "layout": flags.layout, "vision_config": flags.vision_fields}
     return Exported(text=flags.shell(), fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)
 
@@ -151,11 +151,23 @@ def export(plan: Decided, price: float | None) -> Exported:
 def can_run(model: ModelSpec, _pp: int) -> Expressible:
     """What Megatron-Core and the launchers that hand on all of its settings can run."""
     return Expressible(
-        forbidden_cuts=unsupported_cuts(model), tiers=full_blocks, ladders=partial(megatron_ladders, model)
+        forbidden_cuts=unsupported_cuts(model),
+        tiers=full_blocks,
+        ladders=partial(megatron_ladders, model),
+        choices={"schedule": SCHEDULES, "zero_stage": (1, 0)},
+        tp_degrees=lambda tp: not head_problems(model, tp),
     )
 
 
-TARGET = Target(title="Megatron-Core", checked_with="megatron-core 0.16.1, its own classes", can=can_run, export=export)
+TARGETS = {
+    "megatron": Target(
+        title="Megatron-Core",
+        checked_with="megatron-core 0.16.1, its own classes",
+        packs=ENERGON,
+        can=can_run,
+        export=export,
+    )
+}
 
 
 def layout_of(counts: Sequence[int]) -> str:

@@ -1,33 +1,52 @@
 """A plan's decisions as assignments to a Megatron-Bridge configuration.
 
 Megatron-Bridge's model providers are Megatron-Core's `TransformerConfig` with more fields, so what a layout cannot say
-it cannot say either. Field names checked against megatron-bridge 0.3.1 by tests/integration/test_megatron_launchers.py.
+it cannot say either. Written for 0.4 to 0.6; `bench/hosts.py` reads fields, families and what a tower copies from the
+sources of the newest release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from trimtab.adapters.blocks import recomputed_blocks
-from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_recompute import Setting, megatron_ladders
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks
+from trimtab.adapters.blocks import blocks_of, recomputed_blocks
+from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
+from trimtab.adapters.megatron_recompute import megatron_ladders
+from trimtab.adapters.running import Decided, Exported, Target
+from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage, recomputing
 
 _TRAIN = {"micro_batch_size": "cfg.train", "global_batch_size": "cfg.train", "use_distributed_optimizer": "cfg.ddp"}
+PROVIDERS: Mapping[str, str] = {  # model_type, and the class of Transformers that it registers
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+}
+COPIES_RECOMPUTE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5", "ernie4_5_vl_moe")
+"""Where the provider makes the tower's configuration with the language model's recompute settings, since 0.4."""
 _LAYOUT = "cfg.model.pipeline_model_parallel_layout"
 
 
 def export(plan: Decided, price: float | None) -> Exported:
     """Assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
-    `cfg.model` is the provider of the whole model. Its vision tower needs no clearing for the Qwen families: it is
-    Hugging Face's class, or its configuration is made afresh. Recompute of the tower is not carried: no field says it.
+    `cfg.model` is the provider of the whole model. Its vision tower needs no clearing: it is Hugging Face's class, or
+    its configuration is made afresh; Qwen3-VL's takes the language model's recompute settings.
     """
+    _refuse_family(plan.model)
     flags = megatron_flags(plan, price)
     fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in flags.settings.items()}
-    values: dict[str, Setting | list[str] | None] = {
+    values: dict[str, object] = {
         name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
     }
     if _LAYOUT in fields:
@@ -41,55 +60,69 @@ def export(plan: Decided, price: float | None) -> Exported:
             ),
             False,
         )
+    lines = {name: repr(value) for name, value in values.items()}
+    if plan.dims.pp > 1:  # recipes for one stage leave it None
+        lines["cfg.model.pipeline_dtype"] = "cfg.model.params_dtype"
+    runs = _with_towers_share(plan.model, flags.runs)
     return Exported(
-        text="\n".join(f"{name} = {value!r}" for name, value in values.items()),
+        text="\n".join(f"{name} = {value}" for name, value in lines.items()),
         fields=fields,
-        runs=_without_tower(plan.model, flags.runs),
-        warnings=tuple(_warnings(flags, has_layout=_LAYOUT in fields)),
+        runs=runs,
+        warnings=(*flags.warnings, *_about_tower(plan, runs[0])),
     )
 
 
-def _without_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """These stages without recompute of the vision tower."""
-    return tuple(recomputing(stage, recomputed_blocks(model, stage)) for stage in stages)
-
-
-def _warnings(flags: MegatronExport, *, has_layout: bool) -> Iterator[str]:
-    """Those of the flags that hold here, and what this launcher adds."""
-    yield from (w for w in flags.warnings if "launchers that deep-copy" not in w)
-    if has_layout:
-        yield "recipes that train with pp 1 leave cfg.model.pipeline_dtype None: set it to the weights' dtype"
-    if not flags.vision_fields:
-        return
-    if flags.vision_fields["recompute_granularity"] is not None:
+def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
+    """How the tower's recompute differs from the plan's."""
+    planned = len(recomputed_blocks(plan.model, plan.stages[0], "vision"))
+    runs = len(recomputed_blocks(plan.model, first, "vision"))
+    if planned != runs:
+        why = "copies the language model's recompute to the tower" if runs else "has no field for the tower alone"
         yield (
-            f"recompute of {flags.vision_fields['recompute_num_layers']} vision layers is planned, and a provider has "
-            "no field for the tower alone: check the memory of the first rank"
+            f"recompute of {planned} vision layers is planned, and a provider of {plan.model.family} {why}: {runs} are "
+            "recomputed"
         )
-    yield (
-        "Nemotron-VL's provider copies the language model's configuration, split included, for its tower; those of the "
-        "Qwen families do not"
-    )
+
+
+def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """These stages, the vision tower recomputing as the provider makes it: as many first blocks as every stage of the
+    language model, where it copies these settings; nothing elsewhere."""
+    most = max(len(recomputed_blocks(model, stage)) for stage in stages)
+    copied = any("full" in recomputed_blocks(model, stage).values() for stage in stages)
+    result = []
+    for stage in stages:
+        chosen = recomputed_blocks(model, stage)
+        if copied and model.family in COPIES_RECOMPUTE:
+            chosen |= dict.fromkeys(blocks_of(model, stage, "vision")[:most], "full")
+        result.append(recomputing(stage, chosen))
+    return tuple(result)
 
 
 def _can_run(model: ModelSpec, _pp: int) -> Expressible:
-    """As Megatron-Core, without recompute of the vision tower."""
+    """As Megatron-Core, the vision tower recomputing with the language model or not at all."""
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
-        for ladder in megatron_ladders(model, stages):
-            if all(way == _without_tower(model, way) for way in ladder):
-                yield ladder
+        without_tower = next(iter(megatron_ladders(model, stages)))
+        yield [_with_towers_share(model, rung) for rung in without_tower]
 
-    return Expressible(
-        forbidden_cuts=unsupported_cuts(model),
-        tiers=lambda layer: full_blocks(layer) if layer.tower == "language" else (),
-        ladders=ladders,
+    _refuse_family(model)
+    return replace(can_run(model, _pp), ladders=ladders)
+
+
+def _refuse_family(model: ModelSpec) -> None:
+    if model.family not in PROVIDERS:
+        raise UnsupportedPlanError(
+            f"{model.name} is of the family {model.family}, and Megatron-Bridge 0.6 has vision-language providers for "
+            f"{', '.join(PROVIDERS)}: export to megatron or ms-swift, or train by `trimtab train`"
+        )
+
+
+TARGETS = {
+    "megatron-bridge": Target(
+        title="Megatron-Bridge",
+        checked_with="megatron-bridge 0.6.2, its sources; megatron-core 0.16.1",
+        packs=ENERGON,
+        can=_can_run,
+        export=export,
     )
-
-
-TARGET = Target(
-    title="Megatron-Bridge",
-    checked_with="megatron-bridge 0.3.1, its sources; megatron-core 0.16.1",
-    can=_can_run,
-    export=export,
-)
+}

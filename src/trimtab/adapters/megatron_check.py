@@ -182,7 +182,7 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     if pp == 1:
         raise PlanError(
             f"a first or last count of {first if last is None else last} was given with pp 1, where Megatron-LM trains "
-            f"that many of the {num_layers} layers without a word (NVIDIA/Megatron-LM#1778): leave it out"
+            f"that many of the {num_layers} layers silently (NVIDIA/Megatron-LM#1778): leave it out"
         )
     problems = [
         f"--decoder-{where}-pipeline-num-layers {count} was given, and Megatron-Core wants more than 0: give 1 or "
@@ -302,7 +302,7 @@ def _truncation_findings(model: ModelSpec, flags: MegatronFlags, launcher: Launc
     if built == declared or declared == 0 or launcher in ("ms-swift", "megatron-bridge"):
         return  # these two build the tower from Hugging Face's class, or clear the split
     what = (
-        f"{built} of {declared} vision layers are built, without a word, where the split stays in the vision tower's "
+        f"{built} of {declared} vision layers are built, silently, where the split stays in the vision tower's "
         "copy of the configuration"
     )
     remedy = (

@@ -156,29 +156,10 @@ def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: 
         "recompute_method": "block" if chosen else None,
         "recompute_num_layers": len(chosen) or None,
     }
-    if dims.pp > 1:
-        warnings.append(
-            "launchers that deep-copy the language model's config for the vision tower, and leave its split in the "
-            f"copy, build fewer than {num_layers} vision layers without a word: set the vision fields of this export, "
-            "and compare the number of parameters that Megatron prints for the first rank"
-        )
     warnings += lost_tiers(Counter(chosen.values()), "vision layers", "the vision fields recompute them in full")
-    for count, padded in padded_heads(model, dims.tp):
+    for _, padded in padded_heads(model, dims.tp):
         fields |= {"num_attention_heads": padded, "num_query_groups": padded}
-        warnings.append(
-            f"the vision tower's {count} attention heads do not divide by tp {dims.tp}: pad them to {padded} with zero "
-            "weights, as Megatron-LM's InternViT does, or run the tower with tp 1"
-        )
     return fields
-
-
-def warn_of_tied(model: ModelSpec, tp: int, warnings: list[str]) -> None:
-    params = {layer.name: layer.num_params for layer in model.layers}
-    for owner, borrower in model.tied:
-        warnings.append(
-            f"{borrower} shares the weight of {owner}, and Megatron-Core keeps a copy on the last stage and sums both "
-            f"gradients: {format_count(params.get(owner, 0) / tp)} parameters more there than the plan counts"
-        )
 
 
 def warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -> None:

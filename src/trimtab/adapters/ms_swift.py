@@ -8,26 +8,33 @@ tests/integration/test_megatron_launchers.py.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trimtab.adapters.megatron import can_run, megatron_flags
 from trimtab.adapters.running import Decided, Exported, Target
-from trimtab.options import RecomputedTier
+from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
 
 _FULL: RecomputedTier = "full"
+_FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "aligner": "projector"}
 
 
 def export(plan: Decided, price: float | None) -> Exported:
     """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
-    ms-swift recomputes core attention, the vision tower, and shards the optimizer unless told otherwise. The model and
-    the data are the user's own.
+    ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
+    unless told otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these packs and the
+    plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
     given = dict(flags.settings)
     given.setdefault("use_distributed_optimizer", False)
     given.setdefault("recompute_granularity", "none")
+    given |= {f"freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}
+    given |= {"packing": True, "packing_strategy": "sequential", "packing_num_proc": 1}
+    given |= {"dataset_shuffle": False, "train_dataloader_shuffle": False}
+    if plan.max_tokens is not None:
+        given["packing_length"] = plan.max_tokens
     if flags.vision_fields:
         given["vit_gradient_checkpointing"] = flags.vision_fields["recompute_granularity"] is not None
     lines = ["megatron sft"]
@@ -35,7 +42,7 @@ def export(plan: Decided, price: float | None) -> Exported:
         words = setting if isinstance(setting, tuple) else (setting,)
         values = [str(word).lower() if isinstance(word, bool) else str(word) for word in words]
         lines.append(f"--{name} {shlex.join(values)}")
-    warnings = [w for w in flags.warnings if "launchers that deep-copy" not in w and "pad them to" not in w]
+    warnings = [*flags.warnings]
     number, tower = flags.vision_fields.get("recompute_num_layers"), plan.model.indices("vision", "block")
     if isinstance(number, int) and number < len(tower):
         warnings.append(
@@ -56,6 +63,12 @@ def _whole_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]
     return tuple(recomputing(stage, tiers_of(stage) | tower) for stage in stages)
 
 
-TARGET = Target(
-    title="ms-swift", checked_with="ms-swift 4.6.0, its fields in its own parser", can=can_run, export=export
-)
+TARGETS = {
+    "ms-swift": Target(
+        title="ms-swift",
+        checked_with="ms-swift 4.6.0, its fields in its own parser",
+        packs="`trimtab export swift-packs`: records in order, and a plug-in for --external_plugins",
+        can=can_run,
+        export=export,
+    )
+}

@@ -1,17 +1,17 @@
 """A plan's decisions as environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts.
 
 The scripts know one uneven split, a count for the first stage (`MP_PP0_LAYERS`) with even stages behind it, and one
-switch for recompute. Read from examples/qwen2_vl, qwen2_5_vl and qwen3_vl/run_mcore_qwen.sh, whose 24 positional
-arguments are the same; not run against them.
+switch for recompute. Their positional arguments were read at commit a098ca5: examples/qwen2_vl and qwen2_5_vl take 24,
+examples/qwen3_vl takes 26, with the experts' two degrees behind CP. `bench/hosts.py` reads them again.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.adapters.blocks import blocks_of, count_by_tier, lost_tiers
+from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
 from trimtab.errors import UnsupportedPlanError
@@ -19,12 +19,21 @@ from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage, recomputing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-_OWN = {  # arguments that a plan does not decide, by position
-    1: "$ENV", 2: "$MODEL_SIZE", 5: "$LR", 6: "$MIN_LR", 7: "$SEQ_LEN", 8: "$PAD_LEN", 9: "bf16", 15: "true",
-    17: "false", 18: "$SAVE_INTERVAL", 19: "$DATASET_PATH", 20: "$VALID_DATASET_PATH",
-    21: "$PRETRAIN_CHECKPOINT_PATH", 22: "$TRAIN_ITERS", 23: "$LR_WARMUP_ITERS", 24: "$OUTPUT_BASEPATH",
-}  # fmt: skip
+_ARGUMENTS = (
+    *("ENV", "MODEL_SIZE", "BATCH_SIZE", "GLOBAL_BATCH_SIZE", "LR", "MIN_LR", "SEQ_LEN", "PAD_LEN", "PR"),
+    *("TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD", "SAVE_INTERVAL", "DATASET_PATH"),
+    *("VALID_DATASET_PATH", "PRETRAIN_CHECKPOINT_PATH", "TRAIN_ITERS", "LR_WARMUP_ITERS", "OUTPUT_BASEPATH"),
+)
+_WITH_EXPERTS = (*_ARGUMENTS[:12], "ETP", "EP", *_ARGUMENTS[12:])
+SCRIPTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2_vl": ("qwen2_vl", _ARGUMENTS),
+    "qwen2_5_vl": ("qwen2_5_vl", _ARGUMENTS),
+    "qwen3_vl": ("qwen3_vl", _WITH_EXPERTS),
+    "qwen3_vl_moe": ("qwen3_vl", _WITH_EXPERTS),
+}
+"""By family the folder under examples/ and the names of its script's arguments, in their order."""
+
+_COPY_THE_COUNT = ("qwen2_vl",)  # the others clear num_layers_in_first_pipeline_stage in the vision tower's copy
 
 
 def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
@@ -35,7 +44,7 @@ def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     splits = []
     for first in range(1, len(blocks)):
         each, rest = divmod(len(blocks) - first, pp - 1)
-        if rest == 0 and each > 0:
+        if rest == 0 and each > 0 and (first == each or model.family not in _COPY_THE_COUNT):
             splits.append(tuple(blocks[0] + first + each * s for s in range(pp - 1)))
     return tuple(splits)
 
@@ -59,35 +68,39 @@ def export(plan: Decided, price: float | None) -> Exported:
         problems.append(str(error))
     counts = [len(blocks_of(model, stage)) for stage in stages]
     if flags is not None:
-        problems += _uneven(counts, price)
+        problems += _uneven(model, counts, price)
     refuse(problems)
     assert flags is not None, "else there was a problem"
 
     recompute = any(stage.recompute for stage in stages)
     runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in flags.runs)
-    # the other examples clear a first stage's count in the vision tower's copy of the configuration
-    cleared = model.family != "qwen2_vl"
-    warnings = [w for w in flags.warnings if "recompute" not in w and not (cleared and "deep-copy" in w)]
+    warnings = [w for w in flags.warnings if "recompute" not in w]
     if recompute:
         warnings += _recompute_warnings(stages, runs)
-    by_position = _OWN | {
-        3: "1",
-        4: str(dims.dp * plan.num_microbatches),
-        10: str(dims.tp),
-        11: str(dims.pp),
-        12: str(dims.cp),
-        13: "false",
-        14: "true" if plan.zero_stage == 1 else "false",
-        16: "full" if recompute else "none",
+    folder, names = SCRIPTS[model.family]
+    decided = {
+        "PR": "bf16",
+        "FL": "true",
+        "OPTIMIZER_OFFLOAD": "false",
+        "SP": "false",
+        "BATCH_SIZE": "1",
+        "GLOBAL_BATCH_SIZE": str(plan.samples_per_step),
+        "TP": str(dims.tp),
+        "PP": str(dims.pp),
+        "CP": str(dims.cp),
+        "ETP": str(dims.tp),
+        "EP": "1",
+        "DO": "true" if plan.zero_stage == 1 else "false",
+        "AC": "full" if recompute else "none",
     }
-    arguments = tuple(by_position[position] for position in range(1, 25))
+    arguments = tuple(decided.get(name, f"${name}") for name in names)
     environment = {"MP_PP0_LAYERS": str(counts[0])} if len(set(counts)) > 1 else {}
     if recompute:
         environment["MP_AC_LAYERS"] = "1"
     words = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in arguments]
     lines = [*(f"{name}={value}" for name, value in environment.items()), "sh run_mcore_qwen.sh", " ".join(words)]
     return Exported(
-        text=" \\\n    ".join(lines),
+        text=f"# in examples/{folder}\n" + " \\\n    ".join(lines),
         fields={"environment": environment, "arguments": arguments},
         runs=runs,
         warnings=tuple(warnings),
@@ -96,10 +109,10 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
     problems = []
-    if model.family not in FAMILIES:
+    if model.family not in SCRIPTS:
         problems.append(
             f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
-            f"for {', '.join(FAMILIES)}: export to megatron instead"
+            f"for {', '.join(SCRIPTS)}: export to megatron instead"
         )
     if num_chunks > 1:
         problems.append(
@@ -109,8 +122,14 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
     return problems
 
 
-def _uneven(counts: Sequence[int], price: float | None) -> list[str]:
+def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> list[str]:
     """Whether the stages' numbers of blocks are a first one and even ones behind it."""
+    if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
+        return [
+            f"stages of {', '.join(map(str, counts))} blocks were planned, and the script of {model.family} leaves the "
+            f"first count in the vision tower's copy of the configuration, so that {counts[0]} vision layers would be "
+            "built: export with --fit FOLDER, which splits evenly"
+        ]
     if len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0):
         return []
     cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
@@ -143,7 +162,17 @@ def _can_run(model: ModelSpec, pp: int) -> Expressible:
         splits=pai_splits(model, pp),
         tiers=full_blocks,
         ladders=lambda stages: [pai_ladder(model, stages)],
+        choices={"schedule": ("1F1B",), "zero_stage": (1, 0)},
+        tp_degrees=lambda tp: not head_problems(model, tp),
     )
 
 
-TARGET = Target(title="Pai-Megatron-Patch", checked_with="its scripts, read and not run", can=_can_run, export=export)
+TARGETS = {
+    "pai-megatron": Target(
+        title="Pai-Megatron-Patch",
+        checked_with="its scripts at a098ca5, their arguments read by `bench/hosts.py`; not run",
+        packs=None,
+        can=_can_run,
+        export=export,
+    )
+}

@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.record_lines import Lines, places_of, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
+from trimtab.samples.records import detect_format, read_records, rows_of
 from trimtab.samples.rows import record_id
 from trimtab.specs import IntArray, SampleTable
 
@@ -56,7 +56,7 @@ def find_records(files: Sequence[Path], samples: SampleTable) -> IntArray:
         for number, (line, own) in enumerate(_ids_in(path)):
             num_read += 1
             num_broken += own is None
-            if at < len(lines) and lines[at] == line:
+            while at < len(lines) and lines[at] == line:  # one row, or as many as the record is repeated
                 if own is not None and _is_sample(samples, int(rows[at]), own):
                     numbers[rows[at]] = number
                 at += 1
@@ -93,7 +93,7 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.callback(source.unlink, missing_ok=True)
                 with source.open("wb") as spill:
-                    _spill(path, kind, spill)
+                    _spill(path, spill)
             sources.append(source)
         find_records(sources, samples)
         opened = tuple(
@@ -118,9 +118,9 @@ def _ids_in(path: Path) -> Iterator[tuple[int, str | None]]:
         yield record.line, own
 
 
-def _spill(path: Path, kind: str, spill: BinaryIO) -> None:
+def _spill(path: Path, spill: BinaryIO) -> None:
     """Every record of the file as one line."""
-    for number, value in enumerate(read_json_list(path) if kind == "json" else _parquet_rows(path)):
+    for number, value in enumerate(rows_of(path)):
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError):
@@ -130,16 +130,6 @@ def _spill(path: Path, kind: str, spill: BinaryIO) -> None:
                 "keep images as files and name their paths, or export npy and read the records in your own loader"
             ) from None
         spill.write(text + b"\n")
-
-
-def _parquet_rows(path: Path) -> Iterator[object]:
-    import pyarrow
-
-    try:
-        for batch in open_parquet(path).iter_batches(batch_size=512, use_threads=False):
-            yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise SampleError(f"{path} is not readable as Parquet: {shorten(str(error), 200)}; write it again") from None
 
 
 def _odd_field(record: object) -> str:

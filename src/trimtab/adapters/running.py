@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier, ScheduleName, Tower
 from trimtab.partition.schedules import check_schedule
@@ -19,6 +22,8 @@ from trimtab.plan.decide.expressible import (
     relative_time,
     replan,
 )
+from trimtab.plan.decide.stages import epoch_s
+from trimtab.plan.decide.work import packed_work, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
@@ -37,6 +42,18 @@ class Decided:
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
+    max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
+    samples_per_pack: float = 1.0  # the mean
+
+    @property
+    def packs_per_step(self) -> int:
+        """What a host counts that takes a pack as one sample."""
+        return self.dims.dp * self.num_microbatches
+
+    @property
+    def samples_per_step(self) -> int:
+        """What a host counts that takes no packs: micro-batches of one sample, about as many a step as planned."""
+        return self.dims.dp * max(1, round(self.num_microbatches * self.samples_per_pack))
 
     def __post_init__(self) -> None:
         pp, num_chunks = self.dims.pp, self.num_chunks
@@ -55,7 +72,7 @@ class Exported:
     text: str  # to be pasted or saved
     fields: Mapping[str, object]  # the same, or the parts of it, for JSON
     runs: tuple[Stage, ...]  # what the framework makes of the plan
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # where the run will differ from the plan
     beside: str | None = None  # something else to set, and why
 
 
@@ -65,6 +82,7 @@ class Target:
 
     title: str
     checked_with: str  # the versions whose own code has read an export, or what stands in for that
+    packs: str | None  # how its trainer is given the plan's packs; None: it makes micro-batches of its own
     can: Callable[[ModelSpec, int], Expressible]  # of a model, at a pipeline degree
     export: Callable[[Decided, float | None], Exported]
     """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
@@ -84,8 +102,10 @@ def decided(found: ReloadedPlan) -> Decided:
         schedule=schedule,
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
-        zero_stage=case.options.zero_stage,
+        zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
+        max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
+        samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
     )
 
 
@@ -181,7 +201,39 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
             "them with trimtab.runtime.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
             "memory do not hold"
         )
-    return replace(exported, warnings=(*said, *exported.warnings))
+    text = exported.text
+    if target.packs is None:
+        ratio = time_without_packs(case, planned)
+        text = (
+            f"# {target.title} cannot be given the plan's packs, and the batch size below counts single samples: for "
+            f"these the data set is predicted to take {ratio:.2f} x as long as planned\n{text}"
+        )
+    return replace(exported, text=text, warnings=(*said, *exported.warnings))
+
+
+def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:
+    """Predicted time of the data set in micro-batches of one sample, as many samples a step, over that of the plan."""
+    dims, drawn = case.setting.dims, np.sort(case.packing.indices)
+    per_pack = len(drawn) / case.packing.num_packs
+    unit = dims.pp if case.options.schedule == "Interleaved1F1B" else 1
+    num_microbatches = max(1, round(case.setting.num_microbatches * per_pack / unit)) * unit
+    singles = pack_samples(
+        select_rows(case.samples, drawn),
+        dp=dims.dp,
+        num_microbatches=num_microbatches,
+        method="random",
+        batch_size=1,
+        limits=(int(case.samples.num_patches.max()) + 1, int(case.samples.num_tokens.max()) + 1),
+        seed=case.options.seed,
+    )
+    alone = replace(
+        case.without_vision(),
+        setting=replace(case.without_vision().setting, num_microbatches=num_microbatches),
+        packing=singles.packing,
+        schedule=singles.schedule,
+        work=packed_work(singles.packing, case.samples_work[drawn]),
+    )
+    return epoch_s(alone, stages) / epoch_s(case, stages)
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:

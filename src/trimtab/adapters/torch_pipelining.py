@@ -52,13 +52,13 @@ def export(plan: Decided, _price: float | None) -> Exported:
             }
         )
     tied = [(a, b) for a, b in model.tied if held.get(a) != held.get(b)]
-    warnings = [
+    beside = [
         f"{b} shares the weight of {a} on another stage, and torch.distributed.pipelining does not sum their "
         "gradients: all-reduce both before every optimizer step"
         for a, b in tied
     ]
     if dims.pp > 1:
-        warnings.append(
+        beside.append(
             "stock stages take one shape for all micro-batches: pad the packs, or use `trimtab train`, whose stages "
             "take each pack's own shape"
         )
@@ -73,12 +73,15 @@ def export(plan: Decided, _price: float | None) -> Exported:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items() if key != "stages"]
     each = ",\n  ".join(map(json.dumps, stages))
     text = "{\n " + ",\n ".join([*lines, f'"stages": [\n  {each}\n ]']) + "\n}"
-    return Exported(text=text, fields=fields, runs=plan.stages, warnings=tuple(warnings))
+    return Exported(text=text, fields=fields, runs=plan.stages, beside="\n".join(beside) or None)
 
 
-TARGET = Target(
-    title="torch.distributed.pipelining",
-    checked_with="torch 2.13, its own class names and ranks",
-    can=lambda _model, _pp: Expressible(),
-    export=export,
-)
+TARGETS = {
+    "torch-pipelining": Target(
+        title="torch.distributed.pipelining",
+        checked_with="torch 2.13, its own class names and ranks",
+        packs="`PlanDataLoader`, in a loop of the user's own",
+        can=lambda _model, _pp: Expressible(choices={"tp": (1,), "fills_pipeline": (True,)}),
+        export=export,
+    )
+}

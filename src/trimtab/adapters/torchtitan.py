@@ -2,7 +2,8 @@
 
 torchtitan splits a model by the names of its children: whole modules, and single entries of a list or dict of layers.
 A vision encoder is one module beside the embedding, so no cut goes through it or behind it. Checked against torchtitan
-0.3.0 by tests/integration/test_torchtitan.py; nothing is imported here.
+0.3.0 by tests/integration/test_torchtitan.py; the names of batch sizes in its main branch, read at b5bcd76, are told
+apart when the lines run. Nothing is imported here.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class AttentionAC(SelectiveAC):
         return {op for op in super().get_save_ops() if "attention" in str(op) or "attn" in str(op)}
 '''
 _VISION_MODULE = "vision_encoder"  # the child of torchtitan's models that holds tower and projector
+FAMILIES = ("qwen3_5", "qwen3_5_moe")  # of torchtitan.models those with a vision encoder that we describe
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 
 
@@ -61,6 +63,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     """Lines for a config function, behind `cfg = ...`: parallelism, local batch size and the recompute policy."""
     model, stages, dims, zero_stage = plan.model, plan.stages, plan.dims, plan.zero_stage
     problems = [
+        *_family_problems(model),
         *cut_problems(
             plan,
             titan_unsupported_cuts(model),
@@ -83,7 +86,6 @@ def export(plan: Decided, price: float | None) -> Exported:
     parallelism: dict[str, int | str | list[list[str]]] = {
         "pipeline_parallel_degree": dims.pp,
         "pipeline_parallel_schedule": plan.schedule,
-        "pipeline_parallel_microbatch_size": 1,
         "tensor_parallel_degree": dims.tp,
         "context_parallel_degree": dims.cp,
     }
@@ -97,21 +99,12 @@ def export(plan: Decided, price: float | None) -> Exported:
             f"ZeRO stage {zero_stage} was planned, and torchtitan shards parameters and gradients too: the run holds "
             "less than planned and sends more"
         )
-    if model.indices("vision"):
-        warnings.append(
-            f"torchtitan's own model definition must hold tower and projector in {_VISION_MODULE}: write the names of "
-            "yours if they differ"
-        )
-    warnings.append(
-        "torchtitan's schedules take micro-batches of one shape: pad packs to the limits of the plan, or all steps to "
-        "their longest"
-    )
-    text = _python(parallelism, plan.num_microbatches, recompute)
+    text = _python(parallelism, plan, recompute)
     return Exported(
         text=text,
         fields={
             "parallelism": parallelism,
-            "local_batch_size": plan.num_microbatches,
+            "local_batch_size": plan.samples_per_step // dims.dp,
             "activation_checkpoint": recompute,
             "python": text,
         },
@@ -120,7 +113,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     )
 
 
-def _python(parallelism: Mapping[str, object], local_batch_size: int, recompute: str | None) -> str:
+def _python(parallelism: Mapping[str, object], plan: Decided, recompute: str | None) -> str:
     lines = []
     for name, setting in parallelism.items():
         if isinstance(setting, list):
@@ -128,7 +121,15 @@ def _python(parallelism: Mapping[str, object], local_batch_size: int, recompute:
             lines.append(f"cfg.parallelism.{name} = [\n{parts}\n]")
         else:
             lines.append(f"cfg.parallelism.{name} = {setting!r}")
-    lines.append(f"cfg.training.local_batch_size = {local_batch_size}")
+    num_samples = plan.samples_per_step // plan.dims.dp
+    lines += [
+        'if hasattr(cfg.parallelism, "num_pp_microbatches"):  # behind 0.3.0: batches are counted in tokens',
+        f"    cfg.parallelism.num_pp_microbatches = {num_samples if plan.dims.pp > 1 else 1}",
+        "    cfg.training.num_tokens_per_microbatch_per_dp_rank = cfg.training.max_context_length",
+        "else:",
+        "    cfg.parallelism.pipeline_parallel_microbatch_size = 1",
+        f"    cfg.training.local_batch_size = {num_samples}",
+    ]
     if recompute is None:
         lines.append("cfg.activation_checkpoint = None")
     else:
@@ -137,6 +138,15 @@ def _python(parallelism: Mapping[str, object], local_batch_size: int, recompute:
         lines.append(_ATTENTION_POLICY if own else given)
         lines.append(f"cfg.activation_checkpoint = {recompute}.Config()")
     return "\n".join(lines)
+
+
+def _family_problems(model: ModelSpec) -> list[str]:
+    if not model.indices("vision") or model.family in FAMILIES:
+        return []
+    return [
+        f"{model.name} is of the family {model.family}, and torchtitan 0.3 and its main branch have vision-language "
+        f"models of {', '.join(FAMILIES)} alone: export torch-pipelining, or train by `trimtab train`"
+    ]
 
 
 def titan_names(model: ModelSpec) -> list[tuple[str, ...]]:
@@ -197,16 +207,22 @@ def _tiers(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
 
 
 def _can_run(model: ModelSpec, _pp: int) -> Expressible:
+    refuse(_family_problems(model))
     return Expressible(
         forbidden_cuts=titan_unsupported_cuts(model),
         tiers=_tiers,
         ladders=lambda stages: [titan_ladder(model, stages)],
+        choices={"schedule": _SCHEDULES, "zero_stage": (3, 0)},
+        tp_degrees=lambda tp: not head_problems(model, tp),
     )
 
 
-TARGET = Target(
-    title="torchtitan",
-    checked_with="torchtitan 0.3.0, its own configuration and splitter",
-    can=_can_run,
-    export=export,
-)
+TARGETS = {
+    "torchtitan": Target(
+        title="torchtitan",
+        checked_with="torchtitan 0.3.0, its own configuration and splitter",
+        packs=None,
+        can=_can_run,
+        export=export,
+    )
+}

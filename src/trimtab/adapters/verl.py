@@ -2,14 +2,16 @@
 
 Both price a sequence of L tokens as 24576 L + L^2, for every model and without images: verl in
 `verl.utils.seqlen_balancing.calculate_workload`, ROLL in the `calculate_workload` of its sequence packer. `VlmWorkload`
-has verl's signature and scale, and coefficients from a cost table. Nothing of verl or ROLL is imported. They have no
-public hook, so the function is set in the module that calls it; tested against the formula, not inside the frameworks.
+has verl's signature and scale, and coefficients from a cost table. Nothing of verl or ROLL is imported. Three modules
+of verl 0.9 import its function by name (its trainer of `use_v1`, the older one, the one of SFT), so that setting it in
+a module changes nothing there: `stand_in_for` changes the function itself. Tested with verl 0.9.1's own module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 
@@ -86,6 +88,33 @@ def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWor
             "whole model, language model included"
         )
     return workload
+
+
+def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let `original` compute `workload` of its one argument, wherever it was or will be imported by name.
+
+    Once in every process, before or after the trainer's imports; again with another workload at any time, such as
+    `workload.with_vision(...)` before each batch. Raises `ConfigError` for a function of another signature.
+
+    >>> def calculate_workload(seqlen_list):
+    ...     return 24576 * seqlen_list + seqlen_list**2
+    >>> by_name = calculate_workload
+    >>> stand_in_for(calculate_workload, lambda tokens: 2 * tokens)
+    >>> by_name(7)
+    14
+    """
+
+    def stand_in(seqlen_list):  # type: ignore[no-untyped-def]
+        return _trimtab_workload(seqlen_list)  # type: ignore[name-defined]  # noqa: F821  # of the module of `original`
+
+    if original.__code__.co_argcount != 1 or original.__code__.co_freevars:
+        raise ConfigError(
+            f"{original.__qualname__} was to compute another workload, and it takes "
+            f"{original.__code__.co_argcount} arguments or is made inside another function: change the call in its own "
+            "source"
+        )
+    original.__globals__["_trimtab_workload"] = workload
+    original.__code__ = stand_in.__code__
 
 
 def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> PatchCounts:

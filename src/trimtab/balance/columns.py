@@ -16,40 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.balanced import NUM_ROUNDS
+from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.errors import PackingError, join_problems
 from trimtab.files import write_atomically
 from trimtab.options import Order
-from trimtab.specs import FloatArray, IntArray, Packing, Schedule
-
-Column = npt.NDArray[Any]
-"""One number per sample: integers of any width, also `np.load(path, mmap_mode="r")`."""
+from trimtab.specs import IntArray, Packing, Schedule
 
 SHARD_SAMPLES = 1 << 21
 """Samples packed together, about. Part of the result: the same for any number of threads."""
 
 CHUNK = 1 << 20  # rows looked at in one go
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnCost:
-    """cost of a sample = sum over columns d of linear[d] * s_d + squared[d] * s_d^2, in any unit.
-
-    >>> ColumnCost(linear=(2.0, 1.0), squared=(0.0, 0.5)).of([np.array([3]), np.array([4])])
-    array([18.])
-    """
-
-    linear: tuple[float, ...]
-    squared: tuple[float, ...] = ()
-
-    def of(self, sizes: Sequence[Column]) -> FloatArray:
-        cost = np.zeros(len(sizes[0]))
-        for weight, column in zip(self.linear, sizes, strict=True):
-            cost += weight * column
-        for weight, column in zip(self.squared, sizes, strict=False):
-            if weight:
-                cost += weight * np.square(column, dtype=np.float64)
-        return cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,12 +88,15 @@ def pack_columns(
 ) -> PackedColumns:
     """Packs under `limits`, one per column, as `pack_samples` makes them; with `folder`, as .npy files there.
 
+    Use this in place of `pack_samples` for a hundred million samples, with columns that are mapped from files.
+
     Every sample goes to one of n / `shard_samples` shards by chance (its number and the seed decide), and every shard
     is packed for itself, in whole rows of dp packs: memory beyond the columns and the result is that of one shard per
     thread (about 200 bytes a sample of it), and threads do not change the result. Up to `shard_samples` samples there
     is one shard, and the packs are those of `pack_samples`.
 
-    `cost` is a `ColumnCost` or one number per sample; without it each column counts as a share of its limit.
+    `cost` is one number per sample, or a function of the columns (float64, those of one shard at a time), as
+    `LinearCost.of` is of patches and tokens; without it each column counts as a share of its limit.
     Raises `PackingError` as `pack_samples` does.
 
     >>> import numpy as np
@@ -130,8 +110,6 @@ def pack_columns(
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
     _check(sizes, limits, cost, dp, oversize, fill, num_rounds, shard_samples, num_threads)
     n = len(sizes[0])
-    if cost is None:
-        cost = ColumnCost(linear=tuple(1.0 / limit for limit in limits))
     bounds = np.array(limits, np.int64)
     large = find_oversize(sizes, bounds)
     if len(large) and oversize == "error":
@@ -144,7 +122,7 @@ def pack_columns(
     starts = scatter(n, skipped, num_shards, seed, epoch, np.asarray(indices))
     job = Job(
         sizes=sizes,
-        cost=cost if isinstance(cost, ColumnCost) else np.asarray(cost),
+        cost=cost if cost is None or callable(cost) else np.asarray(cost),
         limits=limits,
         dp=dp,
         order=order,
@@ -171,7 +149,16 @@ def pack_columns(
 
 
 def open_packed(folder: Path | str) -> PackedColumns:
-    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size."""
+    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size.
+
+    Use it on every rank, to read packs that `pack_columns(folder=...)` wrote.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> packed = pack_columns([np.array([5, 3, 4]), np.array([50, 30, 40])], limits=(8, 80), folder=folder)
+    >>> open_packed(folder).num_packs == packed.num_packs
+    True
+    """
     folder = Path(folder)
     if not (folder / HEADER).exists():
         raise PackingError(f"{folder} holds no {HEADER}: name a folder that `pack_columns` has written to the end")
@@ -253,9 +240,9 @@ def _check(
             problems.append(f"column {d} holds {column.dtype}: give whole numbers, limits are exact")
         elif len(column) and int(column.min()) < 0:
             problems.append(f"column {d} holds a negative size: give sizes from 0")
-    if isinstance(cost, ColumnCost):
-        if len(cost.linear) != len(sizes) or len(cost.squared) not in (0, len(sizes)):
-            problems.append(f"cost has weights for {len(cost.linear)} columns of {len(sizes)}: give one per column")
+    if callable(cost):
+        if problem := find_cost_problem(cost, len(sizes)):
+            problems.append(problem)
     elif cost is not None and sizes and np.shape(cost) != sizes[0].shape:
         problems.append(f"cost has shape {np.shape(cost)} for {len(sizes[0])} samples: give one number per sample")
     if dp < 1:

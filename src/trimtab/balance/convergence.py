@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.balance.bound import above_limits
-from trimtab.balance.cost import CostWeights
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.isf import count_kept
 from trimtab.balance.packing import cost_column, limited_sizes, pack_samples, report_packing
 from trimtab.options import Order, Oversize
@@ -35,7 +35,7 @@ def isf_iterations(
     num_microbatches: int = 1,
     order: Order = "random",
     oversize: Oversize = "error",
-    cost: CostWeights | FloatArray | None = None,
+    cost: LinearCost | FloatArray | None = None,
     seed: int = 0,
 ) -> list[IsfIteration]:
     """Use it to choose how many iterations are worth their time: one entry each, for the arguments of `pack_samples`.

@@ -1,47 +1,103 @@
-"""What one sample costs a training step, as one number that adds up over the samples of a pack."""
+"""The one form in which balance, costs and plan say what work costs: a weight for each amount of work, added up.
+
+Symbols: P patches and T tokens of an item (a sample, an image, a frame), P_s segments of full vision attention in it.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from trimtab.errors import PackingError
 from trimtab.specs import FloatArray, SampleTable
+
+Column = npt.NDArray[Any]
+"""One number per sample: integers of any width, also `np.load(path, mmap_mode="r")`."""
+
+ColumnCost = Callable[..., npt.ArrayLike]
+"""Cost of each sample from its sizes: called with one float64 array per limited column, in the order of the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostWeights:
-    """cost = patches * P + patches_sq * sum P_i^2 + tokens * T + tokens_sq * sum T_i^2, in any unit (flop, seconds).
+class LinearCost:
+    """Use it to say what samples or images cost where packs or shares are to be even; any unit (flop, seconds, bytes).
 
-    With attention that does not look across samples (varlen, block-diagonal) the squares are taken per image and per
-    sample, so the cost of a pack is the sum of its samples' costs. Not counted: what a pack costs whatever is in it.
+    cost = patches P + patches_sq sum P_s^2 + patches_windowed sum P_w^2 + tokens T + tokens_sq T^2, the weights named
+    as in `WORK_TERMS`. Attention that does not look across samples (varlen, block-diagonal) takes its squares per image
+    and per sample, so the cost of a pack is the sum over its samples. Not counted: what a pack or a call costs whatever
+    is in it.
+
+    >>> LinearCost(patches=6600, patches_sq=1).of([1024, 4096]).tolist()
+    [7806976.0, 43810816.0]
     """
 
-    patches: float
-    tokens: float
+    patches: float = 0.0
     patches_sq: float = 0.0
+    patches_windowed: float = 0.0
+    tokens: float = 0.0
     tokens_sq: float = 0.0
 
-    def of(self, samples: SampleTable) -> FloatArray:
-        """Cost of each sample."""
-        t = samples.num_tokens.astype(np.float64)
-        return self.patches * samples.num_patches + self.patches_sq * samples.patches_sq + self._of_tokens(t)
+    def of(
+        self,
+        patches: npt.ArrayLike,
+        tokens: npt.ArrayLike = 0.0,
+        *,
+        patches_sq: npt.ArrayLike | None = None,
+        patches_windowed: npt.ArrayLike | None = None,
+    ) -> FloatArray:
+        """Cost of each item; without squares all of its patches are one segment, without windows these are segments."""
+        p, t = np.asarray(patches, np.float64), np.asarray(tokens, np.float64)
+        squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)
+        windows = squares if patches_windowed is None else np.asarray(patches_windowed, np.float64)
+        seen = self.patches * p + self.patches_sq * squares + self.patches_windowed * windows
+        return np.asarray(seen + (self.tokens * t + self.tokens_sq * t * t), np.float64)
 
-    def of_padding(self, num_tokens: FloatArray, padded_tokens: FloatArray) -> FloatArray:
-        """What the tokens beyond each sample's own add when it is padded: the patches are not padded."""
-        return self._of_tokens(padded_tokens) - self._of_tokens(num_tokens)
+    def of_images(self, terms: FloatArray) -> FloatArray:
+        """Cost of each image, (n, 3) its patches, patches_sq and patches_windowed."""
+        return self.of(terms[:, 0], patches_sq=terms[:, 1], patches_windowed=terms[:, 2])
 
-    def _of_tokens(self, t: FloatArray) -> FloatArray:
-        return self.tokens * t + self.tokens_sq * t * t
+    def of_samples(self, samples: SampleTable) -> FloatArray:
+        """Cost of each sample of a table."""
+        return self.of(
+            samples.num_patches,
+            samples.num_tokens,
+            patches_sq=samples.patches_sq,
+            patches_windowed=samples.patches_windowed,
+        )
 
 
-TILE_COST = CostWeights(patches=11.9e12, tokens=39.8e9, tokens_sq=0.59e6)
+TILE_COST = LinearCost(patches=11.9e12, tokens=39.8e9, tokens_sq=0.59e6)
 """Forward flop of InternViT-6B per 448 px tile (1025 patches, attention included) and of InternLM2-20B per token."""
 
-PATCH_COST = CostWeights(patches=11.0e9, patches_sq=0.576e6, tokens=39.8e9, tokens_sq=0.59e6)
+PATCH_COST = LinearCost(patches=11.0e9, patches_sq=0.576e6, tokens=39.8e9, tokens_sq=0.59e6)
 """The same per patch: 2 x 5.5e9 parameters, attention 4 x 3200 x 45 layers per pair; 1025 patches come to 11.9e12."""
 
 
-def default_cost(samples: SampleTable) -> CostWeights:
+def default_cost(samples: SampleTable) -> LinearCost:
     """The 6B + 20B model of the OmniBal paper in the table's unit: where no profile of the real model is at hand."""
     return TILE_COST if samples.patch_unit == "tiles" else PATCH_COST
+
+
+def price_columns(cost: ColumnCost | None, columns: Sequence[Column], limits: Sequence[int]) -> FloatArray:
+    """(n,) cost of each row of the limited columns; None: each column counts as a share of its limit."""
+    sizes = [np.asarray(column, np.float64) for column in columns]
+    if cost is None:
+        return np.asarray(sum((1.0 / limit) * size for limit, size in zip(limits, sizes, strict=True)), np.float64)
+    found = np.asarray(cost(*sizes), np.float64)
+    if found.shape != sizes[0].shape:
+        raise PackingError(f"cost gave shape {found.shape} for {len(sizes[0])} samples: give one number per sample")
+    return found
+
+
+def find_cost_problem(cost: ColumnCost, num_columns: int) -> str | None:
+    """Why `price_columns` could not call it; None where it can."""
+    try:
+        inspect.signature(cost).bind(*range(num_columns))
+    except TypeError:
+        return f"cost is not a function of {num_columns} columns: give one that takes an array for each limit"
+    return None

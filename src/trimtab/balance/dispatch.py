@@ -75,6 +75,8 @@ def redispatch(
 ) -> Schedule:
     """The packs of steps `first_step` and later for another number of ranks: no pack is made again, none lost or twice.
 
+    Use it between two epochs, to go on with a plan on more or fewer ranks.
+
     Without `num_microbatches` a step keeps its number of packs where dp divides it, else it has as many rows as come
     closest. Where the number is kept, and `keep_steps`, every step keeps its very packs: the optimizer sees the same
     batches, whatever the ranks. `columns` (per pack: patches, tokens, cost), given for an order other than `random`,

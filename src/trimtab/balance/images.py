@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import PackingError
 from trimtab.options import Rule
 from trimtab.specs import WORK_TERMS, FloatArray, IntArray, Profile
@@ -23,35 +24,7 @@ WHOLE = 2.0**50
 """Costs become integers that sum to about this: comparisons and sums are then exact, whatever the order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerCost:
-    """cost = image + patch * P + patch_sq * sum P_s^2 + patch_windowed * sum P_w^2, in any unit (seconds, bytes, flop).
-
-    P_s are the segments of full attention, P_w those of windowed attention: see `ImageCounts`.
-
-    >>> TowerCost(patch=6600, patch_sq=1).of([1024, 4096]).tolist()
-    [7806976.0, 43810816.0]
-    """
-
-    patch: float
-    patch_sq: float = 0.0
-    patch_windowed: float = 0.0
-    image: float = 0.0  # of each atom, whatever its size: kernels launched for small ones
-
-    def of(
-        self,
-        patches: npt.ArrayLike,
-        patches_sq: npt.ArrayLike | None = None,
-        patches_windowed: npt.ArrayLike | None = None,
-    ) -> FloatArray:
-        """Cost of each atom; None stands for one segment that holds all of its patches."""
-        p = np.asarray(patches, np.float64)
-        squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)
-        windows = squares if patches_windowed is None else np.asarray(patches_windowed, np.float64)
-        return self.image + self.patch * p + self.patch_sq * squares + self.patch_windowed * windows
-
-
-def tower_seconds(profile: Profile) -> TowerCost:
+def tower_seconds(profile: Profile) -> LinearCost:
     """Forward and backward seconds of the vision tower and the projector, from a profile.
 
     Not counted: what a call costs whatever is in it, which no assignment changes; recomputed forwards.
@@ -63,7 +36,7 @@ def tower_seconds(profile: Profile) -> TowerCost:
     return _as_cost(total)
 
 
-def tower_bytes(profile: Profile, *, recompute: bool = False) -> TowerCost:
+def tower_bytes(profile: Profile, *, recompute: bool = False) -> LinearCost:
     """Bytes the tower holds for its backward; with `recompute`, at the last tier of every layer that has one."""
     total = np.zeros(len(WORK_TERMS))
     for layer in profile.layers:
@@ -72,9 +45,9 @@ def tower_bytes(profile: Profile, *, recompute: bool = False) -> TowerCost:
     return _as_cost(total)
 
 
-def _as_cost(total: FloatArray) -> TowerCost:
+def _as_cost(total: FloatArray) -> LinearCost:
     of = dict(zip(WORK_TERMS, total.tolist(), strict=True))
-    return TowerCost(patch=of["patches"], patch_sq=of["patches_sq"], patch_windowed=of["patches_windowed"])
+    return LinearCost(**{name: of[name] for name in ("patches", "patches_sq", "patches_windowed")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +86,8 @@ class ImageShares:
 
 def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced") -> ImageShares:
     """Atoms of cost w to `num_ranks` ranks, the largest load small; the same on every rank of equal input.
+
+    Use it to divide images among ranks in code of your own; `vision_dp` calls it.
 
     `balanced`: the better of longest-first and Karmarkar-Karp, then moves and swaps that lower the largest load.
     At most 4/3 - 1/(3N) times the optimum (longest-first's bound, Graham 1969); mostly within 1 % of `lower_bound`.

@@ -44,6 +44,8 @@ def mix_samples(
 ) -> Mixture:
     """Samples of all tables in proportion to `weights`, of which data set i gets the share w_i / sum w.
 
+    Use it to draw several data sets in proportion before you pack them.
+
     `num_samples` in all, or `epochs` times as many as the tables have together. Exact: counts differ from the shares by
     less than one sample (largest remainders), rows of one data set are drawn equally often or once more, and over
     epochs 0 .. e too: each epoch goes on in the data set's own shuffle where the last one stopped.

@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
 from trimtab.balance.bound import above_limits
-from trimtab.balance.cost import CostWeights, default_cost
+from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
@@ -53,7 +53,7 @@ def pack_samples(
     num_microbatches: int = 1,
     method: PackMethod = "balanced",
     order: Order = "random",
-    cost: CostWeights | FloatArray | None = None,
+    cost: LinearCost | FloatArray | None = None,
     seed: int = 0,
     epoch: int = 0,
     oversize: Oversize = "error",
@@ -66,11 +66,14 @@ def pack_samples(
 ) -> PackResult:
     """Packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
 
+    Use this when you have sizes and a training loop of your own; `make_plan` calls it for you. Raises `PackingError`
+    for a sample above a limit, unless `oversize` says what to do with it.
+
     Every sample is in exactly one pack or, with `oversize="skip"`, in `packing.oversize`; no pack is above a limit but
     those of one oversize sample (`"alone"`). The number of packs is a multiple of `dp` where there are samples enough,
     so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
 
-    `cost` is what a sample costs (see `CostWeights`) or one number per sample; without it that of a 6B + 20B model.
+    `cost` is what a sample costs (see `LinearCost`) or one number per sample; without it that of a 6B + 20B model.
     `fill` and `num_rounds` belong to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
     `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to
     the order of that name.
@@ -128,9 +131,11 @@ def pack_samples(
 
 
 def report_packing(
-    samples: SampleTable, result: PackResult, *, cost: CostWeights | FloatArray | None = None
+    samples: SampleTable, result: PackResult, *, cost: LinearCost | FloatArray | None = None
 ) -> BalanceReport:
     """All figures of what `pack_samples` returned, with the same `cost`.
+
+    Use it to see how even packs are, and to compare two ways of packing.
 
     Batches of the padded methods count what padding adds. With a cost of one number per sample that cannot be known
     exactly: it is scaled by padded over own tokens.
@@ -145,6 +150,7 @@ def report_packing(
     >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
     3
     """
+    refuse_type("result", result, PackResult, "pack_samples(...)")
     packing = result.packing
     per_sample = cost_column(samples, cost)
     if packing.method not in PADDED_METHODS:
@@ -153,8 +159,9 @@ def report_packing(
     longest = np.maximum.reduceat(own[packing.indices], packing.offsets[:-1])
     padded = own.copy()
     padded[packing.indices] = np.repeat(longest, np.diff(packing.offsets))
-    if cost is None or isinstance(cost, CostWeights):
-        padded_cost = per_sample + (cost or default_cost(samples)).of_padding(own, padded)
+    if cost is None or isinstance(cost, LinearCost):
+        weights = cost or default_cost(samples)
+        padded_cost = per_sample + (weights.of(0.0, padded) - weights.of(0.0, own))  # patches are not padded
     else:
         padded_cost = per_sample * padded / np.where(own > 0, own, 1.0)
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
@@ -180,12 +187,12 @@ def limited_sizes(samples: SampleTable) -> IntArray:
     return np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
 
 
-def cost_column(samples: SampleTable, cost: CostWeights | FloatArray | None) -> FloatArray:
+def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> FloatArray:
     """Cost of each sample: by weights, as given, or of the default model."""
     if cost is None:
         cost = default_cost(samples)
-    if isinstance(cost, CostWeights):
-        return cost.of(samples)
+    if isinstance(cost, LinearCost):
+        return cost.of_samples(samples)
     column = np.asarray(cost, np.float64)
     if column.shape != (len(samples),):
         raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.bound import above_limits
-from trimtab.balance.columns import CHUNK, Column, ColumnCost
+from trimtab.balance.columns import CHUNK
+from trimtab.balance.cost import Column, ColumnCost, price_columns
 from trimtab.balance.dispatch import order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
@@ -28,7 +29,7 @@ class Job:
     """What all shards share. Shard s owns indices[starts[s]:starts[s + 1]]: its samples, later its packs' samples."""
 
     sizes: Sequence[Column]
-    cost: ColumnCost | Column
+    cost: ColumnCost | Column | None
     limits: tuple[int, ...]
     dp: int
     order: Order
@@ -130,7 +131,10 @@ def _place(n: int, skipped: IntArray, key: UIntArray, num_shards: int, cursor: I
 def _read_shard(job: Job, number: int) -> _Shard:
     rows = job.indices[job.starts[number] : job.starts[number + 1]].copy()
     columns = [column[rows] for column in job.sizes]
-    cost = job.cost.of(columns) if isinstance(job.cost, ColumnCost) else job.cost[rows].astype(np.float64)
+    if isinstance(job.cost, np.ndarray):
+        cost = job.cost[rows].astype(np.float64)
+    else:
+        cost = price_columns(job.cost, columns, job.limits)
     sizes = np.stack(columns, axis=1).astype(np.int64)
     return _Shard(rows=rows, sizes=sizes, cost=cost, above=above_limits(sizes, job.limits))
 

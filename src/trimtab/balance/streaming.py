@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.balance.aim import NUMBERS, Aim, Style, choose_aim
 from trimtab.balance.balanced import NUM_ROUNDS
-from trimtab.balance.columns import ColumnCost
+from trimtab.balance.cost import ColumnCost, find_cost_problem, price_columns
 from trimtab.balance.dispatch import ORDERS, TOLERANCE, order_packs
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Order
@@ -28,6 +28,9 @@ MAX_SAMPLES = 1 << 18
 
 class StreamPacker:
     """Rows of dp packs under hard limits from samples as they come.
+
+    Use it where samples arrive one by one and nobody has sized them before; `pack_samples` packs better where all sizes
+    are known.
 
     Samples are collected until they fill about `buffer_rows` x dp packs, or are `max_samples`; then all are packed at
     once. Every sample is in exactly one pack; none waits longer than `stream.MAX_AGE` windows; every row has dp packs,
@@ -69,12 +72,12 @@ class StreamPacker:
             problems.append(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
         if fill is not None and not 0.5 <= fill <= 1.0:
             problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
-        if cost is not None and len(cost.linear) != len(limits):
-            problems.append(f"cost has weights for {len(cost.linear)} columns of {len(limits)}: give one per column")
+        if cost is not None and (problem := find_cost_problem(cost, len(limits))):
+            problems.append(problem)
         if problems:
             raise PackingError(join_problems(problems))
         self.limits, self.dp, self.order, self.seed = tuple(limits), dp, order, seed
-        self.cost = cost or ColumnCost(linear=tuple(1.0 / limit for limit in limits))
+        self.cost = cost
         self.buffer_rows, self.max_samples = buffer_rows, max_samples
         self.num_rounds, self.tolerance = num_rounds, tolerance
         self._highest = self._fill = fill
@@ -216,7 +219,7 @@ class StreamPacker:
         n, k = sizes.shape
         columns = np.empty((n, k + 1))
         columns[:, :k] = sizes
-        columns[:, k] = self.cost.of([sizes[:, d] for d in range(k)])
+        columns[:, k] = price_columns(self.cost, [sizes[:, d] for d in range(k)], self.limits)
         mean_cost = float(sum_columns(columns)[k]) / n
         columns[:, k] *= 1.0 / mean_cost if mean_cost > 0 else 0.0
         return columns

@@ -26,7 +26,7 @@ else:
 def check(
     plan: Annotated[Path | None, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")] = None,
     framework: Annotated[
-        Framework | None, typer.Option("--for", help="Also: can this framework run it, and as planned?")
+        Framework | None, typer.Option("--for", help="Also check that this framework can run it, and as planned.")
     ] = None,
     flags: Annotated[
         str | None, typer.Option(help="Check these Megatron-LM flags, instead of a plan; needs --for and --config.")
@@ -35,10 +35,11 @@ def check(
         str | None, typer.Option(help="The model of --flags or --memory: config.json, its folder, or a name.")
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Also: replay it with bytes counted on the model's real layers.")
+        bool, typer.Option("--memory", help="Also replay it with bytes counted on the model's real layers.")
     ] = False,
     vision_cleared: Annotated[
-        bool, typer.Option("--vision-cleared", help="The launcher clears the split in the vision tower's config.")
+        bool,
+        typer.Option("--vision-cleared", help="Your launcher clears the pipeline split in the vision tower's config."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

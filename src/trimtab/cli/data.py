@@ -1,6 +1,5 @@
 """What `size` and `plan` share: the options that say how a data set is read."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trimtab.address import place_of
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
 
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from trimtab.specs import ModelSpec
 
 DataArgument = Annotated[
-    list[Path], typer.Argument(help="JSONL, JSON, Parquet, WebDataset tar, ready-made lengths, or a saved table.")
+    list[Path],
+    typer.Argument(
+        parser=place_of,
+        metavar="DATA...",
+        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+    ),
 ]
-WORKERS = Option("Processes, one per core by default; never change a result.", least=1)
+WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +53,37 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out, listed.")] = "error"
-    max_length: Annotated[int | None, Option("A sample with more tokens is a bad one.", least=1)] = None
+    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out and list them.")] = (
+        "error"
+    )
+    max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
     engine: Annotated[
         Literal["local", "ray"],
-        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); never changes a result."),
+        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); the result is the same."),
     ] = "local"
-    resume: Annotated[Path | None, Option("Folder that keeps finished chunks, to go on after a kill.")] = None
+    resume: Annotated[
+        Path | None,
+        Option(
+            "Folder, or address, for finished chunks: give it again to continue after an interruption.", read=place_of
+        ),
+    ] = None
 
 
-def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
+def parse_shard(text: str) -> tuple[int, int]:
+    """3/16."""
+    number, _, count = text.partition("/")
+    try:
+        return int(number), int(count)
+    except ValueError:
+        raise SampleError(f"shard {text!r} is no I/N: write it as in 3/16") from None
+
+
+def size_data(
+    model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions, *, shard: tuple[int, int] | None = None
+) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
@@ -102,6 +126,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             workers=workers,
             map_chunks=map_chunks,
             resume_dir=sizing.resume,
+            shard=shard,
             progress=advance,
         )
     for bad in result.bad:
@@ -109,19 +134,10 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     return result
 
 
-def _unlike(saved: str, own: str) -> tuple[str, str]:
-    """What two image rules, as they were written down, say otherwise: limits by their names, or the kinds of rule."""
-    told = [dict(re.findall(r"(\w+)='?([^,'()]+)", rule)) for rule in (saved, own)]
-    if saved.partition("(")[0] != own.partition("(")[0]:
-        told = [{"the rule": rule.get("name", "another")} for rule in told]
-    names = [name for name in told[0] if told[0][name] != told[1].get(name)]
-    first, second = (", ".join(f"{name} {rule.get(name)}" for name in names) for rule in told)
-    return first, second
-
-
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
+    from trimtab.models.images.written import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
@@ -129,10 +145,10 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     ignored = [name for name, value in given.items() if name != "reading" and value != plain[name]]
     if ignored:
         log(f"warning: {', '.join(ignored)} change nothing: {tables[0]} is sized already")
-    results = [load_sizing(path) for path in tables]
+    results, own_rule = [load_sizing(path) for path in tables], write_rule(model.image_rule)
     for path, result in zip(tables, results, strict=True):
-        if result.image_rule not in (None, repr(model.image_rule)):
-            sized, counts = _unlike(result.image_rule, repr(model.image_rule))
+        if result.image_rule not in (None, own_rule):
+            sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
                 f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
                 "model, with the same --max-tiles or --max-pixels"

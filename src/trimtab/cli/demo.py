@@ -37,6 +37,7 @@ def demo(
     from trimtab.options import ReadingOptions
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.report.text import print_plan
+    from trimtab.samples.sources import find_sources
     from trimtab.samples.table import save_sizing
 
     spec, devices = describe(model, max_tiles=max_tiles), parse_cluster(cluster)
@@ -52,7 +53,7 @@ def demo(
     tiles = "" if max_tiles is None else f" --max-tiles {max_tiles}"
     origin = PlanOrigin(
         command=f"trimtab demo --model {model} --cluster {cluster} --num-samples {num_samples}{tiles} --seed {seed}",
-        data_files=data_files([data.data]),
+        data_files=data_files(find_sources(data.data)),
         assumptions=sized.assumptions,
     )
     details = plan_with_progress(spec, sized.table, devices, PlanOptions(seed=seed), origin)

@@ -38,7 +38,7 @@ def torchserve(
     ] = None,
     rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
     setup: Annotated[
-        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options beside it go first.")
+        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options given here override it.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
@@ -172,6 +172,44 @@ def npy(
     from trimtab.adapters.data_files import write_arrays
 
     _tell(write_arrays(plan, out, data=data), as_json)
+
+
+@app.command("energon-packs")
+def energon_packs(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: DataOption = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel ranks of the run; by default the plan's.")
+    ] = None,
+    layout: Annotated[
+        Literal["records", "llava-ov"],
+        typer.Option(help="Records as they are, or as LLaVA-OneVision-1.5 packs offline."),
+    ] = "records",
+    media_root: Annotated[
+        Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the packs of PLAN as WebDataset shards, one pack a sample, in the order in which Megatron-Energon reads."""
+    from trimtab.adapters.host_packs import write_energon_packs
+    from trimtab.options import ReadingOptions
+
+    reading = ReadingOptions(media_root=media_root)
+    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, layout=layout, reading=reading), as_json)
+
+
+@app.command("swift-packs")
+def swift_packs(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: DataOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the records of PLAN in order, and a plug-in that makes ms-swift's --packing give exactly these packs."""
+    from trimtab.adapters.host_packs import write_swift_packs
+
+    _tell(write_swift_packs(plan, out, data=data), as_json)
 
 
 def _tell(exported: WrittenData, as_json: bool) -> None:

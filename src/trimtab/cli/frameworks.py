@@ -21,8 +21,8 @@ FitOption = Annotated[
 
 def add_frameworks(app: typer.Typer) -> None:
     """One command a framework."""
-    for name, text in FRAMEWORKS.items():
-        app.command(name, help=text)(_command(name))
+    for name, framework in FRAMEWORKS.items():
+        app.command(name, help=framework.help)(_command(name))
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -59,10 +59,12 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
         write_atomically(out, exported.text + "\n")
     if as_json:
         written = {} if out is None else {"file": str(out)}
-        print_json({**exported.fields, **written, "warnings": warnings, "notes": notes})
+        print_json({**exported.fields, **written, "packs": target.packs, "warnings": warnings, "notes": notes})
         return
     for note in (*notes, *(f"warning: {sentence}" for sentence in warnings)):
         log(note)
+    if target.packs is not None:
+        log(f"the plan's packs: {target.packs}")
     if exported.beside is not None:
         log(exported.beside)
     print(exported.text if out is None else out)

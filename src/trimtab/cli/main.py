@@ -20,6 +20,7 @@ from trimtab.cli.map import map_model
 from trimtab.cli.options import Verb, Verbs
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
+from trimtab.cli.predict import predict
 from trimtab.cli.probe import probe
 from trimtab.cli.profile import profile
 from trimtab.cli.report import report
@@ -40,6 +41,7 @@ app = typer.Typer(
 _VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "plan": plan,
+    "predict": predict,
     "check": check,
     "probe": probe,
     "train": train,

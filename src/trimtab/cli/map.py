@@ -44,12 +44,12 @@ def map_model(
         Literal["auto", "memory", "latency", "pipeline"],
         typer.Option(
             "--for",
-            help="memory: the fullest GPU as empty as can be; latency: fewest and fastest GPUs; pipeline: stages of a "
+            help="memory: the lowest peak on any GPU; latency: fewest and fastest GPUs; pipeline: stages of a "
             "serving engine; auto: few GPUs where they stay roomy, else memory.",
         ),
     ] = "auto",
-    reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU that no map fills.")] = 3,
-    compare: Annotated[bool, typer.Option("--compare", help="Show the public maps beside it.")] = False,
+    reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU to keep free.")] = 3,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare with the maps of public tools.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml, map.json and report.html.")] = None,
     counting: ImageOptions,
     as_json: JsonOption = False,

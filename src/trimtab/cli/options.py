@@ -94,6 +94,10 @@ def _title(kind: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z]).*", "", kind.__name__)
 
 
+_TOLD = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": "TEXT", "path": "PATH", "Path": "PATH"}
+"""What a value is called in the help, by the type that Typer shows."""
+
+
 class Verb(TyperCommand):
     """A command whose help lists its options in groups: those of no group first, in the order they are declared."""
 
@@ -102,6 +106,10 @@ class Verb(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                record = (
+                    re.sub(r"<(?:list\[)?([\w ]+)\]?>", lambda kind: _TOLD.get(kind[1], kind[0]), record[0]),
+                    record[1],
+                )
                 name, _, choices = record[0].partition(" <")
                 if len(record[0]) > formatter.width - 2:  # a list of choices longer than a line
                     record = (name, f"{record[1]} One of {choices.rstrip('>').replace('|', ', ')}.")

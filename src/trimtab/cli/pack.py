@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from trimtab.address import place_of
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.errors import PlanError
@@ -73,7 +74,12 @@ class PackOptions:
 
 @verb
 def pack(
-    sizes: Annotated[list[Path], typer.Argument(help="Files of ready-made lengths, or tables that `size` saved.")],
+    sizes: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=place_of, metavar="SIZES...", help="Files of ready-made lengths, or tables that `size` saved."
+        ),
+    ],
     options: PackOptions,
     out: Annotated[Path | None, typer.Option(help="Folder for offsets.npy, indices.npy and schedule.npy.")] = None,
     as_json: JsonOption = False,
@@ -162,7 +168,7 @@ def _choose_limits(samples: "SampleTable", options: PackOptions) -> list[tuple[i
             )
         return [(options.max_patches, options.max_tokens)]
     if given != (None, None):
-        raise PlanError(f"limits were given and to be chosen by {options.limits_by}: leave one of both out")
+        raise PlanError(f"limits were given, and are to be chosen by {options.limits_by}: leave one of both out")
     limits = _limits_of_parts(samples, options)
     if not options.apart:
         _refuse_above(samples, limits[0], options)

@@ -15,6 +15,7 @@ from trimtab.options import Option, ReadingOptions, TorchDevice
 from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
+    from trimtab.plan.build import Within
     from trimtab.plan.file.details import PlanDetails
     from trimtab.samples.table import SizingResult
     from trimtab.specs import ModelSpec
@@ -27,7 +28,7 @@ class RefineOptions:
     """Whether the best splits are run on this machine, and how."""
 
     refine: Annotated[
-        int | None, Option("Run so many of the best splits on this machine, keep the fastest.", least=2)
+        int | None, Option("Time this many of the best splits on this machine and keep the fastest.", least=2)
     ] = None
     refine_steps: Annotated[int, Option("Timed steps of each split that --refine runs.", least=1)] = 5
     model_dir: Annotated[
@@ -46,13 +47,20 @@ def plan(
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Only what this framework can run; trimtab: what `trimtab train` can."),
+        typer.Option("--for", help="Decide only what this framework can run; trimtab means `trimtab train`."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     devices_per_node: Annotated[
         int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
     ] = 8,
+    node_link: Annotated[
+        str | None,
+        typer.Option(
+            help="Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.",
+            rich_help_panel="Plan options",
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -68,22 +76,31 @@ def plan(
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
     from trimtab.costs.profile import load_profile
+    from trimtab.errors import PartitionError
     from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
+    from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
-    if target is not None:
-        model, options = _narrowed(target, model, options)
+    narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node, beside=None if saved is None else saved.device)
+    beside = None if saved is None else saved.device
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link, beside=beside)
     sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
-        data_files=data_files(data),
+        data_files=data_files(find_sources(data, sizing.reading.media_root)),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
-    details = plan_with_progress(model, sized.table, devices, replace(options, profile=saved), origin)
+    for number, tried in enumerate(narrowed.tried, start=1):
+        try:
+            tried = replace(tried, profile=saved)
+            details = plan_with_progress(model, sized.table, devices, tried, origin, narrowed.within)
+            break
+        except PartitionError:  # the next ZeRO stage that the framework has
+            if number == len(narrowed.tried):
+                raise
     _refuse_untrainable(details, target)
     paths = write_all(details, out)
     if refining.refine is not None:
@@ -102,8 +119,16 @@ def plan(
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 
 
-def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> tuple["ModelSpec", PlanOptions]:
-    """The model without the cuts, and the options without the choices, that the framework cannot express."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Narrowed:
+    """What the planner may choose: options to try in turn, and what may be decided of the model."""
+
+    tried: tuple[PlanOptions, ...]
+    within: "Within | None" = None
+
+
+def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
+    """Without what the framework cannot express."""
     from trimtab.errors import PlanError
     from trimtab.plan.decide.expressible import within_choices
 
@@ -115,13 +140,11 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> tuple["M
     if target == OWN_LOOP:
         from trimtab.runtime.training.target import can_train
 
-        can = can_train(model)
-    else:
-        from trimtab.adapters.frameworks import find_target
+        return _Narrowed(tried=within_choices(options, can_train(model), target))
+    from trimtab.adapters.frameworks import find_target
 
-        can = find_target(target).can(model, options.pp or 1)
-    narrowed = replace(model, forbidden_cuts=model.forbidden_cuts | can.forbidden_cuts)
-    return narrowed, within_choices(options, can, target)
+    can = find_target(target).can
+    return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
 
 
 def _size_for(target: str | None, model: "ModelSpec", data: list[Path], sizing: SizingOptions) -> "SizingResult":

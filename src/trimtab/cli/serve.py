@@ -23,7 +23,7 @@ def serve(
         Path | None,
         typer.Option("--map", help="Device map as JSON, from trimtab map --json; without it one device holds all."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to serve on; other than loopback only with a key.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to serve on; any but localhost needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default the folder's.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,

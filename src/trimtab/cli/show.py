@@ -7,24 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.files import fingerprint_file, write_atomically
-from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.build import Within, make_plan, write_plan
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report
 from trimtab.report.trace import chrome_trace
+from trimtab.samples.sources import SourceFile
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 
-def data_files(paths: Sequence[Path]) -> tuple[DataFile, ...]:
-    """Each file as the user named it, with its fingerprint."""
+def data_files(sources: Sequence[SourceFile]) -> tuple[DataFile, ...]:
+    """Each file as it was found, with its fingerprint and the media folder that was stated for it."""
     return tuple(
-        DataFile(path=str(path), num_bytes=path.stat().st_size, blake2b=fingerprint_file(path)) for path in paths
+        DataFile(
+            path=str(source.file),
+            num_bytes=source.file.stat().st_size,
+            blake2b=fingerprint_file(source.file),
+            media_root=None if source.media_root is None else str(source.media_root),
+        )
+        for source in sources
     )
 
 
 def plan_with_progress(
-    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, origin: PlanOrigin
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    origin: PlanOrigin,
+    within: Within | None = None,
 ) -> PlanDetails:
     """`make_plan` with one bar for all its steps."""
     from trimtab.cli.output import progress
@@ -36,6 +48,7 @@ def plan_with_progress(
             cluster,
             options,
             origin=origin,
+            within=within,
             progress=lambda _step, done, total: advance(done, total),
         )
 

@@ -10,6 +10,7 @@ import typer
 from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.errors import SampleError
 
 
 @verb
@@ -19,12 +20,27 @@ def size(
     images: ImageOptions,
     sizing: SizingOptions,
     out: Annotated[Path | None, typer.Option(help="Save the table here: a file.npz.")] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="I/N: size every N-th part of DATA from the I-th into --resume, on any machine; the same call without "
+            "it joins all parts."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""
-    from trimtab.cli.data import size_data
+    from trimtab.cli.data import parse_shard, size_data
     from trimtab.samples.table import save_sizing
 
+    if shard is not None:
+        if out is not None:
+            raise SampleError(
+                "--shard was given with --out, and a shard makes no table: leave --out to the joining call"
+            )
+        kept = size_data(images.describe(model), data, sizing, shard=parse_shard(shard))
+        log(kept.assumptions[0])
+        return
     result = size_data(images.describe(model), data, sizing)
     if out is not None:
         save_sizing(result, out)

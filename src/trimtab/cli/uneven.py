@@ -29,13 +29,13 @@ def uneven(
     pp: Annotated[int, typer.Option(min=2, help="Pipeline stages.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree.")] = 1,
     first: Annotated[
-        int | None, typer.Option(min=0, help="Price your own number of layers on the first stage.")
+        int | None, typer.Option(min=0, help="Show what your own number of layers on the first stage costs.")
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample in the language model, images included.")] = 1024,
     image: Annotated[str, typer.Option(help="Width and height of a sample's image in pixels.")] = "224x224",
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = 1,
     num_microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 32,
-    device: Annotated[str, typer.Option(help="Whose memory and speed are compared with.")] = "H20",
+    device: Annotated[str, typer.Option(help="Device to compare memory and speed with.")] = "H20",
     fp8: Annotated[bool, typer.Option("--fp8", help="Activations by the notebook's FP8 formula.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Draw even and uneven stages as timelines into this HTML file.")

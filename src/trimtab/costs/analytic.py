@@ -243,7 +243,7 @@ class _LayerSeconds:
         ring = 2.0 * row * (tp - 1) / tp / link
         gather, params = 0.0, local_params(layer, tp)
         if settings.zero_stage == 3:
-            dp_link = settings.dp_bytes_per_s or device.link_bytes_per_s * e.link
+            dp_link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
             gather = params * w * (dp - 1) / dp / dp_link
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
         backward = {p.name: p.backward_line(e, peak) for p in matmuls}

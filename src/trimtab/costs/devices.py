@@ -118,7 +118,27 @@ DEVICES = MappingProxyType(
 )
 """One row per device, in bytes, bytes/s and flop/s; each with its source."""
 
+# GB/s of one device to other nodes, one direction, in the node that its vendor describes; 25 for others.
+_NODE_LINK = {
+    "A100-80GB": (25, "NVIDIA DGX A100: eight ports of 200 Gbit/s beside eight devices"),
+    "H100-80GB": (50, "NVIDIA DGX H100: eight ports of 400 Gbit/s"),
+    "H200": (50, "NVIDIA DGX H200: eight ports of 400 Gbit/s"),
+    "B200": (50, "NVIDIA DGX B200: eight ports of 400 Gbit/s"),
+    "B300": (100, "NVIDIA DGX B300: eight ports of 800 Gbit/s"),
+    "GB200": (50, "NVIDIA GB200 NVL72: a port of 400 Gbit/s a device"),
+    "GB300": (100, "NVIDIA GB300 NVL72: a port of 800 Gbit/s a device"),
+    "MI300X": (50, "AMD Instinct MI300X cluster reference architecture: a port of 400 Gbit/s a device"),
+    "MI325X": (50, "AMD Instinct MI325X cluster reference architecture: a port of 400 Gbit/s a device"),
+    "MI355X": (50, "AMD Instinct MI355X platform: a port of 400 Gbit/s a device"),
+    "Gaudi-3": (75, "Intel Gaudi 3 white paper: three of 24 ports of 200 Gbit/s leave the node"),
+}
+_OTHER_NODE_LINK = 25
+
 _CLUSTER = re.compile(r"^\s*(?:([0-9]+)\s*[xX*]\s*)?([A-Za-z./].*?)\s*$")
+_PORTS = re.compile(
+    r"(?:(?P<before>[0-9]{1,3})\s*x\s*)?(?P<rate>[0-9]{1,5}(?:\.[0-9]+)?)\s*G(?P<unit>[bB])(?:it)?(?:/s|ps)?"
+    r"(?:\s*x\s*(?P<behind>[0-9]{1,3}))?"
+)
 _POWER = re.compile(r"[0-9]+(\.[0-9]*)?[eE]\+?[0-9]+")
 _FILE = (".yaml", ".yml", ".json")
 _VENDORS = "nvidia|geforce|rtx|amd|instinct|intel|huawei|google"
@@ -127,6 +147,8 @@ _NO_PART = re.compile(rf"{_VENDORS}|generation|tensorcoregpu|sxm[0-9]?|hbm[0-9]?
 
 def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     """The row of `DEVICES` that `name` means: case, dashes, blanks, a vendor's name, "SXM" and "GB" do not matter.
+
+    Use it to look up memory (bytes), peaks (FLOP/s) and links (bytes/s) of a device.
 
     A beginning is enough where all devices that begin so are of one kind; of several, the first of the table is meant:
     "a100" is the one of 80 GB, "NVIDIA H100 80GB HBM3" the SXM board. A name that ends in .yaml or .json is a file
@@ -175,10 +197,16 @@ def read_device(path: str | Path) -> DeviceSpec:
     return device
 
 
-def parse_cluster(text: str, *, devices_per_node: int = 8, beside: DeviceSpec | None = None) -> ClusterSpec:
+def parse_cluster(
+    text: str, *, devices_per_node: int = 8, node_link: str | None = None, beside: DeviceSpec | None = None
+) -> ClusterSpec:
     """A cluster from "32xA100-80GB", "4 x H200", "H100" (one device) or "8xmy.yaml" (see `find_device`).
 
-    Fewer devices than a node holds make one smaller node; more must fill their nodes. `beside`: see `find_device`.
+    Use it for the cluster that `make_plan` takes. Raises `TrimtabError` for what is no cluster.
+
+    Fewer devices than a node holds make one smaller node; more must fill their nodes. `node_link`: see
+    `parse_node_link`; without it, the ports of the node that the device's vendor describes. `beside`: see
+    `find_device`.
 
     >>> cluster = parse_cluster("32xA100-80GB")
     >>> cluster.num_nodes, cluster.devices_per_node
@@ -208,7 +236,35 @@ def parse_cluster(text: str, *, devices_per_node: int = 8, beside: DeviceSpec | 
             "or another number of devices per node"
         )
     per_node = min(count, devices_per_node)
-    return ClusterSpec(device=device, num_nodes=count // per_node, devices_per_node=per_node)
+    if node_link is None:
+        gigabytes, _ = _NODE_LINK.get(device.name, (_OTHER_NODE_LINK, ""))
+        link = gigabytes * 1e9
+    else:
+        link = parse_node_link(node_link, devices_per_node=per_node)
+    return ClusterSpec(
+        device=device, num_nodes=count // per_node, devices_per_node=per_node, node_link_bytes_per_s=link
+    )
+
+
+def parse_node_link(text: str, *, devices_per_node: int) -> float:
+    """Bytes per second of one device to other nodes, from "8x400Gb" or "400Gb x8": ports of a node, and their rate.
+
+    "Gb" are gigabits, "GB" gigabytes a second. Without a number of ports every device has one of its own; with it, the
+    devices of a node share the ports. Half the rate says a network that is oversubscribed twice.
+
+    >>> [parse_node_link(text, devices_per_node=8) / 1e9 for text in ("400Gb", "4x400Gb", "400Gb x8", "25GB")]
+    [50.0, 25.0, 50.0, 25.0]
+    """
+    match = _PORTS.fullmatch(text.strip())
+    rate = float(match["rate"]) if match else 0.0
+    ports = int(match["before"] or match["behind"] or devices_per_node) if match else 0
+    if match is None or not (rate > 0 and ports > 0) or (match["before"] and match["behind"]):
+        raise TrimtabError(
+            f"{text!r} is no link between nodes: write the ports of a node and their rate, as in 8x400Gb (gigabits a "
+            "second) or 8x50GB (gigabytes)"
+        )
+    bits = 1e9 if match["unit"] == "B" else 1e9 / 8
+    return rate * bits * ports / devices_per_node
 
 
 def _squeeze(name: str) -> str:

@@ -13,7 +13,7 @@ from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import CostSettings
-from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, write_atomically
 from trimtab.options import Tower
 from trimtab.specs import (
@@ -40,6 +40,8 @@ MEMORY_ERROR = 0.10
 def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
     """Analytic seconds and bytes of every layer of `model` on one `device`: what plans are made of without a GPU.
 
+    Use it to see where a model's time and memory go, or as the input of `split_stages`.
+
     `choices` are fields of `CostSettings`: dims, dtype, zero_stage, attention, fused_kernels, frozen_towers, ...
 
     >>> import trimtab
@@ -48,6 +50,8 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
     >>> profile.layers[0].name
     'model.visual.patch_embed'
     """
+    refuse_type("model", model, ModelSpec, "describe(name or folder)")
+    refuse_type("device", device, DeviceSpec, "find_device(name)")
     return price_model(model, device, CostSettings(**choices))
 
 
@@ -105,12 +109,27 @@ def profile_bytes(profile: Profile) -> bytes:
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes `profile_bytes`; the file appears whole or not at all."""
+    """Writes `profile_bytes`; the file appears whole or not at all.
+
+    Use it to plan with the same costs again: `trimtab plan --profile FILE`.
+
+    >>> import tempfile
+    >>> from trimtab import describe, find_device
+    >>> path = Path(tempfile.mkdtemp()) / "profile.json"
+    >>> profile = profile_model(describe("Qwen2.5-VL-7B"), find_device("H200"))
+    >>> save_profile(profile, path)
+    >>> load_profile(path).layers == profile.layers
+    True
+    """
+    refuse_type("profile", profile, Profile, "profile_model(...)")
     write_atomically(Path(path), profile_bytes(profile))
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """The profile `save_profile` wrote; every missing, unknown or wrongly typed field is named in one error."""
+    """The profile `save_profile` wrote; every missing, unknown or wrongly typed field is named in one error.
+
+    Use it for a profile that was timed, traced or fitted elsewhere; `save_profile` has an example.
+    """
     return profile_from_bytes(Path(path).read_bytes(), origin=str(path))
 
 

@@ -42,6 +42,8 @@ def describe(
 ) -> ModelSpec:
     """The model that `source` describes: a config.json, a folder or a description file, its content, or a shipped name.
 
+    Call this first: every other function takes the `ModelSpec` that it returns.
+
     Shipped names, description files and families with arithmetic of their own need no torch. Another `model_type`, and
     a configuration that leaves out what equals a class default, are put to Transformers where it is installed
     (`models.ask`), unless `ask` is false.
@@ -159,6 +161,8 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
 
 def read_config(source: str | Path | Config) -> Config:
     """The configuration that `describe` reads from `source`.
+
+    Use this to look at the fields before you describe the model, or to change one and describe the changed `dict`.
 
     >>> read_config("Qwen2.5-VL-7B")["model_type"]
     'qwen2_5_vl'

@@ -89,7 +89,9 @@ def description_bytes(model: ModelSpec) -> bytes:
 
 
 def save_description(model: ModelSpec, path: str | Path) -> None:
-    """For machines without torch, and for models of your own: writes a file that every verb takes as a model.
+    """Writes `model` as a file that every verb takes in place of a model.
+
+    Use it for machines without torch, and for models of your own (`describe_model`).
 
     >>> import tempfile, pathlib
     >>> from trimtab.models.describe import describe

@@ -69,7 +69,10 @@ class SplitResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitProblem:
-    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors."""
+    """What `split_stages` is asked; checks itself. `work_*` are (len(WORK_TERMS),) vectors.
+
+    Use it as the one argument of `split_stages`, which has an example.
+    """
 
     profile: Profile
     num_stages: int  # devices of the pipeline

@@ -31,7 +31,8 @@ def even_stages(
     ]
     if not 1 <= num_stages <= len(blocks):
         raise PartitionError(
-            f"cannot deal {len(blocks)} blocks evenly to {num_stages} stages: choose between 1 and {len(blocks)} stages"
+            f"cannot divide {len(blocks)} blocks evenly among {num_stages} stages: choose between 1 and {len(blocks)} "
+            "stages"
         )
     each, left = divmod(len(blocks), num_stages)
     starts = [i * each + min(i, left) for i in range(1, num_stages)]

@@ -1,16 +1,16 @@
-"""Compiled: can S stages cover the model within a time and a memory limit, how far do they reach, which cuts tie best.
+"""Can S stages cover the model within a time and a memory limit, how far do they reach, which cuts tie best.
 
 K *segments* are runs of layers between two allowed cuts; a stage is an interval [a, b) of them, never empty, and costs
     time[b] - time[a] + extra(i, a, b)
 where extra is the least recompute time (module `tiers`) for which
     state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient <= cap[i],
 `saved` by the chosen tiers and `whole` without recompute, `entry[a]` in both, `transient` the most that one layer's
-backward needs beside: a layer that recomputes needs what it computes again as well (`TierTable.reach`), so that a stage
+backward needs beside: a layer that recomputes needs what it computes again as well (`Upgrade.reach`), so that a stage
 that recomputes nothing has more room, and a stage may do better with a weaker tier. Where a micro-batch is pending,
 `whole` holds that already. Time and bytes rise when the interval grows: what it enters with is no more than what
 earlier segments hold for it. Where also no later stage is more expensive than an earlier one for the same interval
-(true of in-flight counts where backwards are whole), `furthest_ends` is exact; else it still never calls a feasible
-limit infeasible.
+(true of in-flight counts where backwards are whole), `reach` is exact; else it still never calls a feasible limit
+infeasible.
 
 Example: four layers of 3, 2, 2 and 3 ms, a cut allowed between any two, on S = 2 stages. Each layer keeps 3 GB of a
 micro-batch, or 1 GB if it recomputes for 1 ms. Stage 0 has 2 micro-batches in flight, stage 1 has 1; the cap is 10 GB.
@@ -21,301 +21,327 @@ and the fourth is left: infeasible. Limit 6 ms: stage 0 ends behind the second, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-from trimtab.compiled import compiled, inlined, inner
 from trimtab.partition.tiers import (
-    IMPOSSIBLE,
-    Records,
+    Choice,
+    Menu,
     TierTable,
-    allowed,
-    clear,
+    least_bound,
     least_extra,
-)
-from trimtab.specs import IntArray
-
-SUMS = np.dtype(
-    [
-        ("time", np.int64),  # composite, forward and backward on the first tiers
-        ("state", np.int64),  # bytes
-        ("saved_first", np.int64),  # bytes of one micro-batch, every layer on its first (cheapest) tier
-        ("saved_least", np.int64),  # the same on its smallest tier
-        ("whole", np.int64),  # the same on tier "none"
-        ("entry", np.int64),  # no sum: saved bytes more of a stage that begins here
-    ]
-)
-ROOM = np.dtype(
-    [
-        ("in_flight", np.int64),  # micro-batches, at least 0
-        ("pending", np.int64),  # further ones that hold everything
-        ("cap", np.int64),  # bytes
-    ]
+    menus_of,
+    most_saved,
+    no_choice,
+    round_up,
 )
 
 
-class Pipeline(NamedTuple):
-    """One split problem in integers."""
+class Room(NamedTuple):
+    """What a stage may hold."""
 
-    sums: Records  # (K + 1,) of SUMS: of the layers before each allowed cut
-    rooms: Records  # (S,) of ROOM
-    num_alike: IntArray  # (K + 1, C) layers of each class before each allowed cut
-    transient: IntArray  # (log2 K, K) first tiers', sparse table: [p, a] is the largest of segments a .. a + 2**p - 1
-    known: IntArray  # (S, K + 1, K + 1) 1 + extra where already solved, else 0; empty: remember nothing
+    in_flight: int  # micro-batches, at least 0
+    pending: int  # further ones that hold everything
+    cap: int  # bytes
 
 
-@inner
-def _time_left(pipeline: Pipeline, a: int, b: int, limit: int) -> int:
-    """The recompute time that `limit` leaves to the stage; negative when it is too slow without any."""
-    return limit - (pipeline.sums[b].time - pipeline.sums[a].time)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pipeline:
+    """One split problem in whole numbers. Sums are of the layers before each of the K + 1 allowed cuts."""
+
+    time: Sequence[int]  # composite, forward and backward on the first tiers
+    state: Sequence[int]  # bytes
+    saved_first: Sequence[int]  # bytes of one micro-batch, every layer on its first (cheapest) tier
+    saved_least: Sequence[int]  # the same on its smallest tier
+    whole: Sequence[int]  # the same on tier "none"
+    num_alike: Sequence[Sequence[int]]  # layers of each class
+    entry: Sequence[int]  # no sum: saved bytes more of a stage that begins here
+    transient: Sequence[Sequence[int]]  # first tiers', sparse table: [p][a] is the most of segments a .. a + 2**p - 1
+    rooms: Sequence[Room]  # of the S stages
+    tiers: TierTable
+    # what was solved before
+    choices: dict[tuple[int, int, int], Choice | None] = field(default_factory=dict)  # of stage i over [a, b)
+    menus: dict[tuple[bool, ...], list[Menu]] = field(default_factory=dict)  # of stages with layers of these classes
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.time) - 1
 
 
-@inner
-def first_transient(pipeline: Pipeline, a: int, b: int) -> int:
-    """The most that a backward of the stage needs where all its layers keep their first tiers."""
-    power = 0
-    while 2 << power <= b - a:
-        power += 1
-    return max(pipeline.transient[power, a], pipeline.transient[power, b - (1 << power)])
+def least_choice(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
+    """The recompute of least time with which stage i holds [a, b) under its cap; None if there is none.
 
-
-@inner
-def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int:
-    """Bytes of one micro-batch by which the first tiers overfill stage i; `IMPOSSIBLE` if the smallest tiers do too."""
-    here, start, stop = pipeline.rooms[i], pipeline.sums[a], pipeline.sums[b]
-    room = here.cap - (stop.state - start.state) - transient
-    room -= here.pending * (stop.whole - start.whole + start.entry)
-    if room < 0:
-        return np.int64(IMPOSSIBLE)
-    if here.in_flight == 0:
-        return np.int64(0)
-    room = room // here.in_flight - start.entry
-    if stop.saved_least - start.saved_least > room:
-        return np.int64(IMPOSSIBLE)
-    return stop.saved_first - start.saved_first - room
-
-
-@inner
-def _count_alike(pipeline: Pipeline, a: int, b: int) -> IntArray:
-    """(C,) layers of each class in the stage."""
-    alike = np.empty(pipeline.num_alike.shape[1], np.int64)
-    for g in range(len(alike)):
-        alike[g] = pipeline.num_alike[b, g] - pipeline.num_alike[a, g]
-    return alike
-
-
-@inner
-def _highest(tiers: TierTable, pipeline: Pipeline, i: int, alike: IntArray, transient: int) -> int:
-    """The most that a backward of the stage can need, whatever is recomputed."""
-    if pipeline.rooms[i].pending == 0:
-        for g in range(alike.shape[0]):
-            for u in range(tiers.upgrades.shape[1]):
-                if alike[g] > 0:
-                    transient = max(transient, tiers.upgrades[g, u].reach)
-    return transient
-
-
-@compiled
-def stage_extra(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> int:
-    """Least recompute time of the stage, or `IMPOSSIBLE` if its time then exceeds `limit` or its bytes the cap.
-
-    For each transient that some upgrade of its layers brings about: the least time with the upgrades that need no more.
+    Solved once for each stage, whatever the limit on its time.
     """
-    most = _time_left(pipeline, a, b, limit)
-    if most < 0:
-        return np.int64(IMPOSSIBLE)
-    lowest = first_transient(pipeline, a, b)
+    key = (i, a, b)
+    if key not in pipeline.choices:
+        pipeline.choices[key] = _solve(pipeline, i, a, b)
+    return pipeline.choices[key]
+
+
+def _solve(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
+    # 1. Nothing to recompute, or nothing that helps.
+    lowest = _first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
-    if need == IMPOSSIBLE:
-        return np.int64(IMPOSSIBLE)
-    clear(counts)
-    if need <= 0:
-        return np.int64(0)
+    if need is None or need <= 0:
+        return None if need is None else no_choice(pipeline.tiers)
+    # 2. For each transient that some upgrade brings about: the least time with the upgrades that need no more.
     alike = _count_alike(pipeline, a, b)
-    highest = _highest(tiers, pipeline, i, alike, lowest)
-    best, num_allowed = np.int64(IMPOSSIBLE), np.int64(-1)
-    trial = np.zeros_like(counts)
-    for v in range(-1, tiers.levels.shape[0]):
-        # 1. the next transient that makes a difference
-        transient = lowest if v < 0 else tiers.levels[v]
-        if transient < lowest or (v >= 0 and transient == lowest):
-            continue
-        if transient > highest:
+    best: Choice | None = None
+    for menu in _menus(pipeline, i, alike, lowest):
+        need = _bytes_to_free(pipeline, i, a, b, max(lowest, menu.transient))
+        if need is None:
             break
-        # 2. the upgrades that need no more; where micro-batches are pending, what is computed again is counted there
-        prefix = allowed(tiers, np.int64(IMPOSSIBLE) if pipeline.rooms[i].pending > 0 else transient)
-        now = np.int64(0)
-        for g in range(len(alike)):
-            now += prefix[g] if alike[g] > 0 else 0
-        if now == num_allowed:
-            continue
-        num_allowed = now
-        # 3. the least time with them
-        need = _bytes_to_free(pipeline, i, a, b, transient)
-        if need == IMPOSSIBLE:
-            break
-        extra = least_extra(tiers, alike, prefix, need, min(most, best - 1), trial)
-        if extra != IMPOSSIBLE:
-            best = extra
-            for g in range(counts.shape[0]):
-                for u in range(counts.shape[1]):
-                    counts[g, u] = trial[g, u]
+        best = least_extra(pipeline.tiers, menu, alike, need, None if best is None else best.extra - 1) or best
     return best
 
 
-@inlined
-def _fits(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, limit: int, counts: IntArray) -> bool:
-    """Whether `stage_extra` finds a choice; no stage is solved twice where results are remembered."""
-    # 1. nothing to recompute, or nothing that helps
-    most = _time_left(pipeline, a, b, limit)
-    if most < 0:
-        return False
-    lowest = first_transient(pipeline, a, b)
+def _menus(pipeline: Pipeline, i: int, alike: Sequence[int], lowest: int) -> list[Menu]:
+    """What stage i may choose from, its transient rising from `lowest`."""
+    present = tuple(number > 0 for number in alike)
+    if present not in pipeline.menus:
+        pipeline.menus[present] = menus_of(pipeline.tiers, present)
+    menus = pipeline.menus[present]
+    if pipeline.rooms[i].pending > 0:  # what is computed again is counted with the pending micro-batches
+        return [menus[-1]._replace(transient=lowest)]
+    while len(menus) > 1 and menus[1].transient <= lowest:
+        menus = menus[1:]
+    return menus
+
+
+def _count_alike(pipeline: Pipeline, a: int, b: int) -> list[int]:
+    """Layers of each class in the stage."""
+    return [y - x for x, y in zip(pipeline.num_alike[a], pipeline.num_alike[b], strict=True)]
+
+
+def _first_transient(pipeline: Pipeline, a: int, b: int) -> int:
+    """The most that a backward of the stage needs where all its layers keep their first tiers."""
+    power = (b - a).bit_length() - 1
+    row = pipeline.transient[power]
+    return max(row[a], row[b - (1 << power)])
+
+
+def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int | None:
+    """Bytes of one micro-batch by which the first tiers overfill stage i; None if the smallest tiers do too."""
+    here, entry = pipeline.rooms[i], pipeline.entry[a]
+    room = here.cap - (pipeline.state[b] - pipeline.state[a]) - transient
+    room -= here.pending * (pipeline.whole[b] - pipeline.whole[a] + entry)
+    if room < 0:
+        return None
+    if here.in_flight == 0:
+        return 0
+    room = room // here.in_flight - entry
+    if pipeline.saved_least[b] - pipeline.saved_least[a] > room:
+        return None
+    return pipeline.saved_first[b] - pipeline.saved_first[a] - room
+
+
+Cost: TypeAlias = "Callable[[int, int, int, int], int | None]"
+"""Of stage i over [a, b), and a limit: what the stage needs, which rises with b; None: more than any limit.
+
+On the same side of the limit any bound will do: where it is within, one from above; where it is not, one from below.
+"""
+
+
+def time_cost(pipeline: Pipeline) -> Cost:
+    """Composite time of a stage with its least recompute."""
+
+    def cost(i: int, a: int, b: int, limit: int) -> int | None:
+        own = pipeline.time[b] - pipeline.time[a]
+        if own > limit:
+            return own
+        if (i, a, b) not in pipeline.choices:
+            least, most = _extra_bounds(pipeline, i, a, b, limit - own)
+            if least == inf:
+                return None
+            if most <= limit - own:
+                return own + int(most)
+            if least > limit - own:
+                return own + ceil(least)
+        choice = least_choice(pipeline, i, a, b)
+        return None if choice is None else own + choice.extra
+
+    return cost
+
+
+def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tuple[float, float]:
+    """What the stage's least recompute time is between: the relaxation, as it is and rounded up; inf where none helps.
+
+    Stops at the first upper bound within `limit`; there is none where the lower one is not.
+    """
+    lowest = _first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
-    if need <= 0 or need == IMPOSSIBLE:
-        return need <= 0
-    # 2. solved before
-    remembers = pipeline.known.size > 0
-    if remembers and pipeline.known[i, a, b] > 0:
-        return pipeline.known[i, a, b] - 1 <= most
-    # 3. exactly, whatever the limit where the result is remembered
-    extra = stage_extra(pipeline, tiers, i, a, b, np.int64(IMPOSSIBLE // 2) if remembers else limit, counts)
-    if remembers:
-        pipeline.known[i, a, b] = 1 + extra
-    return extra <= most
+    if need is None or need <= 0:
+        return (0, 0) if need is not None else (inf, inf)
+    alike = _count_alike(pipeline, a, b)
+    least = inf
+    for menu in _menus(pipeline, i, alike, lowest):
+        need = _bytes_to_free(pipeline, i, a, b, max(lowest, menu.transient))
+        if need is None:
+            break
+        bound = least_bound(menu, alike, need)
+        least = min(least, bound)
+        if bound <= limit and (most := round_up(pipeline.tiers, menu, alike, need).extra) <= limit:
+            return least, most
+    return least, inf
 
 
-@compiled
-def furthest_ends(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray:
-    """(S + 1,) R[i]: the furthest end of i stages within `limit`, 0 from the first i that cannot; exists iff R[S] = K.
+def memory_cost(pipeline: Pipeline) -> Cost:
+    """Bytes of a stage under the recompute that makes them least."""
+
+    def cost(i: int, a: int, b: int, _: int) -> int:
+        here, lowest, alike = pipeline.rooms[i], _first_transient(pipeline, a, b), _count_alike(pipeline, a, b)
+        saved = pipeline.saved_first[b] - pipeline.saved_first[a] + pipeline.entry[a]
+        whole = pipeline.whole[b] - pipeline.whole[a] + pipeline.entry[a]
+        return (
+            pipeline.state[b]
+            - pipeline.state[a]
+            + here.pending * whole
+            + min(
+                max(lowest, menu.transient) + here.in_flight * (saved - most_saved(menu, alike))
+                for menu in _menus(pipeline, i, alike, lowest)
+            )
+        )
+
+    return cost
+
+
+class Reach(NamedTuple):
+    """How far the stages get within a limit on what each costs."""
+
+    ends: list[int]  # (S + 1,) R[i]: the furthest end of i stages, 0 from the first i that cannot
+    dearest: int  # of them: within any limit from here to the one asked for they get as far
+    next_limit: int | None  # within less none gets further; None: none ever does
+
+
+def reach(cost: Cost, S: int, K: int, limit: int) -> Reach:
+    """The furthest ends of S stages within `limit`; a split of K segments exists iff R[S] = K.
 
     No split ends further: if one ends stage i at c > R[i], then [R[i - 1], c), part of its own stage i, is within the
     limit. Every end in i .. R[i] is reached: cutting a split off at p and handing one segment each to the stages that
     would be left empty gives these part of what an earlier, more expensive stage held. So R[i + 1] is the greedy end
     from R[i], or, where stage i cannot take one segment there, R[i] itself, reached from R[i] - 1.
     """
-    S, K = pipeline.rooms.shape[0], pipeline.sums.shape[0] - 1
-    counts = np.empty((tiers.upgrades.shape[0], tiers.upgrades.shape[1]), np.int64)
-    ends = np.zeros(S + 1, np.int64)
+    ends, dearest, next_limits = [0] * (S + 1), 0, []
     for i in range(S):
-        a = ends[i]
-        low, high = a, np.int64(K)
+        a = low = ends[i]
+        high = K
+        own, next_own = 0, None  # what the stage costs as far as it gets, and one segment further
         while low < high:
             middle = (low + high + 1) // 2
-            if _fits(pipeline, tiers, i, a, middle, limit, counts):
-                low = middle
+            found = cost(i, a, middle, limit)
+            if found is not None and found <= limit:
+                low, own = middle, found
             else:
-                high = middle - 1
+                high, next_own = middle - 1, found
+        if next_own is not None:
+            next_limits.append(next_own)
         if low < i + 1:
             break
-        ends[i + 1] = low
-    return ends
+        ends[i + 1], dearest = low, max(dearest, own)
+    return Reach(ends, dearest, min(next_limits, default=None))
 
 
-@inlined
-def _peak(pipeline: Pipeline, tiers: TierTable, i: int, a: int, b: int, extra: int, counts: IntArray) -> int:
-    """Bytes of the stage at its fullest under the choice `counts`, which costs `extra`."""
-    here, start, stop = pipeline.rooms[i], pipeline.sums[a], pipeline.sums[b]
-    saved = stop.saved_first - start.saved_first
-    transient = first_transient(pipeline, a, b)
-    for g in range(counts.shape[0]):
-        for u in range(counts.shape[1]):
-            saved -= counts[g, u] * tiers.upgrades[g, u].gain
-            if counts[g, u] > 0 and here.pending == 0 and extra > 0:
-                transient = max(transient, tiers.upgrades[g, u].reach)
-    size = stop.state - start.state + transient
-    size += here.pending * (stop.whole - start.whole + start.entry)
-    return size + here.in_flight * (saved + start.entry)
+def least_limit(cost: Cost, S: int, K: int, *, low: int, high: int) -> int | None:
+    """The smallest limit, above `low`, within which `reach` covers all; None if even `high` is too small.
 
-
-@compiled
-def _best_tied(pipeline: Pipeline, tiers: TierTable, limit: int, ends: IntArray) -> IntArray:
-    """(S + 1, K + 1) end of stage i that begins at a, in the best split of what is left; 0: there is none."""
-    S, K = pipeline.rooms.shape[0], pipeline.sums.shape[0] - 1
-    counts = np.empty((tiers.upgrades.shape[0], tiers.upgrades.shape[1]), np.int64)
-    extra = np.empty((S + 1, K + 1), np.int64)
-    fullest = np.zeros((S + 1, K + 1), np.int64)
-    following = np.zeros((S + 1, K + 1), np.int64)
-    for i in range(S + 1):
-        for a in range(K + 1):
-            extra[i, a] = IMPOSSIBLE
-    extra[S, K] = 0
-    for i in range(S - 1, -1, -1):
-        for a in range(i, ends[i] + 1):
-            for b in range(a + 1, ends[i + 1] + 1):
-                if extra[i + 1, b] == IMPOSSIBLE:
-                    continue
-                own = stage_extra(pipeline, tiers, np.int64(i), np.int64(a), np.int64(b), limit, counts)
-                if own == IMPOSSIBLE:
-                    break
-                size = _peak(pipeline, tiers, np.int64(i), np.int64(a), np.int64(b), own, counts)
-                size = max(size, fullest[i + 1, b])
-                total = own + extra[i + 1, b]
-                if total < extra[i, a] or (total == extra[i, a] and size < fullest[i, a]):
-                    extra[i, a], fullest[i, a], following[i, a] = total, size, b
-    return following
-
-
-def best_tied_cuts(pipeline: Pipeline, tiers: TierTable, limit: int) -> IntArray:
-    """(S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
-
-    Then the earliest first cut, the earliest second ... Dynamic programme from the last stage over the ends that
-    `furthest_ends` allows; both objectives (a sum, then a maximum) keep an optimal rest optimal. Zeros at the end where
-    no split within `limit` exists.
+    Bisection that skips limits which change nothing: some ten calls of `reach`, not one for each bit of a limit.
     """
-    following = _best_tied(pipeline, tiers, limit, furthest_ends(pipeline, tiers, limit))
-    cuts = np.zeros(len(following), np.int64)
-    for i in range(len(cuts) - 1):
-        cuts[i + 1] = following[i, cuts[i]]
-    return cuts
-
-
-def least_bottleneck(pipeline: Pipeline, tiers: TierTable, *, high: int) -> int | None:
-    """The smallest limit on every stage's time that some split keeps; None if even `high` is too small.
-
-    Bisection over integers: some 50 calls of `furthest_ends`. Exact only where that is; else a bound from below.
-    """
-    num_segments = len(pipeline.sums) - 1
-    return _bisect(lambda limit: bool(furthest_ends(pipeline, tiers, limit)[-1] == num_segments), -1, high)
-
-
-def least_reachable_bottleneck(pipeline: Pipeline, tiers: TierTable, *, low: int, high: int) -> int | None:
-    """`least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
-
-    Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `furthest_ends`.
-    """
-    num_segments = len(pipeline.sums) - 1
-    return _bisect(lambda limit: bool(best_tied_cuts(pipeline, tiers, limit)[-1] == num_segments), low, high)
-
-
-def _bisect(feasible: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The smallest feasible number of low < x <= high."""
-    if not feasible(high):
+    found = reach(cost, S, K, high)
+    if found.ends[S] != K:
         return None
+    high = found.dearest
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(middle) else (middle, high)
+        found = reach(cost, S, K, (low + high) // 2)
+        if found.ends[S] == K:
+            high = found.dearest
+        else:
+            assert found.next_limit is not None, "within `high` the stages get further"
+            low = found.next_limit - 1
     return high
 
 
-def least_memory(pipeline: Pipeline, tiers: TierTable) -> int:
+def least_bottleneck(pipeline: Pipeline, *, high: int) -> int | None:
+    """The smallest limit on every stage's time that some split keeps; None if even `high` is too small.
+
+    Exact only where `reach` is; else a bound from below.
+    """
+    S, K = len(pipeline.rooms), pipeline.num_segments
+    mean = -(-pipeline.time[K] // S)  # no split is faster
+    return least_limit(time_cost(pipeline), S, K, low=mean - 1, high=high)
+
+
+def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> int | None:
+    """`least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
+
+    Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `reach`.
+    """
+    if best_tied_cuts(pipeline, high) is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if best_tied_cuts(pipeline, middle) is None else (low, middle)
+    return high
+
+
+def least_memory(pipeline: Pipeline) -> int:
     """Bytes of the smallest cap, the same for every stage, under which a split exists, whatever its time."""
-    anything = IMPOSSIBLE // 2
-    nothing = np.zeros((0, 0, 0), np.int64)  # what is known holds for one cap
-    num_segments = len(pipeline.sums) - 1
-
-    def feasible(cap: int) -> bool:
-        rooms = pipeline.rooms.copy()
-        rooms["cap"] = cap
-        capped = pipeline._replace(rooms=rooms, known=nothing)
-        return bool(furthest_ends(capped, tiers, anything)[-1] == num_segments)
-
-    entry, everything = int(pipeline.sums["entry"].max()), pipeline.sums[-1]
-    held = pipeline.rooms["in_flight"] * (everything["saved_first"] + entry)
-    held += pipeline.rooms["pending"] * (everything["whole"] + entry)
-    transient = max(int(pipeline.transient.max()), int(tiers.upgrades["reach"].max(initial=0)))
-    least = _bisect(feasible, -1, int(everything["state"] + held.max()) + transient)
+    S, K = len(pipeline.rooms), pipeline.num_segments
+    cost = memory_cost(pipeline)
+    least = least_limit(cost, S, K, low=-1, high=max(cost(i, 0, K, 0) or 0 for i in range(S)))
     assert least is not None, "everything on every device at once is more than any stage needs"
     return least
+
+
+def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
+    """(S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
+
+    Then the earliest first cut, the earliest second ... Dynamic programme from the last stage over the ends that
+    `reach` allows; both objectives (a sum, then a maximum) keep an optimal rest optimal. None where no split is within
+    `limit`.
+    """
+    S, K, time = len(pipeline.rooms), pipeline.num_segments, pipeline.time
+    ends = reach(time_cost(pipeline), S, K, limit).ends
+    rest: dict[int, tuple[int, int]] = {K: (0, 0)}  # recompute and fullest stage of the stages that begin here
+    following: list[dict[int, int]] = []  # end of the stage that begins here
+    for i in reversed(range(S)):
+        best: dict[int, tuple[int, int]] = {}
+        cut: dict[int, int] = {}
+        for a in range(i, ends[i] + 1):
+            for b in range(a + 1, ends[i + 1] + 1):
+                if b not in rest:
+                    continue
+                # all rises with b: once a stage is too slow or too full, those that end further on are
+                most = limit - (time[b] - time[a])
+                choice = least_choice(pipeline, i, a, b) if most >= 0 else None
+                if choice is None or choice.extra > most:
+                    break
+                extra, fullest = rest[b]
+                total = (choice.extra + extra, max(_peak(pipeline, i, a, b, choice), fullest))
+                if a not in best or total < best[a]:
+                    best[a], cut[a] = total, b
+        rest = best
+        following.append(cut)
+    if 0 not in rest:
+        return None
+    cuts = [0]
+    for cut in reversed(following):
+        cuts.append(cut[cuts[-1]])
+    return cuts
+
+
+def _peak(pipeline: Pipeline, i: int, a: int, b: int, choice: Choice) -> int:
+    """Bytes of the stage at its fullest under the choice."""
+    here, entry = pipeline.rooms[i], pipeline.entry[a]
+    saved, transient = pipeline.saved_first[b] - pipeline.saved_first[a], _first_transient(pipeline, a, b)
+    if choice.extra > 0:
+        for counts, upgrades in zip(choice.counts, pipeline.tiers.upgrades, strict=True):
+            for number, upgrade in zip(counts, upgrades, strict=True):
+                saved -= number * upgrade.gain
+                if number > 0 and here.pending == 0:
+                    transient = max(transient, upgrade.reach)
+    size = pipeline.state[b] - pipeline.state[a] + transient
+    size += here.pending * (pipeline.whole[b] - pipeline.whole[a] + entry)
+    return size + here.in_flight * (saved + entry)

@@ -9,6 +9,8 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitProblem
+from trimtab.partition.layer_table import layer_table, pipeline_of
+from trimtab.partition.replay import makespans, waves_of
 from trimtab.partition.simulate import block_costs, stage_times
 from trimtab.partition.stages import chunk_room, stage_of
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage
@@ -26,8 +28,6 @@ class Evaluator:
         latency_s: float = 0.0,
     ) -> None:
         """`work` (steps, num_microbatches, len(WORK_TERMS)): what each micro-batch of each step asks of the layers."""
-        from trimtab.partition.layer_table import layer_table, pipeline_of
-
         work = np.asarray(work, np.float64)
         expected = (problem.num_microbatches, NUM_WORK_TERMS)
         if work.ndim != 3 or work.shape[0] == 0 or work.shape[1:] != expected:
@@ -38,11 +38,16 @@ class Evaluator:
         S = problem.num_stages * problem.num_chunks
         self.problem = problem
         self.rows = work.reshape(-1, NUM_WORK_TERMS)
-        self.slots = np.arange(len(self.rows)).reshape(work.shape[0], 1, work.shape[1])
+        self.slots = np.arange(len(self.rows)).reshape(work.shape[:2])
         self.link_bytes_per_s, self.latency_s = link_bytes_per_s, latency_s
         self.table = layer_table(problem)
         self.pipeline = pipeline_of(problem, self.table, chunk_room(problem))
-        self.order = problem.order
+        self.waves = waves_of(
+            problem.schedule,
+            num_devices=problem.num_stages,
+            num_chunks=problem.num_chunks,
+            num_microbatches=problem.num_microbatches,
+        )
         self.seen: dict[tuple[int, ...], float] = {}
         self._stages: dict[tuple[int, int, int], Stage | None] = {}
         self._priced: dict[Stage, tuple[FloatArray, FloatArray]] = {}
@@ -70,16 +75,13 @@ class Evaluator:
 
     def makespan_of(self, stages: Sequence[Stage]) -> float:
         """Mean makespan of stages as they are, their own recompute included."""
-        from trimtab.partition.replay import replay_steps
-
         for i, stage in enumerate(stages):
             if stage not in self._priced:
                 self._priced[stage] = self._price(stage)
             self._seconds[:, i], send = self._priced[stage]
             if i + 1 < len(stages):
                 self._sends[0, i] = self._sends[1, i + 1] = send
-        blocks = (self.order.stage, self.order.microbatch, self.order.kind, self.order.device)
-        return float(replay_steps(*blocks, self._seconds, self._sends, self.slots).mean())
+        return float(makespans(self.waves, self._seconds, self._sends, self.slots).mean())
 
     def _price(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
         """(3, rows) seconds FORWARD, BACKWARD, WEIGHT, and (rows,) to the next stage, as long on the way back."""

@@ -138,8 +138,8 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
         counts = (0, *[middle] * (pp - 2), L - middle * (pp - 2))
     if min(counts) < 0:
         raise PartitionError(
-            f"the FLOPs rule cannot deal {L} language layers to {pp} stages: its rounding up leaves {min(counts)} for "
-            "one of them: use the optimum, or fewer stages"
+            f"the FLOPs rule cannot divide {L} language layers among {pp} stages: its rounding up leaves {min(counts)} "
+            "for one of them: use the optimum, or fewer stages"
         )
     return priced_split(model, counts)
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitProblem, entry_bytes
-from trimtab.partition.cuts import ROOM, SUMS, Pipeline
-from trimtab.partition.hull import tier_table
+from trimtab.partition.cuts import Pipeline, Room
 from trimtab.partition.schedules import peak_in_flight, peak_pending
-from trimtab.partition.tiers import TierTable
+from trimtab.partition.tiers import TierTable, Upgrade, tier_table
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, RecomputeTier
 
 TICK_BITS = 44
 MAX_BYTES = 2**60  # an exbibyte stands for "no limit"
-MAX_KNOWN = 2**23  # stages remembered at most: 64 MiB, of which only what is touched takes memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,17 +52,19 @@ class LayerTable:
     @property
     def longest(self) -> int:
         """Composite time that no stage exceeds."""
-        return int(self.time.sum() + len(self.time) * self.tiers.upgrades["cost"].max(initial=0))
+        strongest = max((own[-1].cost for own in self.tiers.upgrades), default=0)
+        return int(self.time.sum()) + len(self.time) * strongest
 
-    def prefix(self, values: IntArray) -> IntArray:
+    def prefix(self, values: IntArray) -> list[Any]:
         """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
         sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
         np.cumsum(values, axis=0, out=sums[1:])
-        return np.ascontiguousarray(sums[self.positions])
+        listed: list[Any] = sums[self.positions].tolist()
+        return listed
 
 
 def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pipeline:
-    """The problem for the compiled solvers, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
+    """The problem for the solvers of `cuts`, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
 
     A stage costs its forward and backward. Where weight gradients run apart it holds at most (in flight - pending)
     micro-batches by its tiers and the pending ones whole: with one chunk a device that is its peak, as
@@ -72,23 +73,20 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
     held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
-    S = len(held)
-    sums = np.zeros(len(table.positions), SUMS)
-    for name in ("time", "state", "saved_first", "saved_least", "whole"):
-        sums[name] = table.prefix(getattr(table, name))
-    sums["entry"] = np.append(table.entry, 0)[table.positions]
-    rooms = np.zeros(S, ROOM)
-    rooms["in_flight"], rooms["pending"] = held - pending, pending
-    rooms["cap"] = np.minimum(cap, MAX_BYTES).astype(np.int64)
+    caps = np.minimum(cap, MAX_BYTES).astype(np.int64).tolist()
     transient = table.workspace if pending.any() else table.transient
     one_hot = (table.layer_class[:, None] == np.arange(len(table.tiers.upgrades))).astype(np.int64)
-    remembered = (S, len(table.positions), len(table.positions))
     return Pipeline(
-        sums=sums,
-        rooms=rooms,
+        time=table.prefix(table.time),
+        state=table.prefix(table.state),
+        saved_first=table.prefix(table.saved_first),
+        saved_least=table.prefix(table.saved_least),
+        whole=table.prefix(table.whole),
         num_alike=table.prefix(one_hot),
+        entry=np.append(table.entry, 0)[table.positions].tolist(),
         transient=_range_max(np.maximum.reduceat(transient, table.positions[:-1])),
-        known=np.zeros(remembered if np.prod(remembered) <= MAX_KNOWN else (0, 0, 0), np.int64),
+        rooms=list(map(Room, (held - pending).tolist(), pending.tolist(), caps)),
+        tiers=table.tiers,
     )
 
 
@@ -136,7 +134,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     first = [ladder[0] for ladder in ladders]
     saved_first = np.array([rung.saved for rung in first], np.int64)
 
-    layer_class, upgrade = _classes(ladders)
+    layer_class, classes = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
         scale=scale,
@@ -151,7 +149,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
         layer_class=layer_class,
         first_tier=tuple(rung.tier for rung in first),
         upgrades=tuple(tuple(rung.tier for rung in more) for _, *more in ladders),
-        tiers=tier_table(*np.ascontiguousarray(upgrade)),
+        tiers=tier_table(classes),
     )
 
 
@@ -174,18 +172,15 @@ def _useful(rungs: Sequence[_Rung]) -> list[_Rung]:
     return chosen
 
 
-def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, IntArray]:
-    """(layers,) class of each layer, -1 without upgrades; (3, classes, upgrades): gain, price, reach of each."""
-    alike: dict[tuple[tuple[int, int, int], ...], int] = {}
+def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, list[tuple[Upgrade, ...]]]:
+    """(layers,) class of each layer, -1 without upgrades; the upgrades of each class."""
+    alike: dict[tuple[Upgrade, ...], int] = {}
     layer_class = np.full(len(ladders), -1, np.int64)
     for i, (start, *more) in enumerate(ladders):
         if more:
-            key = tuple((start.saved - x.saved, x.cost - start.cost, x.reach) for x in more)
+            key = tuple(Upgrade(start.saved - x.saved, x.cost - start.cost, x.reach) for x in more)
             layer_class[i] = alike.setdefault(key, len(alike))
-    upgrade = np.zeros((3, len(alike), max(map(len, alike), default=1)), np.int64)
-    for key, g in alike.items():
-        upgrade[:, g, : len(key)] = np.array(key).T
-    return layer_class, upgrade
+    return layer_class, list(alike)
 
 
 def _refuse_negative(**lowest_s: float) -> None:
@@ -215,11 +210,11 @@ def _work_vector(work: FloatArray | Sequence[float], name: str) -> FloatArray:
     return vector
 
 
-def _range_max(values: IntArray) -> IntArray:
-    """Sparse table of range maxima: [p, a] covers a .. a + 2**p - 1 (what lies past the end repeats the last)."""
+def _range_max(values: IntArray) -> list[list[int]]:
+    """Sparse table of range maxima: [p][a] covers a .. a + 2**p - 1 (what lies past the end repeats the last)."""
     rows = [values]
     while 2 << (len(rows) - 1) <= len(values):
         step = 1 << (len(rows) - 1)
         last = rows[-1]
         rows.append(np.maximum(last, np.concatenate([last[step:], last[-step:]])))
-    return np.ascontiguousarray(np.stack(rows))
+    return [row.tolist() for row in rows]

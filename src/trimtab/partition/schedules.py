@@ -85,7 +85,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
         )
     if schedule == "Interleaved1F1B" and num_microbatches % num_devices:
         raise PartitionError(
-            f"Interleaved1F1B deals micro-batches in rounds of {num_devices}, one a pipeline device, and "
+            f"Interleaved1F1B runs micro-batches in rounds of {num_devices}, one a pipeline device, and "
             f"{num_microbatches} is no multiple: take {_nearest_multiples(num_microbatches, num_devices)} of them, "
             "or schedule='1F1B'"
         )

@@ -11,14 +11,8 @@ from trimtab.costs.profile import chosen_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
 from trimtab.partition.backward import weight_matrix
-from trimtab.partition.schedules import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    BlockOrder,
-    block_order,
-    splits_backward,
-)
+from trimtab.partition.replay import Waves, makespans, replay, waves_of
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
 from trimtab.partition.timeline import Timeline
 from trimtab.specs import FloatArray, IntArray, Profile, Stage, evaluate
 
@@ -71,6 +65,8 @@ def stage_times(
 def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:
     """Start and end of every block of one step of M micro-batches.
 
+    Use it to see how long a pipeline step takes and where devices wait, for seconds that you measured or planned.
+
     Each device (num_devices None: as many as stages) runs its blocks in `block_order`. A forward waits for the stage
     before, a backward for the stage behind (the last stage's for its own forward), sends included; stages of one device
     send each other nothing. Where the schedule splits the backward, the stage before waits for its first part only.
@@ -83,15 +79,13 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     >>> simulate(StageTimes(forward_s=ones, backward_s=2 * ones, send_forward_s=none, send_backward_s=none)).makespan_s
     15.0
     """
-    from trimtab.partition.replay import replay
-
     costs = block_costs(times, schedule)
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
-    order = _order(schedule, S, P, M)
+    waves = _waves(schedule, S, P, M)
     end = np.zeros((3, S, M))
-    makespan = replay(order.stage, order.microbatch, order.kind, order.device, costs.seconds, costs.sends, end)
-    assert np.isfinite(makespan), "no schedule deadlocks"
+    end[waves.kind, waves.stage, waves.microbatch] = replay(waves, costs.seconds, costs.sends, np.arange(M)[None])[:, 0]
+    order = block_order(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
     stage, microbatch, kind = order.stage.flatten(), order.microbatch.flatten(), order.kind.flatten()
     ends = end[kind, stage, microbatch]
     return Timeline(
@@ -101,7 +95,7 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
         start_s=ends - costs.seconds[kind, stage, microbatch],
         end_s=ends,
         num_devices=P,
-        makespan_s=float(makespan),
+        makespan_s=float(ends.max()),
         stage_devices=tuple(order.device.tolist()),
     )
 
@@ -119,8 +113,6 @@ def simulate_steps(
     `times` hold all packs; `table[step, rank, microbatch]` says which run where (-1: an empty slot, run at no cost).
     `all_reduce_s` is what of it no compute hides, as the caller knows it.
     """
-    from trimtab.partition.replay import replay_steps
-
     costs = block_costs(times, schedule)
     S, num_packs = times.forward_s.shape
     if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
@@ -129,23 +121,21 @@ def simulate_steps(
             "micro-batches) of pack numbers, -1 for an empty slot"
         )
     P = S if num_devices is None else num_devices
-    order = _order(schedule, S, P, table.shape[2])
-    slots = np.require(table, np.int64, ["C", "W"])
-    blocks = (order.stage, order.microbatch, order.kind, order.device)
-    makespans = replay_steps(*blocks, costs.seconds, costs.sends, slots)
-    result: FloatArray = makespans.max(axis=1) + all_reduce_s
+    waves = _waves(schedule, S, P, table.shape[2])
+    each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
+    result: FloatArray = each.reshape(table.shape[:2]).max(axis=1) + all_reduce_s
     return result
 
 
-def _order(schedule: ScheduleName, S: int, P: int, M: int) -> BlockOrder:
+def _waves(schedule: ScheduleName, S: int, P: int, M: int) -> Waves:
     if P < 1 or S % P:
         raise PartitionError(f"{S} stages do not spread evenly over {P} devices: give a divisor of {S} as num_devices")
-    return block_order(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
+    return waves_of(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCosts:
-    """Stage times in the one memory layout that the compiled loops know."""
+    """Stage times in the one memory layout that `replay` knows."""
 
     seconds: FloatArray  # (3, S, N), rows FORWARD, BACKWARD, WEIGHT
     sends: FloatArray  # (2, S, N), behind FORWARD and BACKWARD

@@ -5,24 +5,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
 from trimtab.partition.assess import SplitResult
-from trimtab.specs import FloatArray, IntArray, Stage, recomputing
+from trimtab.partition.cuts import (
+    Pipeline,
+    best_tied_cuts,
+    least_bottleneck,
+    least_choice,
+    least_memory,
+    least_reachable_bottleneck,
+)
+from trimtab.partition.layer_table import LayerTable, layer_table, pipeline_of
+from trimtab.specs import FloatArray, Stage, recomputing
 from trimtab.units import format_bytes
-
-if TYPE_CHECKING:  # numba comes with these: only when something is solved
-    from trimtab.partition.cuts import Pipeline
-    from trimtab.partition.layer_table import LayerTable
 
 
 def split_stages(problem: SplitProblem) -> SplitResult:
     """The contiguous split and recompute choice whose slowest stage takes least time per micro-batch.
+
+    Use this to cut a model whose packs you have already; `make_plan` calls it for you.
 
     Stage time: forward + backward + recompute of its layers at `work_mean`; sends are not counted. Memory of a device:
     see `SplitProblem.assess`; it stays within `memory_bytes`. `num_stages` devices hold `num_chunks` virtual
@@ -44,6 +50,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     >>> [stage.stop - stage.start for stage in split_stages(problem).stages]
     [40, 8, 9, 8]
     """
+    refuse_type("problem", problem, SplitProblem, "SplitProblem(profile=...)")
     if problem.num_chunks == 1:
         result = _solve_capped(problem, chunk_room(problem))
         if result is None:
@@ -90,19 +97,17 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
 
     Of a class's layers those earlier in the model recompute first, the stronger tier before the weaker.
     """
-    from trimtab.partition.cuts import stage_extra
-    from trimtab.partition.tiers import IMPOSSIBLE
-
-    counts: IntArray = np.zeros(table.tiers.upgrades.shape, np.int64)
-    if stage_extra(pipeline, table.tiers, index, first, last, IMPOSSIBLE // 2, counts) == IMPOSSIBLE:
+    choice = least_choice(pipeline, index, first, last)
+    if choice is None:
         return None
+    counts = [list(own) for own in choice.counts]
     start, stop = int(table.positions[first]), int(table.positions[last])
     tiers: dict[int, RecomputedTier] = {}
     for i in range(start, stop):
         g, tier = int(table.layer_class[i]), table.first_tier[i]
-        for k in reversed(range(counts.shape[1])):
-            if g >= 0 and counts[g, k] > 0:
-                counts[g, k] -= 1
+        for k in reversed(range(len(table.upgrades[i]))):
+            if counts[g][k] > 0:
+                counts[g][k] -= 1
                 tier = table.upgrades[i][k]
                 break
         if tier.name != "none":
@@ -112,26 +117,23 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
 
 def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
     """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
-    from trimtab.partition.cuts import best_tied_cuts, least_bottleneck, least_reachable_bottleneck
-    from trimtab.partition.layer_table import layer_table, pipeline_of
-
     table = layer_table(problem)
     pipeline = pipeline_of(problem, table, cap)
 
-    def best_cuts(bottleneck: int) -> list[int]:
+    def best_cuts(bottleneck: int) -> list[int] | None:
         # what is not slower by a whole tick ties: the count of recomputed layers is no part of the bottleneck
-        limit = (bottleneck // table.scale + 1) * table.scale - 1
-        return [int(cut) for cut in best_tied_cuts(pipeline, table.tiers, limit)]
+        return best_tied_cuts(pipeline, (bottleneck // table.scale + 1) * table.scale - 1)
 
-    bottleneck = least_bottleneck(pipeline, table.tiers, high=table.longest)
+    bottleneck = least_bottleneck(pipeline, high=table.longest)
     if bottleneck is None:
         return None
     cuts = best_cuts(bottleneck)
-    if cuts[-1] != table.num_segments:  # only where a later stage has less room than an earlier one
-        bottleneck = least_reachable_bottleneck(pipeline, table.tiers, low=bottleneck, high=table.longest)
+    if cuts is None:  # only where a later stage has less room than an earlier one
+        bottleneck = least_reachable_bottleneck(pipeline, low=bottleneck, high=table.longest)
         if bottleneck is None:
             return None
         cuts = best_cuts(bottleneck)
+    assert cuts is not None, "within this limit a split was found before"
     stages = []
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
         stage = stage_of(table, pipeline, index=i, first=first, last=last)
@@ -142,12 +144,9 @@ def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
 
 def _infeasible(problem: SplitProblem) -> PartitionError:
     """How many bytes the fullest device lacks in the split that needs least on it."""
-    from trimtab.partition.cuts import least_memory
-    from trimtab.partition.layer_table import layer_table, pipeline_of
-
     table = layer_table(problem)
     pipeline = pipeline_of(problem, table, chunk_room(problem))
-    least = least_memory(pipeline, table.tiers) * problem.num_chunks + problem.overhead_bytes
+    least = least_memory(pipeline) * problem.num_chunks + problem.overhead_bytes
     missing = least - problem.memory_bytes
     how = {
         "auto": "even with the strongest recompute everywhere",

@@ -1,6 +1,6 @@
-"""Compiled: the least extra backward time that brings a stage's saved bytes under its room, exactly.
+"""The least extra backward time that brings a stage's saved bytes under its room, exactly.
 
-Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has up to U
+Layers that offer the same tiers form a class; only how many of a class take which tier matters. A class has
 *upgrades* of its first tier, each with the bytes that it saves (gain) and the composite time that it costs. A *prefix*
 p allows a class its first p upgrades. A *step* is one edge of the convex hull of a class's upgrades under a prefix:
 taking steps in order of cost per byte, the last in part, is the linear relaxation, a bound from below on every whole
@@ -10,38 +10,39 @@ Example: 3 alike layers whose one upgrade saves 4 MB and costs 3 ms, 2 alike lay
 costs 5 ms; 13 MB are needed. Steps by cost per byte: 3/4, then 5/6. Relaxation: 3 layers save 12 MB for 9 ms, a sixth
 of the next for the last MB, 9.83 ms. Rounded up: 14 ms, saving 18 MB. Branch and bound finds the optimum between the
 two: 2 of the first and 1 of the second save 14 MB for 11 ms.
+
+Plain Python on whole numbers of any length: a plan solves some hundred of these, each in 10 to 100 microseconds, while
+compiling the same loops took 3 CPU seconds (docs/log.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+ROUNDING = 1.0 - 1e-14
+"""Of the relaxation: with it no bound is above a whole choice."""
 
-from trimtab.compiled import compiled, inlined, inner
-from trimtab.specs import IntArray
 
-IMPOSSIBLE = 2**62
+class Upgrade(NamedTuple):
+    """A tier of a class that saves more than its first, and costs more."""
 
-UPGRADE = np.dtype(
-    [
-        ("gain", np.int64),  # bytes of one layer and micro-batch
-        ("cost", np.int64),  # composite time units
-        ("reach", np.int64),  # bytes that the backward of one such layer needs beside what is saved
-    ]
-)
-STEP = np.dtype(
-    [
-        ("layer_class", np.int64),
-        ("prefix", np.int64),  # under which the step lies on the hull
-        ("upgrade", np.int64),  # where the step leads
-        ("start", np.int64),  # the upgrade where it begins; -1: the first tier
-        ("gain", np.int64),  # from there
-        ("cost", np.int64),  # from there
-    ]
-)
-Records = npt.NDArray[np.void]
+    gain: int  # bytes of one layer and micro-batch
+    cost: int  # composite time units
+    reach: int  # bytes that the backward of one such layer needs beside what is saved
+
+
+class Step(NamedTuple):
+    """One hull edge."""
+
+    layer_class: int
+    prefix: int  # under which the step lies on the hull
+    upgrade: int  # where the step leads
+    start: int | None  # the upgrade where it begins; None: the first tier
+    gain: int  # from there
+    cost: int  # from there
 
 
 class TierTable(NamedTuple):
@@ -52,168 +53,192 @@ class TierTable(NamedTuple):
         class 1      6 MB, 5 ms       -                      class 0, prefix 2: none -> 0; 0 -> 1, 5 MB, 5 ms ...
     """
 
-    upgrades: Records  # (C, U) of UPGRADE, in the order of `reach`; gain 0 where there is none
-    levels: IntArray  # (V,) the different values of `reach`, rising
-    steps: Records  # (H,) of STEP
+    upgrades: tuple[tuple[Upgrade, ...], ...]  # of each class; gain, cost and reach rise
+    levels: tuple[int, ...]  # the different values of `reach`, rising
+    steps: tuple[Step, ...]
 
 
-@compiled
-def allowed(tiers: TierTable, transient: int) -> IntArray:
-    """(C,) upgrades of each class whose backward needs at most `transient` bytes: a prefix, for `reach` rises."""
-    C, U = tiers.upgrades.shape
-    prefix = np.zeros(C, np.int64)
-    for g in range(C):
-        for u in range(U):
-            if tiers.upgrades[g, u].gain > 0 and tiers.upgrades[g, u].reach <= transient and prefix[g] == u:
-                prefix[g] = u + 1
-    return prefix
+Prefix = tuple[int, ...]
+"""Of each class, how many of its upgrades are allowed."""
 
 
-@inner
-def clear(counts: IntArray) -> None:
-    """Nothing chosen."""
-    for g in range(counts.shape[0]):
-        for u in range(counts.shape[1]):
-            counts[g, u] = 0
+class Choice(NamedTuple):
+    """Whose recompute a stage pays for."""
+
+    extra: int  # composite time units
+    counts: tuple[tuple[int, ...], ...]  # layers of each class on each of its upgrades
 
 
-@inner
-def relax(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int) -> float:
-    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
-    cost, rest = 0.0, float(need)
-    for h in range(tiers.steps.shape[0]):
-        step = tiers.steps[h]
-        g = step.layer_class
-        if num_alike[g] == 0 or prefix[g] != step.prefix:
-            continue
-        gain = float(num_alike[g] * step.gain)
-        if gain >= rest:
-            return cost + rest / float(step.gain) * step.cost
-        rest -= gain
-        cost += num_alike[g] * step.cost
-    return np.inf
+def tier_table(upgrades: Sequence[Sequence[Upgrade]]) -> TierTable:
+    """The hull steps of the classes' upgrades; ties in cost per byte keep the order of the classes."""
+    steps = sorted(
+        (step for g, own in enumerate(upgrades) for p in range(1, len(own) + 1) for step in _hull(g, own[:p])),
+        key=lambda step: (step.cost / step.gain, *step[:3]),
+    )
+    return TierTable(
+        upgrades=tuple(map(tuple, upgrades)),
+        levels=tuple(sorted({upgrade.reach for own in upgrades for upgrade in own})),
+        steps=tuple(steps),
+    )
 
 
-@inner
-def round_up(tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, counts: IntArray) -> int:
-    """Cost of the relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum.
+def _hull(g: int, upgrades: Sequence[Upgrade]) -> list[Step]:
+    """The steps of class g where it may take these upgrades."""
+    steps: list[Step] = []
+    start: int | None = None
+    while start != len(upgrades) - 1:  # the hull's next corner: least cost per byte from here, the furthest of equals
+        gain, cost = (0, 0) if start is None else upgrades[start][:2]
+        ways = [
+            Step(g, len(upgrades), u, start, upgrades[u].gain - gain, upgrades[u].cost - cost)
+            for u in reversed(range(0 if start is None else start + 1, len(upgrades)))
+        ]
+        steps.append(min(ways, key=lambda way: way.cost / way.gain))
+        start = steps[-1].upgrade
+    return steps
 
-    Adds the choice to `counts`.
+
+class Menu(NamedTuple):
+    """What a stage may choose from when its backward may need `transient` bytes beside what is saved."""
+
+    transient: int
+    prefix: Prefix
+    steps: tuple[Step, ...]  # of the classes that the stage has, under their prefix
+
+
+def menus_of(tiers: TierTable, present: Sequence[bool]) -> list[Menu]:
+    """What a stage that has layers of these classes may choose from, rising with the transient; the first: nothing.
+
+    What needs at most a transient is a prefix of each class's upgrades, for `reach` rises.
     """
-    cost, rest = np.int64(0), np.int64(need)
-    for h in range(tiers.steps.shape[0]):
-        step = tiers.steps[h]
-        g, u = step.layer_class, step.upgrade
-        if num_alike[g] == 0 or prefix[g] != step.prefix:
-            continue
-        layers = min(num_alike[g], -(-rest // step.gain))
-        counts[g, u] += layers
-        if step.start >= 0:
-            counts[g, step.start] -= layers
-        cost += layers * step.cost
-        rest -= layers * step.gain
-        if rest <= 0:
-            return cost
-    return np.int64(IMPOSSIBLE)
+    menus = [Menu(0, (0,) * len(tiers.upgrades), ())]
+    for level in tiers.levels:
+        prefix = tuple(
+            sum(upgrade.reach <= level for upgrade in own) if is_here else 0
+            for own, is_here in zip(tiers.upgrades, present, strict=True)
+        )
+        if prefix != menus[-1].prefix:
+            menus.append(Menu(level, prefix, tuple(x for x in tiers.steps if prefix[x.layer_class] == x.prefix)))
+    return menus
 
 
-@inlined
-def _list_items(tiers: TierTable, num_alike: IntArray, prefix: IntArray) -> IntArray:
-    """(n, 2) class and upgrade of each number to be chosen, in the order in which branches choose.
-
-    A class at a time, small classes first, strongest upgrade first.
-    """
-    C, U = tiers.upgrades.shape
-    items = np.empty((C * U, 2), np.int64)
-    order = np.empty(C, np.int64)
-    for g in range(C):
-        k = g  # insertion sort by number of layers
-        while k > 0 and num_alike[order[k - 1]] > num_alike[g]:
-            order[k] = order[k - 1]
-            k -= 1
-        order[k] = g
-    n = 0
-    for k in range(C):
-        g = order[k]
-        for u in range(prefix[g] - 1 if num_alike[g] > 0 else -1, -1, -1):
-            items[n, 0], items[n, 1] = g, u
-            n += 1
-    return items[:n]
+def most_saved(menu: Menu, num_alike: Sequence[int]) -> int:
+    """Bytes of one micro-batch that the strongest allowed upgrades save: no choice saves more."""
+    return sum(num_alike[step.layer_class] * step.gain for step in menu.steps)
 
 
-@inlined
-def _branch_and_bound(
-    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, best: int, counts: IntArray
-) -> int:
-    """The least cost below `best`, its choice in `counts`; `IMPOSSIBLE` and `counts` as they were if there is none.
-
-    Depth first, over `chosen[level]` layers that take item `level`, from none upwards.
-    """
-    items = _list_items(tiers, num_alike, prefix)
-    n = len(items)
-    chosen, rest, spent = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)  # before the item
-    outer_prefix = np.zeros(n, np.int64)  # of the item's class
-    free, open_prefix = num_alike.copy(), prefix.copy()  # of what is left
-    found = np.int64(IMPOSSIBLE)
-    level = 0
-    chosen[0], rest[0], outer_prefix[0] = -1, need, open_prefix[items[0, 0]]
-    while level >= 0:
-        # 1. one layer more on this item
-        g, u = items[level, 0], items[level, 1]
-        upgrade = tiers.upgrades[g, u]
-        if chosen[level] > 0:
-            free[g] += chosen[level]
-        chosen[level] += 1
-        if level + 1 == n:  # the last number in closed form: fewer do not save enough, more cost more
-            chosen[level] = max(chosen[level], -(-rest[level] // upgrade.gain))
-        cost = spent[level] + chosen[level] * upgrade.cost
-        left = rest[level] - chosen[level] * upgrade.gain
-        # 2. too many, too expensive, or enough saved: back to the item before
-        too_many = chosen[level] > free[g] or cost >= best
-        if too_many or left <= 0:
-            if not too_many:
-                best = found = cost
-                clear(counts)
-                for j in range(level + 1):
-                    counts[items[j, 0], items[j, 1]] = chosen[j]
-            open_prefix[g] = outer_prefix[level]
-            level -= 1
-            continue
-        # 3. can what is left (the class's other layers under its weaker upgrades, the classes to come) do better?
-        free[g] -= chosen[level]
-        open_prefix[g] = u
-        if (cost + relax(tiers, free, open_prefix, left)) * (1.0 - 1e-14) > best - 1:
-            continue
-        level += 1
-        rest[level], spent[level], chosen[level] = left, cost, -1
-        outer_prefix[level] = open_prefix[items[level, 0]]
-    return found
+def no_choice(tiers: TierTable) -> Choice:
+    """Every layer on its first tier."""
+    return Choice(0, tuple((0,) * len(own) for own in tiers.upgrades))
 
 
-@compiled
+def least_bound(menu: Menu, num_alike: Sequence[int], need: int) -> float:
+    """What no choice that saves `need` bytes costs less than: that of the relaxation; inf where none saves them."""
+    return _relax(menu.steps, num_alike, need) * ROUNDING if need > 0 else 0.0
+
+
 def least_extra(
-    tiers: TierTable, num_alike: IntArray, prefix: IntArray, need: int, limit: int, counts: IntArray
-) -> int:
-    """Least composite time that saves `need` bytes, or `IMPOSSIBLE` when it exceeds `limit`; `counts` (C, U) says how.
+    tiers: TierTable, menu: Menu, num_alike: Sequence[int], need: int, limit: int | None = None
+) -> Choice | None:
+    """The choice of least composite time that saves `need` bytes; None where none does within `limit`.
 
-    `num_alike` (C,) layers of each class, `prefix` (C,) the upgrades they may take. Exact: the relaxation with slack
-    for its rounding is never above a whole choice, so a branch is dropped only when it cannot undercut the best choice
-    known. Microseconds where the seconds per byte differ; exponential in the number of classes at worst.
+    `num_alike` layers of each class. Exact: the relaxation with slack for its rounding is never above a whole choice,
+    so a branch is dropped only when it cannot undercut the best choice known. Exponential in the number of classes at
+    worst. Of equal choices: the relaxation's, rounded up, if it is one, else the first in the order of the branches.
     """
-    clear(counts)
     if need <= 0:
-        return np.int64(0)
+        return no_choice(tiers)
     # 1. a bound from below: too much already?
-    bound = relax(tiers, num_alike, prefix, need)
-    if bound * (1.0 - 1e-14) > limit:
-        return np.int64(IMPOSSIBLE)
+    bound = _relax(menu.steps, num_alike, need)
+    if bound == inf or (limit is not None and bound * ROUNDING > limit):
+        return None
     # 2. a choice: as good as the bound already?
-    best = round_up(tiers, num_alike, prefix, need, counts)
-    found = best <= limit
-    if found and best <= bound:
-        return best
+    rounded = round_up(tiers, menu, num_alike, need)
+    within = limit is None or rounded.extra <= limit
+    if within and rounded.extra <= bound:
+        return rounded
     # 3. anything better than both
-    better = _branch_and_bound(tiers, num_alike, prefix, need, best if found else np.int64(limit + 1), counts)
-    if better != IMPOSSIBLE:
-        return better
-    return best if found else np.int64(IMPOSSIBLE)
+    best = rounded.extra if within or limit is None else limit + 1
+    return _Branches(tiers, menu, num_alike, best).search(need) or (rounded if within else None)
+
+
+def round_up(tiers: TierTable, menu: Menu, num_alike: Sequence[int], need: int) -> Choice:
+    """The relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum."""
+    counts = [[0] * len(own) for own in tiers.upgrades]
+    cost = 0
+    for g, _, upgrade, start, gain, step_cost in menu.steps:
+        number = min(num_alike[g], -(-need // gain))
+        counts[g][upgrade] += number
+        if start is not None:
+            counts[g][start] -= number
+        cost += number * step_cost
+        need -= number * gain
+        if need <= 0:
+            break
+    return Choice(cost, tuple(map(tuple, counts)))
+
+
+def _relax(steps: Sequence[Step], num_alike: Sequence[int], need: int) -> float:
+    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
+    cost = 0
+    for g, _, _, _, gain, step_cost in steps:
+        number = num_alike[g]
+        if number * gain >= need:
+            return cost + need / gain * step_cost
+        need -= number * gain
+        cost += number * step_cost
+    return inf
+
+
+@dataclass
+class _Branches:
+    """Depth first over how many layers take each item, an upgrade of a class, from none upwards."""
+
+    tiers: TierTable
+    menu: Menu
+    num_alike: Sequence[int]
+    best: int  # only less is looked for
+
+    def search(self, need: int) -> Choice | None:
+        """The choice of least cost below `best`; None where there is none."""
+        upgrades, prefix = self.tiers.upgrades, list(self.menu.prefix)
+        # a class at a time, small classes first, strongest upgrade first
+        classes = sorted(range(len(prefix)), key=lambda g: self.num_alike[g])
+        self.items = [(g, u, *upgrades[g][u][:2]) for g in classes for u in reversed(range(prefix[g]))]
+        # the steps open behind each item: its class's weaker upgrades, and the classes to come
+        self.steps_behind = []
+        for g, u, _, _ in self.items:
+            prefix[g] = u
+            self.steps_behind.append([step for step in self.tiers.steps if prefix[step.layer_class] == step.prefix])
+        self.free = list(self.num_alike)  # layers that no item before has taken
+        self.chosen: list[int] = []
+        self.found: list[int] | None = None
+        self._descend(need, 0)
+        if self.found is None:
+            return None
+        counts = [[0] * len(own) for own in upgrades]
+        for (g, u, _, _), number in zip(self.items, self.found, strict=False):
+            counts[g][u] = number
+        return Choice(self.best, tuple(map(tuple, counts)))
+
+    def _descend(self, need: int, spent: int) -> None:
+        """Every number of layers on the next item; `need` bytes are missing, `spent` was paid before."""
+        level = len(self.chosen)
+        g, _, gain, cost = self.items[level]
+        num_free = self.free[g]
+        # the last number in closed form: fewer do not save enough, more cost more
+        is_last = level + 1 == len(self.items)
+        for number in range(-(-need // gain) if is_last else 0, num_free + 1):
+            # 1. too expensive, or enough saved: more of this item costs more
+            paid, left = spent + number * cost, need - number * gain
+            if paid >= self.best:
+                break
+            if left <= 0:
+                self.best, self.found = paid, [*self.chosen, number]
+                break
+            # 2. can what is left do better?
+            self.free[g] = num_free - number
+            if (paid + _relax(self.steps_behind[level], self.free, left)) * ROUNDING <= self.best - 1:
+                self.chosen.append(number)
+                self._descend(left, paid)
+                self.chosen.pop()
+        self.free[g] = num_free

@@ -14,6 +14,8 @@ from trimtab.specs import FloatArray, IntArray
 class Timeline:
     """Start and end of every block of one pipeline step.
 
+    Use it to draw a step, or to sum idle time; `simulate` returns one and has an example.
+
     Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward, 2 weight gradients where a schedule
     runs them apart from the backward. Seconds from the step's start.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.costs.devices import find_device
-from trimtab.errors import PartitionError, TrimtabError, join_problems
+from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.units import MIB, parse_bytes
 
 MAX_GPUS = 64
@@ -56,12 +56,15 @@ _GROUP = re.compile(r"^\s*(?:(?P<count>[0-9]{1,4})\s*[xX*]\s*)?(?P<kind>[^:]+?)\
 def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept_share: float = 0.0) -> Machine:
     """GPUs from "4x24GiB", "40GiB,80GiB,80GiB", "2xA100-80GB,H200" or with less free: "A100-80GB:31GiB,3xA100-80GB".
 
+    Use it for the GPUs that `place` takes.
+
     A size is what is free on the GPU; a name is a row of the device table, all of its memory free unless a size
     follows behind a colon. GPUs are numbered in the order given.
 
     >>> [gpu.free_bytes >> 30 for gpu in parse_machine("2x24GiB,80GiB").gpus]
     [24, 24, 80]
     """
+    refuse_type("machine", text, str, 'one as in "4x24GiB"')
     gpus: list[Gpu] = []
     problems: list[str] = []
     for group in text.split(","):

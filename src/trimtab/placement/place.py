@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, refuse_type
 from trimtab.placement.bytes import InferenceTable, inference_table
 from trimtab.placement.chain import (
     Arrangement,
@@ -38,6 +38,8 @@ class _Cut:
 def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: Objective = "memory") -> Placement:
     """The device map of `model` on `machine` that lets `workload` run.
 
+    Use this to spread a model over GPUs for inference, as `trimtab map` does; `load_placed` loads what it returns.
+
     memory: the fullest device's share of its capacity is the least of all maps that cut one of `chain.arrangements`
     into consecutive runs, one a device, devices in any order (past 12 unlike devices in the order given): exact.
     Among those maps the sum of squared shares is the least. latency: of the maps that fit, one with the fewest
@@ -54,6 +56,9 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     >>> sorted(set(placement.device_map.values()))
     [0, 1]
     """
+    refuse_type("model", model, ModelSpec, "describe(name or folder)")
+    refuse_type("machine", machine, Machine, 'parse_machine("2x24GiB")')
+    refuse_type("workload", workload, Workload, "Workload(batch=1)")
     table = inference_table(model, workload)
     parts = parts_of(model)
     if objective == "pipeline":
@@ -266,12 +271,12 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
         share = roomy.fullest(victims.layers)[0]
         return (
             f"{asked}: with all weights elsewhere, KV cache, activations and one layer at a time still fill the "
-            f"fullest GPU to {100 * share:.0f} %; what would do: {larger}"
+            f"fullest GPU to {100 * share:.0f} %; enough would be: {larger}"
         )
     needed = sum(int(search.table.weights[i]) for i in found[1])
     missing = max(needed - machine.cpu_bytes, 1)
     return (
-        f"{asked}: {missing:,} bytes ({format_bytes(missing)}) of weights find no place; what would do: "
+        f"{asked}: {missing:,} bytes ({format_bytes(missing)}) of weights find no place; enough would be: "
         f"{larger}, or --cpu {-(-needed // GIB)}GiB"
     )
 

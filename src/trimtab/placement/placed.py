@@ -10,6 +10,7 @@ from trimtab.placement.bytes import InferenceTable
 from trimtab.placement.chain import modules_of
 from trimtab.placement.device_bytes import DeviceKey, DeviceUse, device_bytes
 from trimtab.placement.machine import Machine
+from trimtab.shown import html_table, three_lines
 from trimtab.specs import ModelSpec
 
 Objective = Literal["memory", "latency", "pipeline"]
@@ -28,7 +29,10 @@ class Spilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A device map and what it costs."""
+    """A device map and what it costs.
+
+    Use `device_map` for Transformers or `load_placed`, `uses` for the bytes of each GPU; `place` has an example.
+    """
 
     model: str
     device_map: Mapping[str, DeviceKey]  # module path -> device, forward order; each parameter and buffer once
@@ -38,10 +42,25 @@ class Placement:
     objective: Objective = "memory"
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        used = [f"{device} {100 * share:.1f} %" for device, share in self._shares()]
+        return three_lines(
+            f"Placement of {self.model}, by {self.objective}",
+            f"of what is free, {', '.join(used[:8])}{', ...' if len(used) > 8 else ''}",
+            f"{len(self.device_map)} modules, {len(self.spilled)} layers that no GPU holds",
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(device, f"{100 * share:.1f} %") for device, share in self._shares()]
+        return html_table(repr(self), ("GPU", "used of what is free"), rows)
+
+    def _shares(self) -> list[tuple[str, float]]:
+        return [(f"GPU {use.device}", use.fraction) for use in self.uses if isinstance(use.device, int)]
+
     @property
     def fullest(self) -> float:
         """The fullest GPU's share of its capacity."""
-        return max(use.fraction for use in self.uses if isinstance(use.device, int))
+        return max(share for _, share in self._shares())
 
     @property
     def fits(self) -> bool:

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples
-from trimtab.errors import PlanError, refuse_type
+from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants, explain_losses
+from trimtab.plan.decide.expressible import Expressible, best_split
 from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
 from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
-from trimtab.plan.decide.stages import choose_split
+from trimtab.plan.decide.stages import ABOUT_SPLIT, choose_split
 from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -29,6 +30,10 @@ from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
 
+Within = Callable[[ModelSpec, int], Expressible]
+"""What may be decided of a model at a pipeline degree."""
+
+_NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of --for can run."
 TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 
 
@@ -40,11 +45,17 @@ def make_plan(
     *,
     origin: PlanOrigin | None = None,
     progress: Progress | None = None,
+    within: Within | None = None,
 ) -> PlanDetails:
     """Decide packs, stages and recompute; say what they are expected to cost beside the unbalanced baseline.
 
+    Use this for the whole decision, as `trimtab plan` does; `write_plan` saves what it returns.
+
     The same inputs and options give the same plan, byte for byte. Raises `PackingError` for samples over the limits,
     `PartitionError` when no split fits the memory, `PlanError` for options that contradict the cluster or the data.
+
+    `within`: what may be decided, as `find_target(name).can` says of a framework; the fastest degrees are taken at
+    which something of that fits.
 
     >>> import numpy as np
     >>> from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster
@@ -61,6 +72,8 @@ def make_plan(
     refuse_type("samples", samples, SampleTable, "size_samples(...).table")
     refuse_type("cluster", cluster, ClusterSpec, 'parse_cluster("32xA100-80GB")')
     refuse_type("options", options, PlanOptions, "PlanOptions(pp=4)")
+    if within is not None:
+        model = replace(model, forbidden_cuts=model.forbidden_cuts | within(model, options.pp or 1).forbidden_cuts)
     epoch = open_epoch(model, samples, options)
     samples, rows = epoch.samples, epoch.rows
     samples_work = samples.work(token_window=model.token_window)
@@ -69,43 +82,71 @@ def make_plan(
     chosen = choose_setting(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
-    setting, options = chosen.best.setting, chosen.best.options
-    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[rows])
-    setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
-    case = Case(
-        model=model,
-        samples=samples,
-        samples_work=samples_work,
-        cluster=cluster,
-        options=options,
-        budget=budget,
-        setting=setting,
-        packing=packed.packing,
-        schedule=packed.schedule,
-        work=packed_work(packed.packing, samples_work),
+    tried = chosen
+    while True:
+        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
+        without = choose_split(case)
+        vision = choose_vision(case, without)
+        case, found = vision.best.case, vision.best.found
+        split = found.split if within is None else best_split(case, within(model, case.setting.dims.pp))
+        if split is not None:
+            break
+        rest = tuple(x for x in tried.considered if x is not tried.best)
+        if not rest:
+            raise PartitionError(
+                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            )
+        tried = replace(tried, considered=rest)
+    setting, options = case.setting, case.options
+    variants = compare_variants(
+        case, split.stages, without=without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
-    without = choose_split(case)
-    vision = choose_vision(case, without)
-    case, found = vision.best.case, vision.best.found
-    variants = compare_variants(case, found.split.stages, without=without, progress=_step(progress, "simulation"))
     return assemble_plan(
         case,
-        found.split,
+        split,
         variants,
         origin=origin,
         mixture=epoch.sources,
         searched=found.searched,
+        settings=tried.listed,
+        setting_error=tried.error,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, options, len(rows)),
             *describe_draw(epoch.sources),
-            *chosen.sentences(),
-            *found.sentences(),
+            *tried.sentences(),
+            *(found.sentences() if within is None else (_NARROWED,)),
             *vision.sentences(),
             *explain_losses(variants),
             *model.notes,
             *setting.profile.assumptions,
         ),
+    )
+
+
+def _pack_case(
+    model: ModelSpec,
+    epoch: Epoch,
+    samples_work: FloatArray,
+    cluster: ClusterSpec,
+    budget: MemoryBudget,
+    setting: Setting,
+    options: PlanOptions,
+) -> Case:
+    """The epoch in packs for this setting; stages are still to come."""
+    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
+    return Case(
+        model=model,
+        samples=epoch.samples,
+        samples_work=samples_work,
+        cluster=cluster,
+        options=options,
+        budget=budget,
+        setting=replace(setting, num_microbatches=packed.schedule.table.shape[2]),
+        packing=packed.packing,
+        schedule=packed.schedule,
+        work=packed_work(packed.packing, samples_work),
     )
 
 
@@ -170,7 +211,23 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
-    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table."""
+    """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table.
+
+    Use it behind `make_plan`: `trimtab train`, `check`, `report` and `export` take the folder.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from trimtab import SampleTable, check_plan, describe, load_plan, parse_cluster
+    >>> tiles = np.arange(200) % 5
+    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=1024 * tiles, num_tokens=256 * tiles + 90,
+    ...                       patches_sq=1024**2 * tiles, patches_windowed=1024 * tiles, source=np.zeros(200, np.int32))
+    >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("4xH200")
+    >>> details = make_plan(model, samples, cluster, PlanOptions(dp=1, pp=2, tp=2, num_microbatches=8))
+    >>> folder = tempfile.mkdtemp()
+    >>> path = write_plan(details, folder)
+    >>> load_plan(folder) == details.plan, check_plan(folder)
+    (True, [])
+    """
     refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
     for name, content in details.tables.items():

@@ -63,19 +63,33 @@ def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
 
 
 # what `trimtab pack` takes too
-ORDER = Option("How packs meet in steps; random keeps the shuffle.")
-OVERSIZE = Option("What becomes of a sample that exceeds a limit alone.")
-NUM_DRAWN = Option("Samples that --weights draws; default: as many as there are.", least=1)
+ORDER = Option("How packs are grouped into steps; random keeps the shuffle.")
+OVERSIZE = Option("What to do with a sample that exceeds a limit by itself.")
+NUM_DRAWN = Option("Samples of an epoch with --weights; default: as many as there are.", least=1)
 WEIGHTS = Option(
-    "Draw sources in proportion, as in web=1,docs=2.5: every source, 0 leaves one out.",
+    "Share of each source in an epoch, as in web=1,docs=2.5; name every source, 0 leaves it out.",
     read=parse_weights,
     typed=list[str],
 )
 
 
+# of every run that is priced
+MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
+OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
+DTYPE = Option("Of weights and activations.")
+ATTENTION = Option("Attention as it will run.")
+FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+FREEZE = Option(
+    "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
+)
+SEED = Option("Same seed, same result.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Choices of one plan.
+
+    Use it to fix what you know already; what stays None is chosen.
 
     >>> PlanOptions(pp=4, tp=2, recompute="full").recompute
     'full'
@@ -92,47 +106,45 @@ class PlanOptions:
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
-    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: the fastest of them in simulation.")] = "1F1B"
+    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: chosen by simulation.")] = "1F1B"
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
     )
+    tp_degrees: tuple[int, ...] = ()  # those that may be chosen; none: any
     fills_pipeline: bool = False  # 1F1B with at least as many micro-batches as stages, as torch's own schedule asks
     method: Annotated[PlanMethod, Option("How packs are made.")] = "balanced"
     order: Annotated[Order, ORDER] = "random"
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as memory demands, none, all.")] = "auto"
-    memory_bytes: Annotated[
-        int | None,
-        Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes),
-    ] = None  # None: all of it
+    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as many as memory demands, none, or all.")] = (
+        "auto"
+    )
+    memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
     reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
         0.06  # context, communication buffers, allocator rounding
     )
     reserve_bytes: int | None = None  # the same in bytes, instead of the share
-    zero_stage: Annotated[int, Option("ZeRO sharding over data-parallel ranks.", least=0, most=3)] = 1
-    optimizer: Annotated[Optimizer, Option("Decides bytes of state.")] = "adamw"
-    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
-    attention: Annotated[Attention, Option("Attention as it will run.")] = "flash"
-    fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
-    frozen_towers: Annotated[
-        tuple[Tower, ...],
-        Option(
-            "Towers that are not trained, as in vision,projector.",
-            flag="--freeze",
-            read=parse_towers,
-            typed=list[str],
-        ),
-    ] = ()
+    zero_stage: Annotated[
+        int | None,
+        Option("ZeRO sharding; default: 1, or 3 where plain data parallel is then taken.", least=0, most=3),
+    ] = None
+    prefer: Annotated[
+        Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
+    ] = "simplest"
+    optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
+    dtype: Annotated[DType, DTYPE] = "bf16"
+    attention: Annotated[Attention, ATTENTION] = "flash"
+    fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
-    seed: Annotated[int, Option("Same seed, same plan.")] = 0
+    seed: Annotated[int, SEED] = 0
     search: Annotated[
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
     ] = "exact"
-    radius: Annotated[int, Option("With --search omnibal: cuts move by up to so many layers.", least=0)] = 3
-    top: Annotated[int, Option("With --search omnibal: so many of the best ranked splits are simulated.", least=1)] = 10
+    radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
     baselines: Annotated[
         tuple[str, ...],
         Option(
@@ -184,6 +196,11 @@ class PlanOptions:
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         return problems
+
+    @property
+    def sharding(self) -> int:
+        """The ZeRO stage, 1 where it was left open and no other was chosen."""
+        return 1 if self.zero_stage is None else self.zero_stage
 
     @property
     def leaves_steps_open(self) -> bool:

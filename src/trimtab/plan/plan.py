@@ -25,6 +25,7 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
+from trimtab.shown import html_table, three_lines
 from trimtab.specs import DeviceSpec
 
 PLAN_VERSION = "1.0"
@@ -60,6 +61,7 @@ class DataFile:
     path: str
     num_bytes: int
     blake2b: str
+    media_root: str | None = None  # null, and no such key: none was stated for this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +312,31 @@ class SearchedSplit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SettingEstimate:
+    """Degrees, ZeRO stage and schedule that fit, at their mean pack; `kind` says how much they ask of a launcher."""
+
+    kind: str
+    dp: int
+    pp: int
+    tp: int
+    zero_stage: int
+    schedule: ScheduleName
+    num_chunks: int
+    num_microbatches: int
+    step_ms: float
+    samples_per_s: float
+    peak_memory_gib: float
+
+    @property
+    def label(self) -> str:
+        """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
+        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "pp", "tp"))
+        chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
+        sharded = f", ZeRO-{self.zero_stage}" if self.dp > 1 and self.zero_stage else ""
+        return degrees + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float
@@ -322,6 +349,17 @@ class Estimates:
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     vision_data_parallel: VisionEstimate | None = None
     searched: tuple[SearchedSplit, ...] = ()
+    settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open
+    setting_error: float = 0.0  # of the ratio of two of them: so much speed may be given up for a simpler one
+
+    @property
+    def told(self) -> VariantEstimate:
+        """What gains are told against: the baseline, or the first row behind it that fits; this plan if none does."""
+        return next((row for row in self.compared if row.fits), self.variants[-1])
+
+    def gain(self, row: VariantEstimate) -> float:
+        """How many times as fast as `told` a row is."""
+        return self.told.epoch_s / row.epoch_s
 
     @property
     def compared(self) -> tuple[VariantEstimate, ...]:
@@ -336,7 +374,10 @@ def find_baseline(names: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One reviewable set of decisions with its inputs and expectations."""
+    """One reviewable set of decisions with its inputs and expectations.
+
+    Use `load_plan` to read one. Your code reads `decisions` (exact), never `estimates` (rounded, with their error).
+    """
 
     plan_version: str
     created_by: str
@@ -346,3 +387,15 @@ class Plan:
     decisions: Decisions
     estimates: Estimates
     assumptions: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        shape, _, expected = self.summary.partition(". ")
+        return three_lines(f"Plan of {self.inputs.model.name}", f"{shape}.", expected)
+
+    def _repr_html_(self) -> str:
+        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
+        rows = [
+            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
+            for row in self.estimates.variants
+        ]
+        return html_table(repr(self), head, rows)

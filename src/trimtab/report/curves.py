@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.report.svg import axis, drawing, grid, nice_ticks
+from trimtab.report.svg import axis, grid, levels, nice_ticks, plot
 from trimtab.report.words import Scale, count_scale
 from trimtab.specs import FloatArray
 
@@ -38,16 +37,13 @@ def curves(
     """
     low, high = _range(lines, scale, from_zero=from_zero)
     bottom, span = _TOP + _PLOT, float(steps[-1])
-    shown, names = count_scale([span]), []
+    shown = count_scale([span])
 
     def y(value: float) -> float:
         return bottom - _PLOT * (min(max(value, low), high) - low) / (high - low)
 
-    parts = [grid(span, shown, bottom)]
-    for tick in _ticks(low, high, scale):
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        if y(tick) < bottom - 4:
-            names.append(f'<text class="tick halo" x="2" y="{y(tick) - 3:.1f}">{_tick_text(tick, scale)}</text>')
+    lined, names = levels(_ticks(low, high, scale), y, lambda tick: _tick_text(tick, scale))
+    parts = [grid(span, shown, bottom), lined]
     shapes = []
     for line in lines:
         drawn = _is_drawn(line.values)
@@ -66,10 +62,9 @@ def curves(
         f'<svg width="100%" height="{height:g}" viewBox="0 0 {_WIDTH} {height:g}" preserveAspectRatio="none" '
         f'aria-hidden="true">{"".join(shapes)}</svg>'
     )
-    parts += names
     parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
     parts.append(axis(span, shown, label="step", y=bottom))
-    return drawing("".join(parts), height=height, title=title, description=description)
+    return plot("".join(parts), names, height=height, title=title, description=description)
 
 
 def _is_drawn(values: FloatArray) -> npt.NDArray[np.bool_]:
@@ -98,7 +93,7 @@ def _ticks(low: float, high: float, scale: Scale) -> list[float]:
 
 
 def _tick_text(tick: float, scale: Scale) -> str:
-    return escape(f"{tick / scale.factor:.6g} {scale.unit}".strip())
+    return f"{tick / scale.factor:.6g} {scale.unit}".strip()
 
 
 def _thin(values: FloatArray) -> FloatArray:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from trimtab.partition.schedules import WEIGHT
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.plan.plan import PackingDecision
 from trimtab.report import svg
 from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale
@@ -18,8 +17,8 @@ from trimtab.units import format_bytes, format_seconds
 
 def timelines(details: PlanDetails) -> str:
     shown = {name: variant.timeline for name, variant in before_after(details).items()}
-    if not any(len(line.stage) and line.makespan_s > 0 for line in shown.values()):
-        return ""
+    if all(line.num_devices == 1 or not line.makespan_s for line in shown.values()):
+        return ""  # nothing waits for anything
     dense = ""
     if any(len(line.stage) > svg.MAX_BLOCKS for line in shown.values()):
         dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
@@ -35,7 +34,7 @@ def timelines(details: PlanDetails) -> str:
         "Pipeline timeline",
         "One step on the slowest data-parallel rank, simulated; of all steps the one nearest the median. Both on one "
         "time axis. The gradient exchange and the optimizer come after it and are not drawn. Numbers in blocks are "
-        f"micro-batches.{dense}",
+        f"micro-batches. Blank is waiting; uneven shades are uneven micro-batches, uneven widths uneven stages.{dense}",
         legend(entries) + stacked_timelines(shown),
     )
 
@@ -85,18 +84,15 @@ def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
     rows = [
         svg.Bar(
             name=f"rank {i}",
-            parts=[
-                (look, value, f"rank {i}, {text}: {format_bytes(value)}")
-                for look, text, value in ((look, text, getattr(memory, part)) for look, text, part in _MEMORY_PARTS)
-            ],
+            parts=[(look, text, getattr(memory, part)) for look, text, part in _MEMORY_PARTS],
             text=scale.text(memory.total_bytes),
             cap=cap,
             bad=memory.total_bytes > cap,
         )
         for i, memory in enumerate(variant.memory)
     ]
-    label = f"{scale.unit} per device"
-    return svg.bars(rows, span=span, scale=scale, label=label, title=f"Memory, {name}", mark="limit", marked=cap)
+    label, title = f"{scale.unit} per device", f"Memory, {name}"
+    return svg.bars(rows, span=span, scale=scale, label=label, title=title, show=format_bytes, mark="limit", marked=cap)
 
 
 # -- idle time ------------------------------------------------------------------------------------------------------
@@ -113,74 +109,80 @@ def idle_bars(details: PlanDetails) -> str:
         svg.Bar(
             name=name,
             parts=[
-                (look, share, f"{name}, {text}: {percent(share)}")
+                (look, text, getattr(variant.idle, part))
                 for look, (part, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True)
-                if (share := getattr(variant.idle, part)) > 0
             ],
             text=percent(variant.idle_share),
             cap=1.0,
         )
         for name, variant in shown.items()
     ]
-    schedule = details.plan.decisions.schedule
+    schedule, note = details.plan.decisions.schedule, idle_sentence(shown["Plan"])
+    if details.plan.decisions.parallel.pp > 1:
+        note += (
+            f" The bubble is the bound: what {schedule.name} with {schedule.num_microbatches} micro-batches leaves "
+            "when all stages and packs are even. More micro-batches lower it; balancing can take away the other parts."
+        )
     return section(
         "Why devices wait",
-        f"{esc(idle_sentence(shown['Plan']))} The bubble is the bound: what {esc(schedule.name)} with "
-        f"{schedule.num_microbatches} micro-batches leaves when all stages and packs are even. More micro-batches a "
-        "step lower it; the other parts are what balancing can take away.",
+        esc(note, 600),
         legend(((look,), text) for look, (_, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True))
         + svg.bars(
-            rows, span=1.1 * most, scale=scale, label="% of all devices' time", title="Idle time of the devices"
+            rows,
+            span=1.1 * most,
+            scale=scale,
+            label="% of all devices' time",
+            title="Idle time of the devices",
+            show=percent,
         ),
     )
+
+
+# -- data-parallel ranks --------------------------------------------------------------------------------------------
+
+
+def rank_columns(details: PlanDetails) -> str:
+    """How long every data-parallel rank's pipeline takes, before and after; nothing of a plan with one rank."""
+    shown = before_after(details)
+    if all(variant.rank_s.shape[1] == 1 for variant in shown.values()):
+        return ""
+    span = 1.05 * max(float(variant.rank_s.max()) for variant in shown.values())
+    scale, panels = time_scale([span]), []
+    for name, variant in shown.items():
+        mean = variant.rank_s[1]
+        over = f"the slowest {percent(float(mean.max() / mean.mean()) - 1)} above the mean of {mean.size}"
+        look = "new" if variant is details.variants[-1] else "old"
+        drawn = svg.columns(
+            variant.rank_s, span=span, scale=scale, label="rank", title=f"Load of the ranks, {name}", css_class=look
+        )
+        panels.append(f'<figure><h3>{name} <span class="note">{over}</span></h3>{drawn}</figure>')
+    note = (
+        "Seconds of each rank's pipeline in a step: the mean, and from the shortest step to the longest as a line or a "
+        "pale area. A step ends when its slowest rank does. From up to 256 steps spread over the data set."
+    )
+    return section("Load of the data-parallel ranks", note, f'<div class="pair">{"".join(panels)}</div>')
 
 
 # -- packs ----------------------------------------------------------------------------------------------------------
 
 
 def pack_sizes_section(details: PlanDetails) -> str:
-    shown, packing = before_after(details), details.plan.decisions.packing
-    rows = (("patches", packing.max_patches), ("tokens", packing.max_tokens))
-    largest = {name: max(float(variant.pack_sizes(name).max()) for variant in shown.values()) for name, _ in rows}
-    panels = _scatters(shown, packing, largest) if largest["patches"] > 0 else []
-    for heading, variant in shown.items():
-        look = "new" if heading == "Plan" else "old"
-        for name, limit in rows:
-            if largest[name] > 0:
-                title = f"{heading}: {name} per pack"
-                drawn = svg.histogram(
-                    variant.pack_sizes(name),
-                    largest=largest[name],
-                    limit=float(limit),
-                    unit=name,
-                    title=title,
-                    css_class=look,
-                )
-                panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
-    note = (
-        "A pack is one micro-batch. Narrow is good, and so are dots close together: ranks and stages wait for the "
-        "largest pack. Near the limit is good: fewer packs for the same data. Heights of bars differ between panels; "
-        "the share is written on the lines."
-    )
-    if largest["patches"] == 0:
-        note += " The data holds no images, so every pack has 0 patches."
-    return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')
-
-
-def _scatters(shown: Mapping[str, Variant], packing: PackingDecision, largest: Mapping[str, float]) -> list[str]:
     """Patches against tokens of the packs, before and after, on the same axes."""
+    shown, packing = before_after(details), details.plan.decisions.packing
     limits = (float(packing.max_patches), float(packing.max_tokens))
-    span = (1.05 * max(largest["patches"], limits[0]), 1.05 * max(largest["tokens"], limits[1]))
+    largest = [max(float(x.pack_sizes(unit).max()) for x in shown.values()) for unit in ("patches", "tokens")]
+    span = (1.05 * max(largest[0], limits[0]) if largest[0] else 0.0, 1.05 * max(largest[1], limits[1]))
     panels = []
     for heading, variant in shown.items():
-        title = f"{heading}: patches and tokens of each pack"
+        title, look = f"{heading}: patches and tokens of each pack", "new" if heading == "Plan" else "old"
         drawn = svg.scatter(
-            variant.pack_patches,
-            variant.pack_tokens,
-            limits=limits,
-            span=span,
-            title=title,
-            css_class="new" if heading == "Plan" else "old",
+            variant.pack_patches, variant.pack_tokens, limits=limits, span=span, title=title, css_class=look
         )
         panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
-    return panels
+    note = (
+        "A pack is one micro-batch, a dot each. Close together is good: ranks and stages wait for the largest pack. "
+        "Near the limits is good: fewer packs for the same data."
+    )
+    if not largest[0]:
+        note += " The data holds no images, so every pack has 0 patches."
+    return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')

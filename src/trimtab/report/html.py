@@ -10,29 +10,30 @@ from html import escape
 
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog
-from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, timelines
+from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
     packing_note,
     packing_table,
     searched_table,
+    settings_table,
     stages_table,
     variants_table,
 )
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
+from trimtab.report.what_if import what_if_section
 from trimtab.report.words import (
     GAIN_NOISE,
     count_scale,
     error_sentence,
     memory_scale,
     percent,
-    ratio_text,
     time_scale,
 )
-from trimtab.units import format_bytes, format_count
+from trimtab.units import format_bytes, format_count, format_ratio
 
 MAX_LISTED = 12  # data files, assumptions' overflow: the plan file has them all
 MAX_STAGE_ROWS = 128
@@ -44,8 +45,11 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _header(details, beside_run=run is not None),
         "" if run is None else run_section(details, run),
         _variants(details),
+        _settings(details),
         timelines(details),
         idle_bars(details),
+        rank_columns(details),
+        what_if_section(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),
@@ -55,7 +59,6 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _decisions(details),
         _inputs(details),
         _assumptions(details),
-        _how_to_read(),
     )
     return page(f"Plan for {esc(details.plan.inputs.model.name, 80)}", "".join(sections))
 
@@ -80,30 +83,29 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
 
 def _tiles(details: PlanDetails) -> list[str]:
     estimates = details.plan.estimates
-    first, last = estimates.compared[0], estimates.compared[-1]
+    first, last = estimates.told, estimates.compared[-1]
     step, cap = time_scale([first.step_ms / 1e3, last.step_ms / 1e3]), memory_scale([details.memory_cap_bytes])
     rate = count_scale([last.samples_per_s])
     band = f'<span class="nw">± {percent(estimates.time_error, digits=0)}</span>'
-    gains = last.samples_per_s > (1 + GAIN_NOISE) * first.samples_per_s
-    fits = "" if first.fits else ' <span class="bad">(does not fit)</span>'
     over = "" if last.fits else ' <span class="bad">does not fit:</span>'
+    misfit = "" if estimates.compared[0].fits else ' <span class="bad">(the baseline does not fit)</span>'
 
-    def beside(words: str, baseline: str) -> str:
-        return f'{words}<br>baseline <span class="nw">{baseline}</span>'
+    def beside(words: str, told: str) -> str:
+        return f'{words}<br>{esc(first.name, 40)} <span class="nw">{told}</span>'
 
     return [
         tile(
             "Samples per second, predicted",
-            ratio_text(last.samples_per_s / first.samples_per_s),
+            format_ratio(estimates.gain(last)),
             beside(f"{rate.number(last.samples_per_s)} samples/s {band}", rate.number(first.samples_per_s)),
-            look="main" if gains else "",
+            look="main" if estimates.gain(last) > 1 + GAIN_NOISE else "",
         ),
         tile("Step time, predicted", step.text(last.step_ms / 1e3), beside(band, step.text(first.step_ms / 1e3))),
         tile("Devices idle", percent(last.idle_share), beside("of their time", percent(first.idle_share))),
         tile(
             "Peak memory per device",
             f"{last.peak_memory_gib:.1f} GiB",
-            beside(f"{over} of {cap.text(details.memory_cap_bytes)}", f"{first.peak_memory_gib:.1f} GiB") + fits,
+            beside(f"{over} of {cap.text(details.memory_cap_bytes)}", f"{first.peak_memory_gib:.1f} GiB") + misfit,
         ),
     ]
 
@@ -117,6 +119,19 @@ def _variants(details: PlanDetails) -> str:
         "plan."
     )
     return section("Before and after", note, on_page(variants_table(details)))
+
+
+def _settings(details: PlanDetails) -> str:
+    estimates = details.plan.estimates
+    if not estimates.settings:
+        return ""
+    band = f"{100 * estimates.setting_error:g} % of the fastest"
+    rule = f"The simplest of those within {band} was taken" if estimates.setting_error else "The fastest was taken"
+    note = (
+        "Degrees, ZeRO stage and schedule, simplest first, at their mean packs and about as many samples a step. "
+        f"{rule}: it is marked."
+    )
+    return section("Nearest alternatives", note, on_page(settings_table(estimates)))
 
 
 def _stages(details: PlanDetails) -> str:
@@ -200,17 +215,3 @@ def _assumptions(details: PlanDetails) -> str:
     if not shown:
         return ""
     return section("Assumptions", "", f'<ul class="plain">{"".join(shown)}</ul>', css_class="long")
-
-
-def _how_to_read() -> str:
-    sentences = (
-        "<b>Pack</b>: the samples that one micro-batch holds. <b>Stage</b>: the layers one pipeline rank runs. "
-        "<b>Recompute</b>: activations dropped in the forward and computed again in the backward, time for memory.",
-        "<b>Timeline</b>: time runs to the right. Blank is waiting. Uneven shades mean uneven micro-batches, uneven "
-        "widths from row to row mean uneven stages; an even plan looks like a woven band with blank corners only.",
-        "<b>Idle</b> counts the blank corners, which a pipeline with few micro-batches cannot avoid, and all waiting "
-        "inside.",
-        "<b>Error bands</b> are half-widths: 100 ms ± 20 % means 80 to 120 ms. Measured profiles narrow them.",
-    )
-    items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    return section("How to read this page", "", f'<ul class="plain">{items}</ul>')

@@ -67,10 +67,7 @@ def _panel(name: str, placement: Placement, span: float) -> str:
     rows = [
         svg.Bar(
             name=f"GPU {use.device}",
-            parts=[
-                (look, float(getattr(use, field)), f"GPU {use.device}, {text}: {format_bytes(getattr(use, field))}")
-                for look, text, field in KINDS
-            ],
+            parts=[(look, text, float(getattr(use, field))) for look, text, field in KINDS],
             text=f"{100 * use.fraction:.1f} %",
             cap=float(use.capacity_bytes or 0),
             bad=use.fraction > 1,
@@ -80,7 +77,7 @@ def _panel(name: str, placement: Placement, span: float) -> str:
         if _is_drawn(use)
     ]
     label = f"{scale.unit} per device"
-    return svg.bars(rows, span=span, scale=scale, label=label, title=f"Memory, {name}")
+    return svg.bars(rows, span=span, scale=scale, label=label, title=f"Memory, {name}", show=format_bytes)
 
 
 def _rules(placement: Placement, compared: Sequence[Assessed]) -> str:

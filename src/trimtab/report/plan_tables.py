@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.plan import VisionEstimate
+from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
+    balance_rows,
     before_after,
     count_scale,
     describe_layers,
     describe_recompute,
     memory_scale,
     percent,
-    ratio_text,
     relative_spread,
-    shuffle_text,
     signed_percent,
     time_scale,
 )
-from trimtab.units import MIB, format_bytes, format_seconds
+from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
 
 SEARCHED_NOTE = (
     "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
@@ -31,11 +31,17 @@ def variants_table(details: PlanDetails) -> Table:
     rows = details.plan.estimates.variants
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
+    against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
     return Table(
         title="Before and after",
         columns=(
             Column("Variant", look="named"),
-            *numeric("Samples\n/s", "Against\nbaseline", f"Step,\n{step.unit}", f"Epoch,\n{epoch.unit}"),
+            *numeric(
+                "Samples\n/s",
+                f"Against\n{against}",
+                f"Step,\n{step.unit}",
+                f"Epoch,\n{epoch.unit}",
+            ),
             *numeric("Devices\nidle", "Memory,\nGiB"),
         ),
         rows=[
@@ -44,7 +50,7 @@ def variants_table(details: PlanDetails) -> Table:
                     text=row.name[:60], below=f"{row.packs[:80]} · {row.stages[:80]} · recompute {row.recompute[:80]}"
                 ),
                 Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
-                ratio_text(row.samples_per_s / details.plan.estimates.compared[0].samples_per_s),
+                format_ratio(details.plan.estimates.gain(row)),
                 step.number(row.step_ms / 1e3),
                 epoch.number(row.epoch_s),
                 percent(row.idle_share),
@@ -53,6 +59,33 @@ def variants_table(details: PlanDetails) -> Table:
             for row in rows
         ],
         marked=len(rows) - 1,
+    )
+
+
+def settings_table(estimates: Estimates) -> Table:
+    """Degrees, ZeRO stages and schedules that came near, the simplest first and this plan's marked."""
+    taken = estimates.settings[0]
+    rows = sorted(estimates.settings, key=lambda row: (complexity(row), -row.samples_per_s))
+    step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
+    best = max(row.samples_per_s for row in rows)
+    return Table(
+        title="Nearest alternatives",
+        columns=(
+            Column("Setting", look="named"),
+            *numeric("Samples\n/s", "Against\nplan", f"Step,\n{step.unit}", "Micro-\nbatches", "Memory,\nGiB"),
+        ),
+        rows=[
+            (
+                Cell(text=row.label, below=row.kind),
+                Cell(text=rate.number(row.samples_per_s), share=row.samples_per_s / best),
+                format_ratio(row.samples_per_s / taken.samples_per_s),
+                step.number(row.step_ms / 1e3),
+                str(row.num_microbatches),
+                f"{row.peak_memory_gib:.1f}",
+            )
+            for row in rows
+        ],
+        marked=rows.index(taken),
     )
 
 
@@ -93,7 +126,7 @@ def stages_table(details: PlanDetails, *, most: int) -> Table:
     columns = (
         *numeric("Stage"),
         Column("Layers", look="wide"),
-        Column("Recompute", look="nw"),
+        Column("Recompute"),
         *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
     )
     hidden = range(most - 2, num - 1) if num > most else range(0)
@@ -144,21 +177,7 @@ def packing_table(details: PlanDetails) -> Table:
             (f"Spread, {of}", *spreads, "standard deviation over mean; 0 = all equal"),
         ]
     blank = [""] * (len(shown) - 1)
-    rows += [
-        (name, *blank, value, meaning)
-        for name, value, meaning in (
-            ("Padding", percent(balance.pad_ratio), "pad ratio: share of the computed rows that holds no data"),
-            ("Dist ratio, vision", f"{balance.dist_ratio_vit:.4f}", "share of rank time spent waiting; 0 = none"),
-            ("Dist ratio, language", f"{balance.dist_ratio_llm:.4f}", "the same for the language model"),
-            ("Dist ratio, cost", f"{balance.dist_ratio_cost:.4f}", "the same for the modelled time of both"),
-            ("Utilisation", percent(balance.utilisation), "useful share of rank time if every micro-step waits"),
-            (
-                "Shuffle quality",
-                shuffle_text(balance.shuffle_chi2),
-                "chi-square of sources per step; 1 = random, more = clustered",
-            ),
-        )
-    ]
+    rows += [(name, *blank, value, meaning) for name, value, meaning in balance_rows(balance)]
     columns = (Column("Figure"), *numeric(*shown), Column("Meaning", look="meaning"))
     return Table(title="Packing", columns=columns, rows=rows)
 
@@ -187,7 +206,8 @@ def vision_table(found: VisionEstimate) -> Table:
             "Slowest rank",
             times.text(found.tower_without_ms / 1e3),
             times.text(found.tower_ms / 1e3),
-            f"vision tower and projector in a mean step; {ratio_text(over)} equal shares without exchange{known}",
+            f"vision tower and projector in a mean step; {format_ratio(over)} as long as equal shares without exchange"
+            f"{known}",
         ),
         (
             "Update",

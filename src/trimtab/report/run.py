@@ -11,8 +11,9 @@ from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, co
 from trimtab.report.curves import MAX_POINTS, Curve, curves
 from trimtab.report.markup import esc, legend, section, tile
 from trimtab.report.table import Cell, Column, Table, numeric, on_page
-from trimtab.report.words import clean, count_scale, memory_scale, percent, ratio_text, signed_percent, time_scale
+from trimtab.report.words import clean, count_scale, memory_scale, percent, signed_percent, time_scale
 from trimtab.specs import FloatArray
+from trimtab.units import format_ratio
 
 _ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
 
@@ -110,7 +111,7 @@ def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]
             f"planned {step.text(found.planned_s)} for the same packs; "
             f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
         )
-        figures.append(("Measured against planned", ratio_text(found.ratio), "median of the steps' ratios"))
+        figures.append(("Measured against planned", format_ratio(found.ratio), "median of the steps' ratios"))
     if found is not None:
         rho = _order(found)
         order = "–" if rho is None else f"{rho:.2f}".replace("-", "−")

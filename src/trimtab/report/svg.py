@@ -1,4 +1,4 @@
-"""Drawings: axes with round ticks, histograms, and pipeline timelines of a bounded number of elements.
+"""Drawings: axes with round ticks, dots, columns, bars and timelines, all of a bounded number of elements.
 
 Across, everything is placed in percent of the drawing, so that it follows the width of the page and text keeps its
 size; down, in CSS pixels. Colours are classes of `report.css`.
@@ -20,7 +20,9 @@ from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
 MAX_DOTS = 800
-MAX_BINS = 60
+MAX_COLUMNS = 32  # drawn one by one
+MAX_RANKS = 256  # drawn at all
+_WIDEST = 0.08  # column, as a share of the width
 _COLUMNS = 100  # of a timeline too dense for that
 _LABEL_SHARE = 0.019  # share of the width a two-digit label needs at the narrowest drawing (720 px)
 _WEIGHT_STEP = 0.08  # micro-batches this much off the median get the lighter or the darker shade
@@ -74,14 +76,21 @@ def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str
     return "".join(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height:g}"/>' for x in places)
 
 
-def _levels(top: float, bottom: float, plot: float, name: Callable[[float], str], *, max_ticks: int) -> list[str]:
-    """Lines across a plot at the ticks up to `top`, which is `plot` px above `bottom`, each with its name."""
-    parts = []
-    for tick in nice_ticks(top, max_ticks=max_ticks)[1:]:
-        y = bottom - plot * tick / top
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick halo" x="2" y="{y - 3:.1f}">{name(tick)}</text>')
-    return parts
+def levels(ticks: Sequence[float], y: Callable[[float], float], name: Callable[[float], str]) -> tuple[str, str]:
+    """Lines across a plot at the ticks, and their names for the column left of it."""
+    places = [(y(tick), escape(name(tick))) for tick in ticks]
+    lines = "".join(f'<line class="grid" x1="0" x2="100%" y1="{at:.1f}" y2="{at:.1f}"/>' for at, _ in places)
+    names = "".join(
+        f'<text class="tick" x="100%" dx="-6" y="{at:.1f}" dy="0.35em" text-anchor="end">{text}</text>'
+        for at, text in places
+    )
+    return lines, names
+
+
+def plot(body: str, names: str, *, height: float, title: str, description: str) -> str:
+    """A drawing with the names of its levels in a column left of it, where no mark can hide them."""
+    drawn = drawing(body, height=height, title=title, description=description)
+    return f'<div class="plot"><svg aria-hidden="true" width="100%" height="{height:g}">{names}</svg>{drawn}</div>'
 
 
 def drawing(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
@@ -90,45 +99,6 @@ def drawing(body: str, *, height: float, title: str, description: str, css_class
         f'<svg class="{css_class}" role="img" width="100%" height="{height:g}"><title>{escape(title)}</title>'
         f"<desc>{escape(description)}</desc>{body}</svg>"
     )
-
-
-# -- histogram ------------------------------------------------------------------------------------------------------
-
-
-def histogram(values: FloatArray, *, largest: float, limit: float, unit: str, title: str, css_class: str) -> str:
-    """Share of packs by size, with the limit marked; `largest` is the largest pack of all the panels compared.
-
-    A bin holds the sizes over its lower edge up to its upper edge, and the limit is an edge, so a full pack is drawn
-    left of the limit's line. What is more than `MAX_BINS` bins out is counted in the last bin.
-    """
-    per_limit = max(1, min(48, int(MAX_BINS * limit / max(largest, limit)) - 1))
-    num_bins = min(MAX_BINS, max(per_limit, math.ceil(largest * per_limit / limit)) + 1)
-    span = limit * num_bins / per_limit
-    top, plot = 20.0, 96.0
-    places = np.ceil(values * per_limit / limit).astype(np.int64) - 1
-    counts = np.bincount(np.clip(places, 0, num_bins - 1), minlength=num_bins)
-    shares = counts / max(int(counts.sum()), 1)
-    peak = float(shares.max())
-    bottom = top + plot
-    scale = count_scale([span])
-    parts = [grid(span, scale, bottom, max_ticks=5)]
-    parts += _levels(peak, bottom, plot, lambda share: f"{100 * share:g} %", max_ticks=3)
-    gap = 0.12 / num_bins
-    for i, share in enumerate(shares.tolist()):
-        if share == 0:
-            continue
-        height = max(plot * share / peak, 1.0)
-        low, high = span * i / num_bins, span * (i + 1) / num_bins
-        tip = f"{low:,.0f} to {high:,.0f} {unit}: {100 * share:.1f} % of packs ({counts[i]:,})"
-        parts.append(
-            f'<rect class="{css_class}" x="{at(i / num_bins)}" y="{bottom - height:.1f}" '
-            f'width="{at(1 / num_bins - gap)}" height="{height:.1f}" data-t="{escape(tip)}"/>'
-        )
-    parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
-    parts.append(mark_line(limit / span, "limit", y1=4, y2=bottom, text=f"limit {limit:,.0f}"))
-    parts.append(axis(span, scale, label=f"{unit} per pack", y=bottom, max_ticks=5))
-    text = f"Share of packs by {unit}. Largest pack {float(values.max()):,.0f}, limit {limit:,.0f}."
-    return drawing("".join(parts), height=bottom + 32, title=title, description=text)
 
 
 # -- scatter --------------------------------------------------------------------------------------------------------
@@ -145,25 +115,88 @@ def scatter(
 ) -> str:
     """A dot for each pack, patches right and tokens up, both limits marked; of many packs `MAX_DOTS`, evenly chosen.
 
-    `span`: patches and tokens at the ends of the axes.
+    `span`: patches and tokens at the ends of the axes; no patches: packs stand in their order.
     """
     chosen = np.unique(np.linspace(0, len(tokens) - 1, num=min(len(tokens), MAX_DOTS)).astype(np.int64))
-    top, plot = 20.0, 180.0
-    bottom = top + plot
-    across, along = count_scale([span[0]]), count_scale([span[1]])
-    parts = [grid(span[0], across, bottom, max_ticks=5)]
-    ceiling = bottom - plot * limits[1] / span[1]
-    parts.append(f'<line class="limit" x1="0" x2="100%" y1="{ceiling:.1f}" y2="{ceiling:.1f}"/>')
-    parts += _levels(span[1], bottom, plot, lambda tick: f"{along.number(tick)} tokens", max_ticks=4)
+    top, depth = 20.0, 180.0
+    bottom, text_only = top + depth, span[0] <= 0
+    places, width = (np.arange(len(tokens)) + 0.5, float(len(tokens))) if text_only else (patches, span[0])
+    across, along = count_scale([width]), count_scale([span[1]])
+
+    def y(value: float) -> float:
+        return bottom - depth * value / span[1]
+
+    lines, names = levels(nice_ticks(span[1], max_ticks=4)[1:], y, along.number)
+    parts = [grid(width, across, bottom, max_ticks=5), lines]
+    parts.append(f'<line class="limit" x1="0" x2="100%" y1="{y(limits[1]):.1f}" y2="{y(limits[1]):.1f}"/>')
     parts += [
-        f'<circle class="dot {css_class}" cx="{at(x / span[0])}" cy="{bottom - plot * y / span[1]:.1f}" r="2.5"/>'
-        for x, y in zip(patches[chosen].tolist(), tokens[chosen].tolist(), strict=True)
+        f'<circle class="dot {css_class}" cx="{at(x / width)}" cy="{y(count):.1f}" r="2.5"/>'
+        for x, count in zip(places[chosen].tolist(), tokens[chosen].tolist(), strict=True)
     ]
     parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
-    parts.append(mark_line(limits[0] / span[0], "limit", y1=4, y2=bottom, text="limits"))
-    parts.append(axis(span[0], across, label="patches of a pack", y=bottom, max_ticks=5))
+    where = (1.0 if text_only else limits[0] / width, "" if text_only else "limit")
+    parts.append(mark_line(*where, y1=4, y2=bottom, text=f"limit {limits[1]:,.0f}" if text_only else "limits"))
+    label = "packs in their order" if text_only else "patches of a pack; tokens up"
+    parts.append(axis(width, across, label=label, y=bottom, max_ticks=5))
     text = f"{len(tokens):,} packs; at most {limits[0]:,.0f} patches and {limits[1]:,.0f} tokens are allowed."
-    return drawing("".join(parts), height=bottom + 32, title=title, description=text)
+    return plot("".join(parts), names, height=bottom + 32, title=title, description=text)
+
+
+# -- columns --------------------------------------------------------------------------------------------------------
+
+
+def columns(values: FloatArray, *, span: float, scale: Scale, label: str, title: str, css_class: str) -> str:
+    """A column for each of n places: `values` (3, n) least, mean and most of `span`, the mean filled, the range pale.
+
+    Up to `MAX_COLUMNS` columns stand apart, each with a tooltip; more are drawn as one area, of more than `MAX_RANKS`
+    the neighbours together.
+    """
+    top, depth, count = 8.0, 110.0, values.shape[1]
+    bottom = top + depth
+    said = (
+        f"{count} columns; the highest mean is {scale.text(values[1].max())}, the least {scale.text(values[1].min())}."
+    )
+    if count > MAX_RANKS:
+        starts = np.unique(np.linspace(0, count, num=MAX_RANKS, endpoint=False).astype(np.int64))
+        sizes = np.diff(np.append(starts, count))
+        mean = np.add.reduceat(values[1], starts) / sizes
+        values = np.array([np.minimum.reduceat(values[0], starts), mean, np.maximum.reduceat(values[2], starts)])
+    low, mean, high = (np.round(bottom - depth * x / span, 1).tolist() for x in values)
+
+    lines, names = levels(
+        [tick * scale.factor for tick in nice_ticks(span / scale.factor, max_ticks=4)[1:]],
+        lambda tick: bottom - depth * tick / span,
+        scale.text,
+    )
+    n, wide = len(mean), min(0.8 / len(mean), _WIDEST)
+    if n <= MAX_COLUMNS:
+        shapes = "".join(
+            f'<rect class="{css_class}" x="{at((i + 0.5) / n - wide / 2)}" y="{mean[i]:g}" width="{at(wide)}" '
+            f'height="{bottom - mean[i]:g}" data-t="rank {i}: {scale.text(values[1, i])}, from '
+            f'{scale.text(values[0, i])} to {scale.text(values[2, i])}"/>'
+            f'<line class="base" x1="{at((i + 0.5) / n)}" x2="{at((i + 0.5) / n)}" y1="{high[i]:g}" y2="{low[i]:g}"/>'
+            for i in range(n)
+        )
+    else:
+        area = "".join(f"V{y:g}h1" for y in mean)
+        over, under = "".join(f"V{y:g}h1" for y in high), "".join(f"V{y:g}h-1" for y in reversed(low))
+        shapes = (
+            f'<svg width="100%" height="{bottom:g}" viewBox="0 0 {n} {bottom:g}" preserveAspectRatio="none">'
+            f'<path class="{css_class}" d="M0 {bottom:g}{area}V{bottom:g}Z"/>'
+            f'<path class="band {css_class}" d="M0 {high[0]:g}{over}{under}Z"/></svg>'
+        )
+    numbers = (
+        axis(float(count), count_scale([float(count)]), label=label, y=bottom)
+        if n > MAX_COLUMNS
+        else "".join(
+            f'<text class="tick" x="{at((i + 0.5) / n)}" y="{bottom + 13:g}" text-anchor="middle">{i}</text>'
+            for i in range(0, n, -(-n // 16))
+        )
+        + f'<text class="tick" x="100%" y="{bottom + 28:g}" text-anchor="end">{label}</text>'
+    )
+    base = f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>'
+    body = lines + shapes + base + numbers
+    return plot(body, names, height=bottom + 32, title=title, description=said)
 
 
 # -- timeline -------------------------------------------------------------------------------------------------------
@@ -218,7 +251,7 @@ def device_names(num_devices: int) -> str:
         f"rank {d}</text>"
         for d in range(0, num_devices, every)
     )
-    return f'<svg aria-hidden="true" width="78" height="{top + row * num_devices + 4:g}">{"".join(texts)}</svg>'
+    return f'<svg aria-hidden="true" width="100%" height="{top + row * num_devices + 4:g}">{"".join(texts)}</svg>'
 
 
 def block_looks(timeline: Timeline) -> list[str]:
@@ -286,7 +319,7 @@ class Bar:
     """One row of a drawing of bars."""
 
     name: str
-    parts: Sequence[tuple[str, float, str]]  # class, value, tooltip: side by side
+    parts: Sequence[tuple[str, str, float]]  # class, what it is, value: side by side
     text: str  # behind the bar
     cap: float  # what lies past it is outlined as too much
     bad: bool = False  # the text stands out
@@ -294,10 +327,19 @@ class Bar:
 
 
 def bars(
-    rows: Sequence[Bar], *, span: float, scale: Scale, label: str, title: str, mark: str = "", marked: float = 0.0
+    rows: Sequence[Bar],
+    *,
+    span: float,
+    scale: Scale,
+    label: str,
+    title: str,
+    show: Callable[[float], str],
+    mark: str = "",
+    marked: float = 0.0,
 ) -> str:
     """A bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
 
+    Parts tell their values by `show` when pointed at.
     At `marked` a line stands with its value: the cap of all (`mark` "limit"), or where the slowest ends ("makespan").
     """
     row = float(min(26, max(7, 420 // len(rows))))
@@ -310,7 +352,7 @@ def bars(
             drawn.append(
                 f'<rect class="track" x="0" y="{y - 2:g}" width="{at(bar.cap / span)}" height="{row - 2 * pad + 4:g}"/>'
             )
-        drawn.append(stacked_bar(bar.parts, span=span, cap=bar.cap, y=y, height=row - 2 * pad))
+        drawn.append(stacked_bar(bar, span=span, y=y, height=row - 2 * pad, show=show))
         if i % every == 0:
             bad = ' style="fill:var(--bad);font-weight:600"' if bar.bad else ""
             names.append(f'<text class="name" x="100%" dx="-8" {middle}>{escape(bar.name)}</text>')
@@ -329,20 +371,19 @@ def bars(
     )
 
 
-def stacked_bar(parts: Sequence[tuple[str, float, str]], *, span: float, cap: float, y: float, height: float) -> str:
-    """(class, value, tooltip) side by side on an axis of `span`; what lies past `cap` is outlined as too much."""
+def stacked_bar(bar: Bar, *, span: float, y: float, height: float, show: Callable[[float], str]) -> str:
+    """The parts side by side on an axis of `span`; what lies past the cap is outlined as too much."""
     shapes, x = [], 0.0
-    for look, value, tip in parts:
+    for look, what, value in bar.parts:
         if value > 0:
             shapes.append(
                 f'<rect class="{look}" x="{at(x / span)}" y="{y:g}" width="{at(value / span)}" height="{height:g}" '
-                f'data-t="{escape(clean(tip))}"/>'
+                f'data-t="{escape(clean(f"{bar.name}, {what}: {show(value)}"))}"/>'
             )
         x += value
-    if x > cap:
-        shapes.append(
-            f'<rect class="over" x="{at(cap / span)}" y="{y:g}" width="{at((x - cap) / span)}" height="{height:g}"/>'
-        )
+    if x > bar.cap:
+        start, past = at(bar.cap / span), at((x - bar.cap) / span)
+        shapes.append(f'<rect class="over" x="{start}" y="{y:g}" width="{past}" height="{height:g}"/>')
     return "".join(shapes)
 
 

@@ -58,11 +58,16 @@ def numeric(*headers: str) -> tuple[Column, ...]:
 def on_page(table: Table) -> str:
     """HTML; the first cell of a row is its header."""
     head = "".join(f'<th scope="col"{_look(c)}>{_lines(c.header)}</th>' for c in table.columns)
+    # narrow screens show a row as a list, each cell behind its column's name
+    names = [
+        f' data-h="{escape(clean(column.header).replace(" /", "/").replace("- ", ""))}"' for column in table.columns
+    ]
     body = []
     for number, row in enumerate(table.rows):
         first, *others = (f"{_look(c)}>{_html_of(cell)}" for c, cell in zip(table.columns, row, strict=True))
         mark = ' class="plan"' if number == table.marked else ""
-        body.append(f'<tr{mark}><th scope="row"{first}</th>{"".join(f"<td{x}</td>" for x in others)}</tr>')
+        cells = "".join(f"<td{name}{cell}</td>" for name, cell in zip(names[1:], others, strict=True))
+        body.append(f'<tr{mark}><th scope="row"{names[0]}{first}</th>{cells}</tr>')
     look = "" if table.marked is None else "lead-column"
     return (
         f'<div class="scroll"><table class="{look}" aria-label="{escape(table.title)}"><thead><tr>{head}</tr></thead>'
@@ -102,8 +107,13 @@ def _html_of(cell: str | Cell) -> str:
         return _lines(cell)
     text = f'<span class="bad">{_lines(cell.text)}</span>' if cell.bad else _lines(cell.text)
     below = f"<br><small>{_lines(cell.below)}</small>" if cell.below else ""
-    code = f"<br><code>{escape(clean(cell.code, limit=3 * MAX_CELL))}</code>" if cell.code else ""
+    code = f"<br><code>{_dotted(escape(clean(cell.code, limit=3 * MAX_CELL)))}</code>" if cell.code else ""
     return text + below + code + ("" if cell.share is None else bar(cell.share))
+
+
+def _dotted(names: str) -> str:
+    """Module paths may break behind a dot, and nowhere else but between two of them."""
+    return names.replace(".", ".<wbr>").replace(".<wbr>.<wbr>", "..")
 
 
 def _lines(text: str) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 from trimtab.balance.metrics import BalanceReport
 from trimtab.plan.file.modules import fold_modules
 from trimtab.report.table import Column, Table, numeric, print_table
+from trimtab.report.words import balance_rows
 from trimtab.samples.table import SizingResult
 from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_count, format_seconds
@@ -80,21 +81,15 @@ def print_sizes(result: SizingResult, console: Console) -> None:
 def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, console: Console) -> None:
     """The packs' figures, a line each."""
     unit = samples.patch_unit
-    chi2 = "-" if balance.shuffle_chi2 is None else f"{balance.shuffle_chi2:.3f}"
     table = Table(
         title=f"{balance.num_packed:,} samples in {balance.num_packs:,} packs "
         f"({balance.packs_over_bound:.4f} x the lower bound), {format_seconds(seconds)}",
         columns=(Column("Figure"), *numeric("Value"), Column("Meaning")),
         rows=(
             ("samples per pack", f"{balance.samples_per_pack:.2f}", "mean"),
-            ("pad ratio", f"{balance.pad_ratio:.4f}", "share of computed tokens that is padding"),
-            ("dist ratio ViT", f"{balance.dist_ratio_vit:.4f}", f"share of a row the ranks wait, by {unit}"),
-            ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
-            ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by cost"),
-            ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
+            *balance_rows(balance, patches=unit),
             (f"fill {unit}", f"{balance.fill_patches:.4f}", "share of the limit that is used"),
             ("fill tokens", f"{balance.fill_tokens:.4f}", "share of the limit that is used"),
-            ("shuffle chi2", chi2, "sources per step; 1 is as random"),
         ),
     )
     print_table(table, console)

@@ -65,7 +65,7 @@ def _panel(name: str, ranks: Sequence[tuple[float, float]], slowest_s: float, sp
         svg.Bar(
             name=f"rank {i}",
             parts=[
-                (look, value, f"rank {i} {text}: {format_seconds(value)}")
+                (look, text, value)
                 for (look, text), value in zip(
                     _PARTS, (own, exchange, max(0.0, slowest_s - own - exchange)), strict=True
                 )
@@ -76,4 +76,13 @@ def _panel(name: str, ranks: Sequence[tuple[float, float]], slowest_s: float, sp
         for i, (own, exchange) in enumerate(ranks)
     ]
     label = f"{scale.unit} in a step"
-    return svg.bars(rows, span=span, scale=scale, label=label, title=name, mark="makespan", marked=slowest_s)
+    return svg.bars(
+        rows,
+        span=span,
+        scale=scale,
+        label=label,
+        title=name,
+        show=format_seconds,
+        mark="makespan",
+        marked=slowest_s,
+    )

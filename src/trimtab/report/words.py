@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from trimtab.balance.metrics import BalanceReport
 from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.plan import BalanceEstimate
 from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
 
@@ -79,13 +81,17 @@ def signed_percent(share: float) -> str:
     return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
-def shuffle_text(chi2: float | None) -> str:
-    """The chi-square figure; data of one source has none."""
-    return "one source" if chi2 is None else f"{chi2:.3f}"
-
-
-def ratio_text(ratio: float) -> str:
-    return f"{ratio:.2f} ×"
+def balance_rows(balance: BalanceReport | BalanceEstimate, *, patches: str = "patches") -> list[tuple[str, str, str]]:
+    """How even packs are: name, figure and meaning of each ratio; data of one source has no shuffle to measure."""
+    chi2 = "one source" if balance.shuffle_chi2 is None else f"{balance.shuffle_chi2:.3f}"
+    return [
+        ("pad ratio", f"{balance.pad_ratio:.4f}", "share of the computed rows that is padding"),
+        ("dist ratio ViT", f"{balance.dist_ratio_vit:.4f}", f"share of a row's time that the ranks wait, by {patches}"),
+        ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
+        ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by modelled time"),
+        ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
+        ("shuffle chi2", chi2, "sources of a step; 1 is as random, more is clustered"),
+    ]
 
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:

@@ -30,7 +30,9 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayout:
-    """Make one by hand to run stages of your own: module paths in forward order, and the schedule; checks itself.
+    """The stages of a pipeline as module paths in forward order, and the schedule; checks itself.
+
+    Use it to run stages of your own with `build_pipeline`, without a plan.
 
     >>> layout = PipelineLayout(stages=(("embed", "block"), ("head",)), schedule="1F1B", num_microbatches=4)
     >>> layout.num_devices, layout.modules

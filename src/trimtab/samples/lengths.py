@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +14,9 @@ import numpy as np
 from trimtab.errors import ImageError, SampleError
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
+from trimtab.samples.columns import open_parquet
 from trimtab.samples.problems import BadSample, shorten
-from trimtab.samples.records import detect_format, open_parquet, read_json_list, read_records
+from trimtab.samples.records import GROUPED, detect_format, read_json_list, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table, numbers_of
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
@@ -40,8 +41,8 @@ def holds_lengths(path: Path) -> bool:
     kind = detect_format(path)
     if kind == "tar":
         return False
-    if kind == "parquet":
-        return _gives_lengths(open_parquet(path).schema_arrow.names)
+    if kind in GROUPED:
+        return _gives_lengths(GROUPED[kind](path).names)
     with path.open("rb") as file:
         head = (
             file.read(_PEEK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().removeprefix(b"[" if kind == "json" else b"")
@@ -53,7 +54,7 @@ def holds_lengths(path: Path) -> bool:
     return isinstance(first, dict) and _gives_lengths(first)
 
 
-def _gives_lengths(names: Sequence[str] | Mapping[str, object]) -> bool:
+def _gives_lengths(names: Collection[str]) -> bool:
     return any(key in names for key in TOKEN_KEYS) and not any(key in names for key in CONVERSATION_KEYS)
 
 
@@ -82,7 +83,7 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         numbered = list(enumerate(read_json_list(path), 1))
     else:
         numbered = []
-        for record in read_records(path):
+        for record in read_records(path, more_columns=_KEYS):
             if record.problem is not None:
                 bad.append(BadSample.of(path, record.line, None, record.problem.kind, str(record.problem)))
             elif not record.blank:
@@ -120,8 +121,6 @@ def _parquet_columns(path: Path) -> _Columns:
     import pyarrow
 
     file = open_parquet(path)
-    if b"trimtab_table" in (file.schema_arrow.metadata or {}):
-        raise SampleError(f"{path} is a table as earlier versions saved them: size the data again, into an .npz")
     try:
         table = file.read(columns=[name for name in file.schema_arrow.names if name in _KEYS])
     except (OSError, pyarrow.ArrowException) as error:

@@ -10,14 +10,14 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.address import Address
 from trimtab.errors import ImageError
 from trimtab.options import Exif
 from trimtab.samples.containers import read_clip, read_frames
@@ -32,17 +32,22 @@ _NOFOLLOW: int | None = getattr(os, "O_NOFOLLOW", None)
 
 
 class MediaFolders:
-    """The media folder of each data file: `root`, or the file's own folder."""
+    """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
 
     def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif, max_pixels: int = MAX_PIXELS) -> None:
         self._root = root
         self._made: dict[Path, MediaFolder] = {}
-        self._make = partial(MediaFolder, allow_outside=allow_outside, exif=exif, max_pixels=max_pixels)
+        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif, "max_pixels": max_pixels}
 
-    def of(self, file: Path) -> MediaFolder:
-        root = file.parent if self._root is None else self._root
+    def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
+        root = stated or self._root or file.parent
         if root not in self._made:
-            self._made[root] = self._make(root)
+            if isinstance(root, Address):
+                from trimtab.samples.address_media import AddressFolder
+
+                self._made[root] = AddressFolder(root, **self._how)
+            else:
+                self._made[root] = MediaFolder(root, **self._how)
         return self._made[root]
 
 

@@ -6,13 +6,16 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.specs import IntArray, SampleTable
 
 _SCAN_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 16  # fetched for one record behind an address
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -72,16 +75,20 @@ def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
 
 
 class Lines:
-    """A JSON Lines file, mapped; read at the byte offsets of `line_starts`."""
+    """A JSON Lines file, mapped, or behind an address; read at the byte offsets of `line_starts`."""
 
     def __init__(self, path: Path) -> None:
+        self._bytes: Any
+        if isinstance(path, Address):
+            self._bytes = path.open("rb", block_bytes=_BLOCK_BYTES)
+            return
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, start: int) -> bytes:
         """The line that begins there, without white space around it and without a byte order mark."""
-        end = self._bytes.find(b"\n", start)
-        line = self._bytes[start : end if end >= 0 else len(self._bytes)]
+        self._bytes.seek(start)
+        line: bytes = self._bytes.readline()
         return (line.removeprefix(_BOM) if start == 0 else line).strip()
 
     def close(self) -> None:

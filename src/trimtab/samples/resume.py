@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.address import Address
 from trimtab.files import blake2b, write_atomically
-from trimtab.samples.records import Chunk
+from trimtab.samples.chunks import Chunk
 from trimtab.samples.table import UNREADABLE, Part, bad_from_dict, pack_arrays, unpack_arrays
 
 
 def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
     """Where the chunk's result lies; the name changes with the file's size or time, the chunk, and the settings."""
     status = chunk.file.stat()
-    identity = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns, chunk.format, chunk.start, chunk.stop)
+    identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
+    identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
     return folder / f"chunk-{blake2b(repr((identity, settings_key)).encode())}.npz"
 
 
@@ -24,7 +26,11 @@ def save_part(path: Path, part: Part) -> None:
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in values.items() if name not in arrays}
-    write_atomically(path, pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad]}))
+    content = pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad]})
+    if isinstance(path, Address):
+        path.write_bytes(content)
+    else:
+        write_atomically(path, content)
 
 
 def load_part(path: Path) -> Part | None:

@@ -27,7 +27,7 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
 }
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
-CONVERSATION_KEYS = ("conversations", "messages")
+CONVERSATION_KEYS = ("conversations", "messages", "texts")
 KNOWN_KEYS = ("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS)
 
 
@@ -76,7 +76,7 @@ def record_id(record: object) -> str | None:
 
 
 def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None) -> Conversation:
-    """A record in LLaVA / ShareGPT style (`conversations`) or OpenAI style (`messages`).
+    """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
@@ -88,8 +88,10 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
         raise wrong("the record", record, "a JSON object")
     name = next((key for key in CONVERSATION_KEYS if record.get(key) is not None), None)
     if name is None:
-        raise BadRecordError("type", "the record has neither 'conversations' nor 'messages': add one of them")
-    turns = record[name]
+        raise BadRecordError("type", "the record has none of 'conversations', 'messages' and 'texts': add one of them")
+    turns = _rows_of(record[name])
+    if name == "texts":
+        turns = _cauldron_turns(turns, record)
     if not isinstance(turns, (list, tuple)) or not turns:
         raise wrong(name, turns, "a list of at least one turn")
     messages: list[Message] = []
@@ -109,6 +111,31 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
     )
+
+
+def _rows_of(turns: object) -> object:
+    """A list of turns; `datasets` stores some as one object of lists."""
+    if isinstance(turns, dict) and turns and all(isinstance(column, list) for column in turns.values()):
+        return [dict(zip(turns, row, strict=False)) for row in zip(*turns.values(), strict=False)]
+    return turns
+
+
+def _cauldron_turns(texts: object, record: Mapping[str, object]) -> object:
+    """Objects with `user` and `assistant` as two turns each; their images stand before the first text."""
+    if not isinstance(texts, (list, tuple)):
+        return texts
+    images = record.get("images")
+    marks: list[object] = [{"type": "image"} for _ in images] if isinstance(images, (list, tuple)) else []
+    turns: list[object] = []
+    for text in texts:
+        if not isinstance(text, dict):
+            raise wrong("a turn of 'texts'", text, "an object with 'user' and 'assistant'")
+        for role in ("user", "assistant"):
+            if not isinstance(text.get(role), str):
+                raise wrong(f"'{role}' of 'texts'", text.get(role), "a string")
+        question = text["user"] if turns or IMAGE_MARK in text["user"] else [*marks, text["user"]]
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": text["assistant"]}]
+    return turns
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +18,20 @@ from trimtab.errors import ImageError, SampleError
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.models.images.asked import AskedImages
 from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
+from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
 from trimtab.samples.media import MediaFolder, MediaFolders
-from trimtab.samples.problems import BadKind, BadRecordError, BadSample, refuse_bad
-from trimtab.samples.records import Chunk, Record, list_chunks, read_chunk
+from trimtab.samples.problems import BadRecordError, BadSample, refuse_bad, shorten
+from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.resume import chunk_path, load_part, save_part
 from trimtab.samples.rows import Conversation, read_conversation, record_id
-from trimtab.samples.table import COLUMNS, Part, SizingResult, join_parts, numbers_of
+from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
+from trimtab.samples.table import COLUMNS, Part, SizedFile, SizingResult, join_parts, numbers_of
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageMarkup, ImageRule
 
@@ -69,7 +74,7 @@ def size_samples(
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
     special_tokens: SpecialTokens = "template",
-    media_root: Path | None = None,
+    media_root: MediaRoot = None,
     allow_outside: bool = False,
     exif: Exif = "ignore",
     max_pixels: int = MAX_PIXELS,
@@ -80,22 +85,40 @@ def size_samples(
     workers: int = 1,
     map_chunks: MapChunks = map_in_order,
     resume_dir: Path | None = None,
+    shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
-    """Sizes of every sample of the files, in their order.
+    """Sizes of every sample of the data, in its order.
 
-    Image paths are taken below `media_root` (None: the folder of the data file). Bad samples raise one `SampleError`
-    that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all always raises.
-    `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names the field that says
-    which data set a record comes from (text, at most 80 characters); without it the file is the source. `progress` is
-    called with bytes of data files done and in all. With `resume_dir` finished chunks are kept there: a killed pass
-    started again takes them over, unless data file, tokenizer or settings have changed (images are not looked at
-    again). `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
+    Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
+    result's `table` has a row for every sample; without a tokenizer tokens are estimated.
+
+    `data` is what `find_sources` takes: files, folders, addresses such as s3://, names of hub data sets in the cache.
+    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). Bad samples
+    raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
+    at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
+    the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
+    the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
+    kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
+    (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
+    for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
+    is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
     result does not depend on `workers`, `map_chunks` nor on interruptions.
+
+    >>> import json, tempfile
+    >>> from trimtab import describe
+    >>> path = Path(tempfile.mkdtemp()) / "data.jsonl"
+    >>> talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good morning"}]
+    >>> _ = path.write_text(json.dumps({"id": "a", "conversations": talk}))
+    >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
+    [13]
     """
-    files = [Path(data)] if isinstance(data, Path | str) else [Path(file) for file in data]
-    assumptions: list[str] = []
+    sources = find_sources(data, media_root)
+    files = [source.file for source in sources]
+    _refuse_other_tiles(sources, image_rule)
+    assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
+    _refuse_shard(shard, resume_dir, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
@@ -104,21 +127,26 @@ def size_samples(
             image_rule=image_rule,
             source_key=source_key,
             tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
-            media_root=media_root,
+            media_root=whole_root(sources, media_root),
             allow_outside=allow_outside,
             exif=exif,
             max_pixels=max_pixels,
             clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(files, settings, workers, map_chunks, resume_dir, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+        if shard is not None:
+            return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
             assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
-        _refuse_repeated(file, [_refuse_long(file, part, max_tokens) for part in file_parts], unique_ids)
-        for file, file_parts in zip(files, parts, strict=True)
+        repeat_samples(
+            refuse_repeated(source.file, [refuse_long(source.file, p, max_tokens) for p in file_parts], unique_ids),
+            source.repeat,
+        )
+        for source, file_parts in zip(sources, parts, strict=True)
     ]
     every = [part for file_parts in parts for part in file_parts]
     bad, num_read = [sample for part in every for sample in part.bad], sum(part.num_read for part in every)
@@ -127,18 +155,51 @@ def size_samples(
     if not num_read:
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     return SizingResult(
-        table=join_parts(files, parts),
+        table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        image_rule=None if ready else repr(image_rule),
-        files=() if ready else tuple((str(file), fingerprint_file(file)) for file in files),
+        image_rule=None if ready else write_rule(image_rule),
+        files=() if ready else tuple(map(_sized_file, sources)),
     )
+
+
+def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, ready: bool) -> None:
+    if shard is None:
+        return
+    number, count = shard
+    if not 1 <= number <= count:
+        raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
+    if resume_dir is None:
+        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--resume)")
+    if ready:
+        raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
+
+
+def _kept_shard(sources: Sequence[SourceFile], shard: tuple[int, int], num_chunks: int) -> SizingResult:
+    """No samples: a shard does not know on which lines of its file its own stand."""
+    files = [source.label for source in sources]
+    told = f"shard {shard[0]} of {shard[1]} is sized: {num_chunks} chunks are kept"
+    return SizingResult(table=join_parts(files, [[] for _ in files], source_labels(sources)), assumptions=(told,))
+
+
+def _sized_file(source: SourceFile) -> SizedFile:
+    root = None if source.media_root is None else str(source.media_root)
+    return SizedFile(path=str(source.file), blake2b=fingerprint_file(source.file), media_root=root)
+
+
+def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
+    """`SampleError` where a list of data sets has a limit of tiles of its own, which training would not keep to."""
+    own = getattr(rule, "max_tiles", None)
+    other = [source for source in sources if source.max_tiles not in (None, own)]
+    if other:
+        raise SampleError(
+            f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
+            f"and images are counted with max_tiles {own}: give the same to every data set and to --max-tiles"
+        )
 
 
 def _hold_lengths(files: Sequence[Path]) -> bool:
     """Whether the files hold ready-made lengths, and not conversations."""
-    if not files:
-        raise SampleError("no data file was named: name at least one")
     ready = [holds_lengths(file) for file in files]
     if any(ready) and not all(ready):
         odd = files[ready.index(not ready[0])]
@@ -147,19 +208,20 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
 
 
 def _size_conversations(
-    files: Sequence[Path],
+    sources: Sequence[SourceFile],
     settings: _Settings,
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
         alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
-        seen = _size_files(files, alone, workers, map_chunks, resume_dir, None)
+        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(files, settings, workers, map_chunks, resume_dir, progress)
+    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -172,14 +234,16 @@ _EXIF_ASSUMPTION: dict[Exif, str] = {
 
 
 def _size_files(
-    files: Sequence[Path],
+    sources: Sequence[SourceFile],
     settings: _Settings,
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
+    shard: tuple[int, int] | None,
     progress: Progress | None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file."""
+    """Parts of every file, lines numbered within the file; of a shard its own parts alone."""
+    files = [source.file for source in sources]
     total = sum(file.stat().st_size for file in files)
     done = 0
 
@@ -190,12 +254,13 @@ def _size_files(
             progress(min(done, total), total)
 
     order: list[int] = []
+    turn, num_shards = (1, 1) if shard is None else shard
 
     def chunks() -> Iterator[Chunk]:
-        for number, file in enumerate(files):
-            for chunk in list_chunks(file):
-                order.append(number)
-                yield chunk
+        every = ((number, chunk) for number, file in enumerate(files) for chunk in list_chunks(file))
+        for number, chunk in islice(every, turn - 1, None, num_shards):
+            order.append(number)
+            yield replace(chunk, media_root=sources[number].media_root)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
@@ -289,7 +354,7 @@ class _Sizer:
         sized: list[_Sized] = []
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
-        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file)
+        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
             num_lines += 1
             if record.blank:
@@ -367,65 +432,3 @@ class _Sizer:
         chat = self._counter.render(read.conversation, read.images, videos)
         images = [*read.images, *(video.image for video in videos)]
         return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)
-
-
-# -- what only the whole file tells ----------------------------------------------------------------------------------
-
-
-def _refuse_long(file: Path, part: Part, max_tokens: int | None) -> Part:
-    if max_tokens is None:
-        return part
-    advice = f"more than max_tokens {max_tokens}: shorten the sample or raise the limit"
-    over = np.flatnonzero(part.numbers[:, 2] > max_tokens).tolist()
-    return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
-
-
-def _refuse_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
-    """Leave out, or number, samples whose id an earlier sample of the file has."""
-    first: dict[str, int] = {}
-    result = []
-    for part in parts:
-        if part.ids is None:
-            result.append(part)
-            continue
-        ids, again = list(part.ids), dict[int, str]()
-        for row, name in enumerate(part.ids):
-            if name is None:
-                continue
-            line = int(part.lines[row])
-            if name not in first:
-                first[name] = line
-            elif unique_ids:
-                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
-            else:
-                numbered = _numbered(name, first)
-                ids[row], first[numbered] = numbered, line
-        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
-    return result
-
-
-def _numbered(name: str, taken: dict[str, int]) -> str:
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
-
-
-def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:
-    if not reasons:
-        return part
-    keep = np.ones(len(part.lines), np.bool_)
-    keep[list(reasons)] = False
-    bad = [
-        BadSample.of(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
-        for row, reason in reasons.items()
-    ]
-    return replace(
-        part,
-        numbers=part.numbers[keep],
-        image_patches=None if part.image_patches is None else part.image_patches[np.repeat(keep, part.numbers[:, 0])],
-        lines=part.lines[keep],
-        ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
-        source=part.source[keep] if part.source is not None else None,
-        bad=tuple(sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)),
-    )

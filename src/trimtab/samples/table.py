@@ -30,6 +30,15 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeE
 """What reading a damaged or foreign file of ours may raise."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedFile:
+    """A file that was sized."""
+
+    path: str
+    blake2b: str  # `fingerprint_file`
+    media_root: str | None = None  # that was stated for it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizingResult:
     """Sizes of a data set, what was left out of it, and what the sizes assume."""
@@ -37,8 +46,8 @@ class SizingResult:
     table: SampleTable
     bad: tuple[BadSample, ...] = ()
     assumptions: tuple[str, ...] = ()
-    image_rule: str | None = None  # repr of the rule that counted the images; None: ready-made lengths
-    files: tuple[tuple[str, str], ...] = ()  # path and `fingerprint_file` of every file that was sized, in order
+    image_rule: str | None = None  # `write_rule` of the rule that counted the images; None: ready-made lengths
+    files: tuple[SizedFile, ...] = ()  # in order
 
     def __repr__(self) -> str:
         return f"SizingResult, {len(self.bad)} samples left out, of a {self.table!r}"
@@ -87,11 +96,14 @@ def source_names_of(files: Sequence[Path]) -> list[str]:
     return named or [f"{file.stem}#{number}" for number, file in enumerate(files, 1)]
 
 
-def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> SampleTable:
+def join_parts(
+    files: Sequence[Path], parts: Sequence[Sequence[Part]], sources: Sequence[str] | None = None
+) -> SampleTable:
     """One table of the parts of each file, in order.
 
-    Sources are files, or what a part's own source column says. Ids: None where no record has one and none was left out;
-    else a record without an id is called file:line, and with several files every id starts with the file's name.
+    Sources are `sources` (None: the files), or what a part's own source column says. Ids: None where no record has one
+    and none was left out; else a record without an id is called file:line, and with several files every id starts with
+    the file's name.
     """
     labels = source_names_of(files)
     flat = [part for file_parts in parts for part in file_parts]
@@ -102,7 +114,7 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
         )
     names: dict[str, int] = {}
     codes: list[npt.NDArray[np.int32]] = []
-    for label, file_parts in zip(labels, parts, strict=True):
+    for label, file_parts in zip(sources or labels, parts, strict=True):
         for part in file_parts:
             own = part.source_names if part.source is not None else (label,)
             lookup = np.array([names.setdefault(name, len(names)) for name in own], np.int32)
@@ -124,7 +136,7 @@ def join_parts(files: Sequence[Path], parts: Sequence[Sequence[Part]]) -> Sample
         **_places(parts),
         ids=ids,
         source=np.concatenate(codes) if codes else np.empty(0, np.int32),
-        source_names=tuple(names) or tuple(labels),
+        source_names=tuple(names) or tuple(sources or labels),
         patch_unit=units[0] if units else "patches",
         tokens_exact=all(part.tokens_exact for part in flat),
     )
@@ -208,7 +220,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
         "image_rule": result.image_rule,
         "assumptions": list(result.assumptions),
         "bad": [asdict(sample) for sample in result.bad],
-        **({"files": result.files} if result.files else {}),
+        **({"files": list(map(_file_row, result.files))} if result.files else {}),
     }
     arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
     arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
@@ -270,10 +282,10 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
         raise _unreadable(origin, error) from None
 
 
-def sized_files(path: Path) -> tuple[tuple[str, str], ...]:
+def sized_files(path: Path) -> tuple[SizedFile, ...]:
     """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
             return _sized_files(json.loads(file["meta"].tobytes()))
     except UNREADABLE as error:
         raise _unreadable(str(path), error) from None
@@ -285,8 +297,13 @@ def _unreadable(origin: str, error: Exception) -> SampleError:
     )
 
 
-def _sized_files(meta: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((str(path), str(fingerprint)) for path, fingerprint in meta.get("files", ()))
+def _file_row(file: SizedFile) -> list[str]:
+    return [file.path, file.blake2b, *([] if file.media_root is None else [file.media_root])]
+
+
+def _sized_files(meta: Mapping[str, Any]) -> tuple[SizedFile, ...]:
+    rows = [[str(text) for text in row] for row in meta.get("files", ())]
+    return tuple(SizedFile(path=path, blake2b=told, media_root=root[0] if root else None) for path, told, *root in rows)
 
 
 def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:

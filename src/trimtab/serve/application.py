@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import Modality
@@ -47,19 +46,15 @@ _MAX_STOPS, _MAX_STOP_LENGTH = 4, 256
 _MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 
-class PlacedModel(ModelManager):  # type: ignore[misc] # Transformers is not read by the type checker
-    """One loaded model, whatever is asked for."""
+class PlacedModel:
+    """One loaded model, whatever is asked for: what Transformers' handlers ask of their `ModelManager`."""
 
     def __init__(self, name: str, model: Any, processor: ChatProcessor) -> None:
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # no line for every request
-        self._model, self.processor = model, processor
-        super().__init__(force_model=name)
+        self.force_model, self._model, self.processor = name, model, processor
 
-    def _load_processor(self, *_: Any, **__: Any) -> ChatProcessor:
-        return self.processor
-
-    def _load_model(self, *_: Any, **__: Any) -> Any:
-        return self._model
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, ChatProcessor]:
+        return self._model, self.processor
 
     @staticmethod
     def process_model_name(model_id: str) -> str:

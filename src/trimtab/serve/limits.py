@@ -28,10 +28,10 @@ class ServeLimits:
     max_new_tokens: Annotated[int, Option("Tokens of an answer.")] = 1024  # also of a request without max_tokens
     max_batch: Annotated[int, Option("Requests that are generated together; each has its KV cache.")] = 16
     max_batch_tokens: int = 32_768  # of the prompts of one batch, padding included; a request alone may have more
-    max_waiting: Annotated[int, Option("Requests that may wait behind those being answered.")] = 16
+    max_waiting: Annotated[int, Option("Requests that may wait while others are answered.")] = 16
     max_request_s: Annotated[float, Option("Seconds from acceptance to the last token.")] = 300.0
     max_transfer_s: float = 60.0  # for a client to send its body, and to take each piece of the answer
-    drain_s: Annotated[float, Option("Seconds that SIGTERM leaves to accepted requests.")] = 330.0
+    drain_s: Annotated[float, Option("Seconds that accepted requests have left after SIGTERM.")] = 330.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

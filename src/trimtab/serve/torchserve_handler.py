@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import infer_auto_device_map
-from accelerate.utils import get_balanced_memory
 from starlette.exceptions import HTTPException
+from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.runtime.placing.folder import model_class, read_config
 from trimtab.runtime.placing.load import load_placed
@@ -39,7 +38,7 @@ class ChatHandler:
         places = setup["device_map"]
         dtype = None if setup["torch_dtype"] is None else getattr(torch, setup["torch_dtype"])
         if isinstance(places, str):
-            places = _accelerates_map(folder, places, setup["max_memory"], dtype)
+            places = _map_by_rule(folder, places, setup["max_memory"], dtype)
         offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
         model = load_placed(folder, places, runs_on=setup["runs_on"], dtype=dtype, offload_folder=offload)
         limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
@@ -73,21 +72,13 @@ class ChatHandler:
         return bytes(answer.body).decode()
 
 
-def _accelerates_map(
+def _map_by_rule(
     folder: Path, rule: str, max_memory: dict[str, str] | None, dtype: torch.dtype | None
 ) -> dict[str, int | str]:
-    """Accelerate's own map by `rule` under `max_memory`, from the names of devices as JSON has them.
-
-    As Transformers reads the rules: "auto" and "balanced" first even out what each device may hold, "balanced_low_0"
-    does so with little on device 0, "sequential" fills one device after the other.
-    """
+    """Transformers' own map by `rule` (a private function, 5.23) under `max_memory`, devices named as JSON has them."""
     config = read_config(folder)
     with torch.device("meta"):
         model = model_class(folder, config)(config).to(dtype or config.dtype)
     model.tie_weights()
     memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()} or None
-    classes = list(model._no_split_modules or ())
-    if rule != "sequential":
-        low_zero = rule == "balanced_low_0"
-        memory = get_balanced_memory(model, memory, no_split_module_classes=classes, low_zero=low_zero)
-    return dict(infer_auto_device_map(model, max_memory=memory, no_split_module_classes=classes))
+    return dict(_get_device_map(model, rule, memory, None))

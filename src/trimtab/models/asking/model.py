@@ -34,9 +34,9 @@ UNSETTLED = (
 
 
 def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
-    """For a model of your own: describes what you built, so that every verb can plan it.
+    """Use this for a model of your own: it describes what you built, so that every verb can plan it.
 
-    `model` follows Transformers' conventions (blocks in `ModuleList`s, `get_input_embeddings`, ...) and was built under
+    `model` follows Transformers' conventions (blocks in a `ModuleList`, `get_input_embeddings`, ...), built under
     `torch.device("meta")`; it has no weights, and cannot run afterwards. Write the result with
     `trimtab.models.description.save_description`.
 

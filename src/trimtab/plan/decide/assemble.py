@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
@@ -36,6 +36,7 @@ from trimtab.plan.plan import (
     RecomputeDecision,
     ScheduleDecision,
     SearchedSplit,
+    SettingEstimate,
     StageDecision,
     StageEstimate,
     TableFile,
@@ -45,7 +46,7 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_number, format_seconds, round_digits, round_gib
+from trimtab.units import format_number, format_ratio, format_seconds, round_digits, round_gib
 
 _LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"
@@ -71,13 +72,17 @@ def assemble_plan(
     assumptions: Sequence[str],
     mixture: tuple[MixedSource, ...] = (),
     searched: tuple[SearchedSplit, ...] = (),
+    settings: tuple[SettingEstimate, ...] = (),
+    setting_error: float = 0.0,
 ) -> PlanDetails:
     """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
     files = {name: name_table(name, content) for name, content in tables.items()}
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
     decisions = describe_decisions(case, split.stages, files=files)
-    estimates = replace(describe_estimates(case, split, variants), searched=searched)
+    estimates = replace(
+        describe_estimates(case, split, variants), searched=searched, settings=settings, setting_error=setting_error
+    )
     plan = Plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
@@ -101,6 +106,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         profile=case.setting.profile,
         memory_cap_bytes=case.budget.total_bytes,
         variants=variants,
+        case=case,
         tables=tables,
     )
 
@@ -152,7 +158,7 @@ def describe_inputs(
         ),
         training=TrainingInput(
             **same_fields(options, TrainingInput)
-            | {"costs": case.setting.profile.method, "profile": files.get(PROFILE_FILE)}
+            | {"zero_stage": options.sharding, "costs": case.setting.profile.method, "profile": files.get(PROFILE_FILE)}
         ),
     )
 
@@ -248,31 +254,48 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from.
 
     A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
-    first row that fits is.
+    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named.
     """
     parallel, cluster = decisions.parallel, inputs.cluster
-    baseline, *_, ours = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
-    told = next((row for row in estimates.compared if row.fits), ours)
+    compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
+    baseline, *_, ours = compared
+    told = estimates.told
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
-    gains = [
-        f"{later.name} {earlier.epoch_s / later.epoch_s:.2f}x"
-        for earlier, later in itertools.pairwise(estimates.compared)
-    ]
+    sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
+    gains = [f"{later.name} {format_ratio(earlier.epoch_s / later.epoch_s)}" for earlier, later in pairwise(compared)]
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     per_step = num_drawn / decisions.packing.num_steps
     recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
+    longer = f"would take {format_ratio(estimates.gain(ours))} as long"
     if baseline.fits:
-        against = f"would take {baseline.epoch_s / ours.epoch_s:.2f}x as long: {', '.join(gains)}."
+        against = f"{longer}: {', '.join(gains)}."
     else:
-        against = (
-            f"does not fit the memory; {told.name}, which fits, would take {told.epoch_s / ours.epoch_s:.2f}x as long."
+        against = f"does not fit the memory; {told.name}, which fits, {longer}."
+    slower = ours.step_ms / told.step_ms
+    return (
+        (
+            f"A step takes {format_ratio(slower)} as long as that of {told.name}, at "
+            f"{format_ratio(estimates.gain(ours))} its samples/s. "
+            if slower > _LONGER
+            else ""
         )
-    longer, faster = ours.step_ms / told.step_ms, ours.samples_per_s / told.samples_per_s
-    slow = f"A step takes {longer:.2f}x as long as that of {told.name}, at {faster:.2f}x its samples/s. "
-    return (slow if longer > _LONGER else "") + (
-        f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}, "
+        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}, "
         f"about {format_number(per_step)} samples a step; "
         f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
         f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
-        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
+        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}" + _faster(estimates)
+    )
+
+
+def _faster(estimates: Estimates) -> str:
+    """The fastest setting, where it was left for a simpler one."""
+    if not estimates.settings:
+        return ""
+    ours, fastest = estimates.settings[0], max(estimates.settings, key=lambda setting: setting.samples_per_s)
+    if fastest.samples_per_s <= ours.samples_per_s:
+        return ""
+    more = 100 * (fastest.samples_per_s / ours.samples_per_s - 1)
+    return (
+        f" Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
+        f"{100 * estimates.setting_error:g} %; this plan is simpler."
     )

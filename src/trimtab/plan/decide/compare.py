@@ -22,20 +22,22 @@ from trimtab.partition.timeline import Timeline
 from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
 from trimtab.plan.decide.idle import split_idle
+from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
 from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
 from trimtab.plan.file.details import Variant
-from trimtab.plan.plan import BASELINE
-from trimtab.specs import ClusterSpec, FloatArray, IntArray, SampleTable, Schedule, Stage
-from trimtab.units import format_number
+from trimtab.plan.plan import BASELINE, SettingEstimate
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, SampleTable, Schedule, Stage
+from trimtab.units import format_number, format_ratio
 
+DEGREES = "the plan's degrees"  # the baseline on them, where it is faster on others
 _SLOWER = 1.005  # a row that takes so much longer than the one above is explained
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
+class Run:
     """What every micro-batch asks of the layers, padding included, when it runs, and on which stages."""
 
     name: str
@@ -65,6 +67,7 @@ def compare_variants(
     stages: Sequence[Stage],
     *,
     without: SplitChoice | None = None,
+    elsewhere: Sequence[SettingEstimate] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Variant, ...]:
     """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
@@ -72,16 +75,17 @@ def compare_variants(
     Where ranks share images, that is the last one, and the rows above are those of the case without it.
 
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
-    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. Or it is
-    the fastest that fits of those that were asked for; the others stand before it. Steps of all variants hold about
-    equally many samples. `without`: what `choose_split` found for the case without sharing, if
-    it ran.
+    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. It is
+    the fastest that fits on the plan's degrees and on those of `elsewhere`; where others win, the row behind it moves
+    to the plan's. Or it is the fastest that fits of those that were asked for, the others before it. Steps of all
+    variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
+    ran.
     """
     shared, case = case, case.without_vision()
     if shared.vision is not None and without is None:
         without = choose_split(case)
     problem = case.problem
-    plain = _Run(
+    plain = Run(
         name="",
         problem=problem,
         packs=f"{case.packing.method}, {case.schedule.order} order",
@@ -93,7 +97,7 @@ def compare_variants(
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     runs = [
-        *_baselines(case, balanced),
+        *_baselines(case, balanced, elsewhere),
         _uniform(replace(plain, name="balanced packs")),
         replace(plain, name="balanced stages", stages=balanced.stages, rules=balanced.rules),
         replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
@@ -102,7 +106,7 @@ def compare_variants(
         runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
     variants = []
     for number, run in enumerate(runs):
-        variants.append(_simulate_run(run, case.cluster))
+        variants.append(simulate_run(run, case.cluster))
         if progress is not None:
             progress(number + 1, len(runs))
     return tuple(variants)
@@ -115,27 +119,54 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
     for above, row in itertools.pairwise(rows):
         if row.epoch_s > _SLOWER * above.epoch_s:
             why = "its part is in the rows below"
-            if (above.recompute_rule, row.recompute_rule) == ("none", "full"):
+            if row.name == DEGREES:
+                why = "these degrees are for balanced packs"
+            elif (above.recompute_rule, row.recompute_rule) == ("none", "full"):
                 why = (
                     "so large packs fit only with recompute, which is one switch for all layers until the last rows "
                     "choose where it is needed"
                 )
+            longer = format_ratio(row.epoch_s / above.epoch_s)
             said.append(
-                f'The row "{row.name}" takes {row.epoch_s / above.epoch_s:.2f} x as long as the one above it: {why}. '
+                f'The row "{row.name}" takes {longer} as long as the one above it: {why}. '
                 "Nothing runs as that row says; the plan is the last."
             )
     return tuple(said)
 
 
-def _baselines(case: Case, balanced: _Balanced) -> list[_Run]:
-    """Those that were asked for, the fastest that fits last, as the one that the plan is told against."""
-    asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline()]
-    runs = [_baseline(case, baseline, balanced) for baseline in asked]
+def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
+    """Those that were asked for, the fastest that fits last, as the one that the plan is told against.
+
+    Where none was: the fastest on all degrees, then the one on the plan's.
+    """
+    if asked := [parse_baseline(text) for text in case.options.baselines]:
+        runs = [_baseline(case, baseline, balanced) for baseline in asked]
+        best = _fastest(runs, case.cluster)
+        others = [replace(run, name=f"other {BASELINE}") for run in runs if run is not best]
+        return [*others, replace(best, name=BASELINE)]
+    own = _baseline(case, Baseline(), balanced)
+    runs = [own]
+    for setting in elsewhere:
+        if ParallelDims(dp=setting.dp, pp=setting.pp, tp=setting.tp) != case.setting.dims:
+            run = _baseline(_moved(case, setting), Baseline(), balanced)
+            runs.append(replace(run, packs=f"{run.packs}; on {setting.label}"))
     best = _fastest(runs, case.cluster)
-    return [*(replace(run, name=f"other {BASELINE}") for run in runs if run is not best), replace(best, name=BASELINE)]
+    return [own] if best is own else [best, replace(own, name=DEGREES)]
 
 
-def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> _Run:
+def _moved(case: Case, to: SettingEstimate) -> Case:
+    """The same run on other degrees, with as many samples a step."""
+    dims = ParallelDims(dp=to.dp, pp=to.pp, tp=to.tp)
+    options = replace(case.options, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
+    num_microbatches = max(1, round(case.setting.num_microbatches * case.setting.dims.dp / to.dp))
+    if to.schedule == "Interleaved1F1B":
+        num_microbatches = -(-num_microbatches // to.pp) * to.pp
+    profile = profile_setting(case.model, case.cluster, options, dims)
+    setting = replace(case.setting, dims=dims, num_microbatches=num_microbatches, profile=profile)
+    return replace(case, options=options, setting=setting)
+
+
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> Run:
     """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
@@ -157,7 +188,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> _Run:
     return _fastest(runs, case.cluster)
 
 
-def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
+def _switch(run: Run, recompute: RecomputeMode) -> Run:
     """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
     if recompute == "auto":
         return run
@@ -167,13 +198,13 @@ def _switch(run: _Run, recompute: RecomputeMode) -> _Run:
     return replace(run, stages=stages, rules=(run.rules[0], recompute))
 
 
-def _fastest(runs: Sequence[_Run], cluster: ClusterSpec) -> _Run:
+def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
     """Of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
     return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
-def _estimate_s(run: _Run, cluster: ClusterSpec) -> float:
+def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
     """Seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
@@ -190,7 +221,7 @@ def _batched(
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
-) -> _Run:
+) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     problem = case.problem
     # interleaved schedules take micro-batches in multiples of the pipeline's devices
@@ -209,7 +240,7 @@ def _batched(
     )
     work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
     name = baseline.method.replace("_", "-")
-    return _Run(
+    return Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
         packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
@@ -218,7 +249,7 @@ def _batched(
     )
 
 
-def _uniform(run: _Run) -> _Run:
+def _uniform(run: Run) -> Run:
     """As many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
     problem = run.problem
     num_stages = problem.num_stages * problem.num_chunks
@@ -239,7 +270,7 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _B
     return _Balanced(stages=best.stages, rules=("balanced", rule))
 
 
-def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
+def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims = problem.profile.dims
@@ -250,6 +281,7 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
+    idle, rank_s = split_idle(times, table, problem, idle_share)
     return Variant(
         name=run.name,
         packs=run.packs,
@@ -263,7 +295,8 @@ def _simulate_run(run: _Run, cluster: ClusterSpec) -> Variant:
         memory=assessed.memory,
         step_s=step_s,
         idle_share=idle_share,
-        idle=split_idle(times, table, problem, idle_share),
+        idle=idle,
+        rank_s=rank_s,
         fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem),
     )

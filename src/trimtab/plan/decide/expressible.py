@@ -33,18 +33,33 @@ class Expressible:
     """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
     choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Fields of `PlanOptions` and the values that it can run: the first stands where the user left the field open."""
+    tp_degrees: Callable[[int], bool] | None = None  # whether it runs this tensor-parallel degree; None: any
 
 
-def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanOptions:
+_MOST_TP = 64
+
+
+def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple[PlanOptions, ...]:
     """The options with every field that was left open set to what `can` be run; `PlanError` for one that cannot be.
 
-    >>> can = Expressible(choices={"tp": (1,), "zero_stage": (0,)})
-    >>> found = within_choices(PlanOptions(pp=4), can, "deepspeed")
-    >>> found.tp, found.pp, found.zero_stage
-    (1, 4, 0)
+    Several where the ZeRO stage was left open: what fits first is to be taken.
+
+    >>> can = Expressible(choices={"tp": (1,), "zero_stage": (0, 3)})
+    >>> first, second = within_choices(PlanOptions(pp=4), can, "my-trainer")
+    >>> first.tp, first.pp, first.zero_stage, second.zero_stage
+    (1, 4, 0, 3)
     """
-    left_open, problems, settled = PlanOptions(), [], {}
-    for name, values in can.choices.items():
+    left_open, problems = PlanOptions(), list[str]()
+    # a framework that says nothing of ZeRO has a launcher that knows stage 1
+    settled: dict[str, object] = {"zero_stage": options.sharding}
+    stages: tuple[object, ...] = ()
+    choices = {**can.choices}
+    if can.tp_degrees is not None:
+        allowed = tuple(tp for tp in range(1, _MOST_TP + 1) if can.tp_degrees(tp))
+        settled["tp_degrees"] = allowed
+        if options.tp is not None:
+            choices["tp"] = allowed
+    for name, values in choices.items():
         given = getattr(options, name)
         if given in values:
             continue
@@ -54,9 +69,18 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
                 f"{' or '.join(map(str, values))}: give that, or leave --{name.replace('_', '-')} out"
             )
         settled[name] = values[0]
+        if name == "zero_stage":
+            stages = values
     if problems:
         raise PlanError(join_problems(problems))
-    return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
+    first = replace(options, **settled)  # type: ignore[arg-type]  # fields by name
+    return (first, *(replace(first, zero_stage=stage) for stage in stages[1:]))  # type: ignore[arg-type]
+
+
+def best_split(case: Case, can: Expressible) -> SplitResult | None:
+    """`best_expressible`, with what it costs; the case's model forbids the cuts that cannot be made."""
+    stages = best_expressible(case, can)
+    return None if stages is None else case.problem.assess(stages)
 
 
 def best_expressible(case: Case, can: Expressible) -> Stages | None:
@@ -224,10 +248,12 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
     return assemble_plan(
         case,
         case.problem.assess(stages),
-        compare_variants(case, stages),
+        compare_variants(case, stages, elsewhere=plan.estimates.settings),
         origin=PlanOrigin(
             command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
         ),
         mixture=plan.inputs.data.mixture,
+        settings=plan.estimates.settings,
+        setting_error=plan.estimates.setting_error,
         assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.limits import TriedLimits, try_limits
+from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
 from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
 from trimtab.plan.options import PlanOptions
@@ -35,75 +36,10 @@ from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, Parall
 from trimtab.units import format_number
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
-_MOST_OVER = 1.25  # of a global batch that was asked for
+_MOST_OVER = 1.25  # of the global batch
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
 _MOST_STAGES = 16  # pipeline degree, where it is left open
 _RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
-_ALIKE = 0.95  # of the best speed: the costs that choices share err by more than this
-_SAID = 4  # divisions and schedules named in the plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Priced:
-    setting: Setting
-    options: PlanOptions  # with its schedule
-    samples_per_s: float
-    samples_per_pack: float
-    larger: _Priced | None = None  # the next larger packs that fit; None: there are none
-
-    @property
-    def label(self) -> str:
-        schedule = self.options.schedule
-        chunks = f" with {self.options.num_chunks} chunks" if schedule == "Interleaved1F1B" else ""
-        return f"{_degrees_of(self.setting.dims)} {schedule}{chunks}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenSetting:
-    """The settings that fit, each with the options that its schedule was chosen for."""
-
-    considered: tuple[_Priced, ...]  # the fastest first: that one is taken
-    num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
-    sharded: _Priced | None = None  # plain data parallel with ZeRO-3, where it fits; None too where it was not open
-
-    @property
-    def best(self) -> _Priced:
-        return self.considered[0]
-
-    def sentences(self) -> tuple[str, ...]:
-        """What was considered, for the plan's reader; nothing where there was no choice."""
-        said: list[str] = []
-        best = self.best
-        if (larger := best.larger) is not None:
-            said.append(
-                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
-                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
-                f"{format_number(larger.samples_per_s)}."
-            )
-        if len(self.considered) + self.num_misfits > 1:
-            said += [self._degrees(), *self._simpler()]
-        return tuple(said)
-
-    def _degrees(self) -> str:
-        said = [f"{x.label} {format_number(x.samples_per_s)} samples/s" for x in self.considered[:_SAID]]
-        rest = len(self.considered) - len(said)
-        more = [f"{rest} slower" if rest else "", f"{self.num_misfits} that do not fit" if self.num_misfits else ""]
-        named = ", ".join([*said, *filter(None, more)])
-        return f"Degrees and schedules considered, at their mean packs: {named}."
-
-    def _simpler(self) -> list[str]:
-        """How plain data parallel with ZeRO-3, which needs no pipeline and no tensor parallelism, compares."""
-        if self.sharded is None:
-            return []
-        ratio = self.sharded.samples_per_s / self.best.samples_per_s
-        verdict = (
-            "that is the same within the error of such costs, or better, and simpler: plan with --pp 1 --tp 1 "
-            "--zero-stage 3 to have it"
-            if ratio >= _ALIKE
-            else "that is slower"
-        )
-        speed, share = format_number(self.sharded.samples_per_s), f"{100 * ratio:.0f} %"
-        return [f"Plain data parallel with ZeRO-3 would reach {speed} samples/s, {share} of the plan: {verdict}."]
 
 
 def choose_setting(
@@ -116,31 +52,34 @@ def choose_setting(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> ChosenSetting:
-    """The fastest setting that fits; a global batch of our own choice is halved until something does.
+    """The settings that fit, and which is taken; a global batch of our own choice is halved until something does.
 
     Schedule "auto": 1F1B, which needs least memory, decides which divisions of the devices are fastest; these are tried
-    with the other schedules. Raises `PlanError` when the degrees do not divide the devices, and `PartitionError` when
-    nothing fits.
+    with the other schedules. ZeRO stage left open: 1, and plain data parallel with stage 3 too. Raises `PlanError` when
+    the degrees do not divide the devices, and `PartitionError` when nothing fits.
     """
-    first = options
+    first = replace(options, zero_stage=options.sharding)
     if options.schedule == "auto":
-        first = replace(options, schedule="1F1B", num_chunks=1)
-    candidates = list(_parallel_dims(model, cluster, first))
-    profiles, refused = _profile_candidates(model, cluster, options, candidates)
+        first = replace(first, schedule="1F1B", num_chunks=1)
+    candidates = [(first, dims) for dims in _parallel_dims(model, cluster, first)]
+    if _leaves_sharding_open(options, cluster):
+        sharded = replace(first, pp=1, tp=1, zero_stage=3)
+        candidates.insert(1, (sharded, ParallelDims(dp=cluster.num_devices)))  # the last is the most divided
+    profiles, refused = _profile_candidates(model, cluster, candidates)
     if not profiles:
         assert refused is not None, "every candidate was profiled or refused"
         raise refused
     # how samples pack hardly depends on the degrees: once is enough
-    limits = try_limits(samples, samples_work, options, price_samples(profiles[0], samples_work))
+    limits = try_limits(samples, samples_work, options, price_samples(profiles[0][1], samples_work))
     global_batch = default_global_batch(cluster, options, len(samples))
     while True:
-        priced: list[_Priced] = []
+        priced: list[Priced] = []
         misfit: PartitionError | None = None
-        for number, profile in enumerate(profiles):
+        for number, (own, profile) in enumerate(profiles):
             if progress is not None:
                 progress(number, len(profiles))
             try:
-                priced.append(_price_limits(model, cluster, first, profile, budget, limits, global_batch))
+                priced.append(_price_limits(model, cluster, own, profile, budget, limits, global_batch))
             except PartitionError as error:
                 misfit = PartitionError(f"{_degrees_of(profile.dims)}: {error}")  # the last divides the model most
         if priced:
@@ -158,7 +97,7 @@ def choose_setting(
     if options.schedule == "auto":
         fastest = sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]
         for found in fastest:
-            for other in _other_schedules(options, found.setting.dims):
+            for other in _other_schedules(found.options, options.num_chunks, found.setting.dims):
                 try:
                     priced.append(
                         _price_limits(model, cluster, other, found.setting.profile, budget, limits, global_batch)
@@ -166,42 +105,28 @@ def choose_setting(
                 except PartitionError:
                     continue
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
-    chosen = ChosenSetting(considered=tuple(priced), num_misfits=num_misfits)
-    if not _leaves_sharding_open(first, chosen.best.setting.dims):
-        return chosen
-    return replace(chosen, sharded=_price_sharded(model, cluster, first, budget, limits, global_batch))
+    band = 0.0 if options.prefer == "fastest" else min(CHOICE_ERROR, profiles[0][1].time_error)
+    return ChosenSetting(considered=tuple(priced), num_misfits=num_misfits, error=band)
 
 
-def _leaves_sharding_open(options: PlanOptions, dims: ParallelDims) -> bool:
-    """Whether the planner chose to divide the model, where nobody asked for it."""
-    asked = (options.dp, options.pp, options.tp, options.profile)
+def _leaves_sharding_open(options: PlanOptions, cluster: ClusterSpec) -> bool:
+    """Whether plain data parallel with ZeRO-3 may be taken: nobody asked for another division, stage or sharing."""
+    asked = (options.dp not in (None, cluster.num_devices), options.pp not in (None, 1), options.tp not in (None, 1))
     return (
-        dims.pp * dims.tp > 1 and asked == (None,) * 4 and options.zero_stage in (1, 2) and options.schedule == "1F1B"
+        cluster.num_devices > 1
+        and options.zero_stage is None
+        and not any(asked)
+        and options.schedule in ("1F1B", "auto")
+        and options.vision.group == "none"
+        and (options.profile is None or options.profile.method != "probed")  # whose state was measured at one stage
     )
 
 
-def _price_sharded(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    budget: MemoryBudget,
-    limits: Sequence[TriedLimits],
-    global_batch: int | None,
-) -> _Priced | None:
-    """One replica a device, its state sharded over all of them; None where that does not fit."""
-    options = replace(options, pp=1, tp=1, zero_stage=3)
-    try:
-        profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices, pp=1, tp=1))
-        return _price_limits(model, cluster, options, profile, budget, limits, global_batch)
-    except PartitionError:
-        return None
-
-
-def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptions]:
+def _other_schedules(options: PlanOptions, num_chunks: int, dims: ParallelDims) -> list[PlanOptions]:
     """What "auto" tries beside 1F1B."""
     if dims.pp == 1:
         return []
-    chunks = max(2, options.num_chunks)
+    chunks = max(2, num_chunks)
     names: tuple[tuple[ScheduleName, int], ...] = (
         ("GPipe", 1),
         ("Interleaved1F1B", chunks),
@@ -212,14 +137,14 @@ def _other_schedules(options: PlanOptions, dims: ParallelDims) -> list[PlanOptio
 
 
 def _profile_candidates(
-    model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, candidates: Sequence[ParallelDims]
-) -> tuple[list[Profile], PartitionError | None]:
+    model: ModelSpec, cluster: ClusterSpec, candidates: Sequence[tuple[PlanOptions, ParallelDims]]
+) -> tuple[list[tuple[PlanOptions, Profile]], PartitionError | None]:
     """Cost tables of the degrees that the model's shapes allow, and why the last other one is ruled out."""
-    profiles: list[Profile] = []
+    profiles: list[tuple[PlanOptions, Profile]] = []
     refused: PartitionError | None = None
-    for dims in candidates:
+    for options, dims in candidates:
         try:
-            profiles.append(profile_setting(model, cluster, options, dims))
+            profiles.append((options, profile_setting(model, cluster, options, dims)))
         except PartitionError as error:
             refused = PartitionError(f"{_degrees_of(dims)}: {error}")
     return profiles, refused
@@ -252,23 +177,26 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             **same_fields(options, CostSettings)
             | {
                 "dims": dims,
-                "zero_stage": options.zero_stage if gathered else min(options.zero_stage, 2),
+                "zero_stage": options.sharding if gathered else min(options.sharding, 2),
                 "dp_bytes_per_s": dp_bytes_per_s,
                 "frozen_towers": frozenset(options.frozen_towers),
             },
         )
 
-    target, saved = formulas(cluster.device, dims, cluster.slowest_link_bytes_per_s), options.profile
+    def ring(dims: ParallelDims) -> float:
+        return cluster.ring_bytes_per_s(dims.dp, stride=dims.tp)  # data-parallel ranks lie next to each other
+
+    target, saved = formulas(cluster.device, dims, ring(dims)), options.profile
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
-    if saved.method == "probed" and (saved.optimizer, saved.zero_stage) != (options.optimizer, options.zero_stage):
+    if saved.method == "probed" and (saved.optimizer, saved.zero_stage) != (options.optimizer, options.sharding):
         raise PlanError(
             f"the profile was probed with {saved.optimizer} at ZeRO stage {saved.zero_stage}, and the plan is to have "
-            f"{options.optimizer} at stage {options.zero_stage}, whose state was not measured: plan with those, or "
+            f"{options.optimizer} at stage {options.sharding}, whose state was not measured: plan with those, or "
             "probe again"
         )
-    base = formulas(saved.device, saved.dims, cluster.slowest_link_bytes_per_s, gathered=not traced)
+    base = formulas(saved.device, saved.dims, ring(saved.dims), gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(
         saved,
@@ -295,6 +223,8 @@ def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions)
         )
     found = False
     for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
+        if options.tp_degrees and tp not in options.tp_degrees:
+            continue
         for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
             if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
                 continue
@@ -326,13 +256,16 @@ def _price_limits(
     budget: MemoryBudget,
     limits: Sequence[TriedLimits],
     global_batch: int | None,
-) -> _Priced:
+) -> Priced:
     """The smallest pack within 2 % of the fastest, for one cost table."""
-    dims, priced = profile.dims, list[_Priced]()
+    dims, priced = profile.dims, list[Priced]()
     reason: PartitionError | None = None
     for tried in limits:
         num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
-        if options.global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * options.global_batch:
+        over = global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * global_batch
+        if over and priced:
+            continue  # larger steps than other settings are priced with would look like speed
+        if over and options.global_batch is not None:
             reason = reason or PartitionError(
                 f"global_batch {options.global_batch} was asked for, and one pack of "
                 f"{format_number(tried.samples_per_pack)} samples on each of {dims.dp} ranks is "
@@ -371,15 +304,23 @@ def _price_limits(
         )
         useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
         step_s = line.makespan_s + rank_step_s(problem, split.stages)
-        rate, size = useful / step_s, tried.samples_per_pack
-        priced.append(_Priced(setting=setting, options=options, samples_per_s=rate, samples_per_pack=size))
+        priced.append(
+            Priced(
+                setting=setting,
+                options=options,
+                step_s=step_s,
+                samples_per_s=useful / step_s,
+                samples_per_pack=tried.samples_per_pack,
+                peak_bytes=split.peak_bytes,
+            )
+        )
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
     return _smallest_good(priced)
 
 
-def _smallest_good(priced: Sequence[_Priced]) -> _Priced:
+def _smallest_good(priced: Sequence[Priced]) -> Priced:
     """Of settings in the order of their packs' size, the first that is nearly as fast as any; with the one after it."""
     fastest = max(p.samples_per_s for p in priced)
     best = next(i for i, p in enumerate(priced) if p.samples_per_s >= _GOOD_ENOUGH * fastest)

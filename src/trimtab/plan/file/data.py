@@ -5,45 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trimtab.address import Address, place_of
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file
 from trimtab.plan.plan import DataFile, Plan
 from trimtab.samples.lengths import holds_lengths
-from trimtab.samples.table import is_saved_table, sized_files
+from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, state_roots
+from trimtab.samples.table import SizedFile, is_saved_table, sized_files
 
 
-def find_data_files(plan: Plan, folder: Path, given: Sequence[Path] | None = None) -> list[Path]:
+def find_data_files(
+    plan: Plan, folder: Path, given: Sequence[Path] | None = None, media_root: MediaRoot = None
+) -> list[SourceFile]:
     """The files that were sized, in their order: `given`, or those that the plan in `folder` leads to.
+
+    Each says which media folder is stated for it: by `media_root` as FILE=FOLDER, by what was given, or by the plan.
 
     A plan made from tables that `trimtab size` saved leads through them to the files that were sized. Raises
     `SampleError` where a file is missing or holds no records, and `PlanError` where it is not the one that was sized.
     """
     # 1. path and fingerprint of every file that was sized; unknown behind a table that is gone or does not say it
-    sized: list[tuple[str, str]] | None = []
+    sized: list[SizedFile] | None = []
     for file in plan.inputs.data.files:
         found = _behind(file, _place(file.path, folder))
         sized = None if found is None or sized is None else [*sized, *found]
     # 2. where they are
     if given is None:
-        known = sized if sized is not None else [(file.path, "") for file in plan.inputs.data.files]
-        files = [_place(path, folder) for path, _ in known]
+        known = sized if sized is not None else list(map(_sized, plan.inputs.data.files))
+        places = [_place(file.path, folder) for file in known]
+        sources = [
+            SourceFile(
+                file=place, named=place, media_root=None if file.media_root is None else place_of(file.media_root)
+            )
+            for place, file in zip(places, known, strict=True)
+        ]
+        sources = state_roots(sources, media_root)
     else:
-        files = list(given)
+        sources = find_sources(given, media_root)
+    files = [source.file for source in sources]
     refuse_no_records(files)
     # 3. whether they are what was sized
     if sized is not None:
         if len(sized) != len(files):
-            named = ", ".join(path for path, _ in sized)
+            named = ", ".join(file.path for file in sized)
             raise PlanError(
                 f"{len(files)} data files were named, and the plan was sized from {len(sized)} ({named}): name those, "
                 "in the same order (--data)"
             )
-        for place, (path, fingerprint) in zip(files, sized, strict=True):
-            if fingerprint_file(place) != fingerprint:
+        for place, told in zip(files, sized, strict=True):
+            if fingerprint_file(place) != told.blake2b:
                 raise PlanError(
-                    f"{place} is not what {path} was when it was sized: name that file (--data), or size and plan again"
+                    f"{place} is not what {told.path} was when it was sized: name that file (--data), or size and plan "
+                    "again"
                 )
-    return files
+    return sources
 
 
 def refuse_no_records(files: Sequence[Path]) -> None:
@@ -63,12 +78,17 @@ def refuse_no_records(files: Sequence[Path]) -> None:
 
 
 def _place(path: str, folder: Path) -> Path:
-    """A file as the plan names it: from the working folder, or else from the plan's."""
-    return Path(path) if Path(path).is_file() else folder / path
+    """A file as the plan names it: an address, or from the working folder, or else from the plan's."""
+    place = place_of(path)
+    return place if isinstance(place, Address) or place.is_file() else folder / path
 
 
-def _behind(file: DataFile, place: Path) -> list[tuple[str, str]] | None:
-    """Path and fingerprint of the files behind one file of the plan; None where that cannot be told."""
+def _sized(file: DataFile) -> SizedFile:
+    return SizedFile(path=file.path, blake2b=file.blake2b, media_root=file.media_root)
+
+
+def _behind(file: DataFile, place: Path) -> list[SizedFile] | None:
+    """The files behind one file of the plan; None where that cannot be told."""
     if not is_saved_table(place):
-        return [(file.path, file.blake2b)]
+        return [_sized(file)]
     return (list(sized_files(place)) or None) if place.is_file() else None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
+from trimtab.plan.case import Case
 from trimtab.plan.plan import Plan, find_baseline
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
 
@@ -39,6 +39,7 @@ class Variant:
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
     idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     idle: IdleParts
+    rank_s: FloatArray  # (3, dp) least, mean and most seconds of each data-parallel rank's pipeline in a step
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 
@@ -53,7 +54,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanDetails:
-    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves."""
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
+
+    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    """
 
     plan: Plan
     model: ModelSpec
@@ -63,20 +67,15 @@ class PlanDetails:
     profile: Profile
     memory_cap_bytes: float  # per device, reserve included
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
+    case: Case | None = field(default=None, repr=False)  # to solve and simulate more; None: of a plan made by hand
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        shape, _, expected = self.plan.summary.partition(". ")
-        return three_lines(f"PlanDetails of {self.model.name}", f"{shape}.", expected)
+        return f"PlanDetails: {self.plan!r}"
 
     def _repr_html_(self) -> str:
-        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
-        rows = [
-            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
-            for row in self.plan.estimates.variants
-        ]
-        return html_table(repr(self), head, rows)
+        return self.plan._repr_html_()
 
     @property
     def baseline(self) -> Variant:

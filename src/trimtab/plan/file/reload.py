@@ -191,4 +191,5 @@ def load_details(
     packing, profile = plan.decisions.packing, plan.inputs.training.profile
     files = [packing.offsets, packing.indices, packing.schedule, sizes_file(plan), *([profile] if profile else [])]
     tables = {table.file: read_table(folder, table) for table in files}
-    return plan_details(plan, case, compare_variants(case, found.stages), tables=tables)
+    variants = compare_variants(case, found.stages, elsewhere=plan.estimates.settings)
+    return plan_details(plan, case, variants, tables=tables)

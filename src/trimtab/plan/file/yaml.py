@@ -182,7 +182,10 @@ def read_file(path: Path | str, what: str, *, wrote: str) -> tuple[str, str]:
 
 
 def load_plan(path: Path | str) -> Plan:
-    """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once."""
+    """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once.
+
+    Use it to read the decisions of a plan in your own code; `write_plan` has an example. Raises `PlanError`.
+    """
     origin, text = read_file(path, "plan", wrote="trimtab plan")
     return plan_from_yaml(text, origin=origin)
 

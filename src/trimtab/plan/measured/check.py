@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.address import Address, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
@@ -23,7 +24,9 @@ from trimtab.units import format_bytes
 
 
 def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
-    """What does not hold, a sentence each; empty when all does.
+    """What of the plan at `path` does not hold, a sentence each; empty when all does.
+
+    Use it before a run, as `trimtab check` does: a list of sentences, empty where the plan still holds.
 
     `model` and `cluster` are needed only for a plan whose model was described from Python and not from a file, or whose
     devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.
@@ -93,7 +96,8 @@ def reloaded_problems(found: ReloadedPlan) -> list[str]:
 
 def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterator[str]:
     for file in plan.inputs.data.files:
-        places = [Path(file.path), folder / file.path]
+        place = place_of(file.path)
+        places = [place] if isinstance(place, Address) else [place, folder / file.path]
         there = next((p for p in places if p.is_file()), None)
         if there is None and missing:
             yield f"data file {file.path} is not where it was: check from the folder the plan was made in"

@@ -116,7 +116,7 @@ def probed_profile(
             layers=_regroup(layers),
             method="probed",
             optimizer=case.options.optimizer,
-            zero_stage=case.options.zero_stage,
+            zero_stage=case.options.sharding,
             assumptions=(*_unsaid(profile.assumptions), *said),
         ),
         state_factor=factor,

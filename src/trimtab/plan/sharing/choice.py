@@ -16,7 +16,13 @@ GroupChoice = Literal["none", "auto", "tp", "dp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionChoice:
-    """Vision data parallel as asked for; None leaves a choice to the planner."""
+    """Vision data parallel as asked for; None leaves a choice to the planner.
+
+    Use it as `PlanOptions(vision=...)`, to let ranks share the images of a micro-batch.
+
+    >>> VisionChoice(group="auto").rule
+    'balanced'
+    """
 
     group: Annotated[
         GroupChoice,

@@ -130,7 +130,7 @@ def _summarise(
     constant = _constant_s(profile) * decision.pooling
     called = found.seconds.any(axis=1, keepdims=True) * constant
     seconds = (found.seconds + called).reshape(num_steps, groups, -1, decision.degree)  # (steps, groups, calls, N)
-    without = tower_seconds(case.setting.profile).of(*case.work[:, _IMAGE_TERMS].T)
+    without = tower_seconds(case.setting.profile).of_images(case.work[:, _IMAGE_TERMS])
     without += (without > 0) * _constant_s(case.setting.profile)
     per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)
     own = per_step.mean(axis=0)

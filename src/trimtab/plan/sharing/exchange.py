@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import TowerCost, keep_at_home, share_images, tower_bytes, tower_seconds
+from trimtab.balance.images import keep_at_home, share_images, tower_bytes, tower_seconds
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
 from trimtab.plan.case import Case
 from trimtab.plan.decide.image_sizes import ImageSizes
@@ -41,8 +42,8 @@ def share_calls(case: Case, profile: Profile, decision: VisionDecision, sizes: I
     cost, parts = tower_seconds(profile), []
     for first in range(0, len(pools), _POOLS_AT_ONCE):
         part = lay_out(pools[first : first + _POOLS_AT_ONCE], case.packing, sizes)
-        seconds = cost.of(*part.atoms.T)
-        weight = objective_cost(profile, decision).of(*part.atoms.T)
+        seconds = cost.of_images(part.atoms)
+        weight = objective_cost(profile, decision).of_images(part.atoms)
         parts.append(share_pools(weight, seconds, part.atoms, part.offsets, decision.degree, rule=decision.rule))
     return Shares(
         seconds=np.concatenate([part.load for part in parts]),
@@ -51,7 +52,7 @@ def share_calls(case: Case, profile: Profile, decision: VisionDecision, sizes: I
     )
 
 
-def objective_cost(profile: Profile, decision: VisionDecision) -> TowerCost:
+def objective_cost(profile: Profile, decision: VisionDecision) -> LinearCost:
     return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 
@@ -115,7 +116,8 @@ def price_exchange(
         sent = whole / N
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
     cluster = case.cluster
-    link = cluster.device.link_bytes_per_s if decision.group == "tp" else cluster.slowest_link_bytes_per_s
+    within = decision.group == "tp" or N * case.setting.dims.tp <= cluster.devices_per_node
+    link = cluster.device.link_bytes_per_s if within else cluster.node_link_bytes_per_s  # else by each rank's own port
     per_byte = 1.0 / (link * Efficiency().link)
     forward, backward = received + pixels, received if trained else 0.0
     return Exchange(
@@ -156,7 +158,7 @@ def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools:
     for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
         atoms = part.atoms[first:last]
         shares = keep_at_home(
-            share_images(cost.of(*atoms.T), decision.degree, rule=decision.rule), home[first:last], atoms[:, 0]
+            share_images(cost.of_images(atoms), decision.degree, rule=decision.rule), home[first:last], atoms[:, 0]
         )
         rank = np.repeat(np.arange(decision.degree), np.diff(shares.offsets))
         moved += float(atoms[shares.order[rank != home[first:last][shares.order]], 0].sum())

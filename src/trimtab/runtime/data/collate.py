@@ -34,6 +34,9 @@ LossWeighting = Literal["token", "sample"]
 class PackedCollator:
     """A `collate_fn` for batches that are packs: one row, every sample as if it were alone.
 
+    Use it as `data_collator` of a Trainer, or `collate_fn` of a `PlanDataLoader`. Tensors of shape (1, tokens of the
+    pack), pixels of all its images.
+
     Samples are what the family's processor gives for one conversation, unpadded, with `labels` or `assistant_masks`.
     `loss_weight` (a number, 1 if absent) scales a sample; 0 takes it out of loss and denominator. `id` names it in
     errors. An empty pack gives a filler. Guarantee, tested to 1e-5 in float32: logits and gradients are those of the

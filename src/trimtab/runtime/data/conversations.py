@@ -47,6 +47,9 @@ def open_conversations(
 ) -> PlannedConversations:
     """The samples of a plan folder, for the model in the folder `model` (config.json, its preprocessor, its tokenizer).
 
+    Use it as the data of a `PlanDataset`: item i is row i of the plan as token ids, labels and pixels.
+    docs/howto-trainer.md is a whole run.
+
     Raises `PlanError` where the model is another than the plan's, `ConfigError` where its files do not say enough.
     """
     options, folder = options or ReadingOptions(), Path(model)
@@ -63,7 +66,7 @@ def open_conversations(
             "made for: name the folder of that model, or plan again"
         )
     return PlannedConversations(
-        open_records(plan, data),
+        open_records(plan, data, options.media_root),
         spec,
         read_tokenizer(
             options.tokenizer or folder,
@@ -129,12 +132,12 @@ class PlannedConversations:
                 ConversationEncoder(self._tokenizer),
                 image_counter(self.model.image_rule),
                 _image_processor(self._preprocessor, self._limits, self.model.family),
-                MediaFolders(options.media_root, allow_outside=options.allow_outside, exif=options.exif),
+                MediaFolders(None, allow_outside=options.allow_outside, exif=options.exif),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
         try:
             conversation = read_conversation(self.records[row])
-            media = opened.media.of(self.records.place(row).file)
+            media = opened.media.of(self.records.place(row).file, self.records.media_root(row))
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             if conversation.videos and opened.videos is None:

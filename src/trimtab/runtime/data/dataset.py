@@ -24,6 +24,8 @@ _COUNTERS = 256  # one for each worker process that may count at the same time
 class PlanBatchSampler(Sampler[list[int]]):
     """Micro-batches of one rank as lists of sample rows, an epoch at a time; [] is an empty pack.
 
+    Use it as `DataLoader(data, batch_sampler=...)` in a plain loop.
+
     Used as `DataLoader(data, batch_sampler=...)`. Already per rank: nothing may deal its batches out again. In an
     Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration begins where
     `set_epoch` or `load_state_dict` put it, and ends with that epoch.
@@ -63,7 +65,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         """None: packs differ in size.
 
         Accelerate asks for it where it is about to deal the batches out to the ranks a second time, which would lose
-        all but one in dp of them without a word (accelerate 1.15, `BatchSamplerShard`).
+        all but one in dp of them silently (accelerate 1.15, `BatchSamplerShard`).
         """
         if self.deal.dp > 1:
             raise PlanError(
@@ -99,12 +101,23 @@ class PlanBatchSampler(Sampler[list[int]]):
 class PlanDataLoader(DataLoader[Any]):
     """A DataLoader over a `PlanBatchSampler` that knows which batches were used, whatever its workers hold ready.
 
+    Use it in your own loop or with Accelerate, where a run is to resume at its very micro-batch.
+
     A batch counts as used when it is handed out: a state taken in the body of the loop counts the batch in hand. A loop
     ends with the epoch, and the next one runs the next epoch; after a loop that was left early, or
     `load_state_dict`, it goes on where the run stood.
 
     `Accelerator.prepare` returns it as it is (as it does with what it prepared itself; a private mark, accelerate
     1.15), so batches go to `device` here.
+
+    >>> import numpy as np
+    >>> from trimtab.runtime.data.tables import hold_tables
+    >>> from trimtab.specs import Packing, Schedule
+    >>> packing = Packing(offsets=np.array([0, 2, 3]), indices=np.array([0, 2, 1]), limits=(9, 9))
+    >>> tables = hold_tables(packing, Schedule(table=np.array([[[0], [1]]])))
+    >>> loader = PlanDataLoader(["a", "b", "c"], PlanBatchSampler(tables, dp=1, rank=0), collate_fn=list)
+    >>> list(loader)
+    [['a', 'c'], ['b']]
     """
 
     _is_accelerate_prepared = True
@@ -166,12 +179,39 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def collate_packs(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Mapping[str, Any]]], Any]:
+    """The `data_collator` for the items of `PlanDataset.as_hf`, one a batch, from the collator of a pack's samples.
+
+    >>> collate_packs(list)([{"samples": ["a", "b"]}])
+    ['a', 'b']
+    """
+
+    def collate_one(items: Sequence[Mapping[str, Any]]) -> Any:
+        if len(items) != 1:
+            raise PlanError(
+                f"{len(items)} packs came as one batch, and a pack is a micro-batch: set per_device_train_batch_size=1"
+            )
+        return collate(items[0]["samples"])
+
+    return collate_one
+
+
 class PlanDataset(Dataset[Any]):
     """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
+
+    Use it between your own data set and `PlanDataLoader`.
 
     `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
     counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
     errors of this class are filled, any other is raised. Use it between your own data set and `PlanDataLoader`.
+
+    >>> import numpy as np
+    >>> from trimtab import SampleTable
+    >>> three, zeros = np.ones(3, np.int64), np.zeros(3, np.int64)
+    >>> samples = SampleTable(num_images=zeros, num_patches=zeros, num_tokens=three, patches_sq=zeros,
+    ...                       patches_windowed=zeros, source=np.zeros(3, np.int32))
+    >>> PlanDataset(["first", "second", "third"], samples)[1]
+    'second'
     """
 
     def __init__(
@@ -197,6 +237,22 @@ class PlanDataset(Dataset[Any]):
     def num_fillers(self) -> int:
         """Fillers handed out so far on this rank, by its worker processes too."""
         return int(self._counts.sum())
+
+    def as_hf(self, plan: PlanTables | Path | str) -> Any:
+        """A `datasets.Dataset` of the plan's packs in the order of the plan, for trainers that take one (TRL, axolotl).
+
+        Item i is {"samples": [...]}, read when it is asked for; of dp ranks, rank i mod dp is to run it, which a
+        sampler without shuffle does. Train with one item a batch, `remove_unused_columns=False`, and
+        `collate_packs(PackedCollator(...))`. The last step may be short. Needs `datasets`.
+        """
+        import datasets
+
+        rows = [pack for pack in PlanBatchSampler(plan, dp=1, rank=0, reshuffle=False) if pack]
+
+        def read(batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+            return {"samples": [[self[row] for row in rows[pack]] for pack in batch["pack"]]}
+
+        return datasets.Dataset.from_dict({"pack": range(len(rows))}).with_transform(read)
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -35,6 +35,8 @@ def label_weights(batch: Mapping[str, Any]) -> Tensor:
 def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.ProcessGroup | None = None) -> Tensor:
     """W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
 
+    Use it once a step, before the first `packed_loss`.
+
     A collective call where torch.distributed is initialised: every rank of the group must make it once a step, with at
     least one micro-batch, filler or not. float32: counts are exact to 2^24 labels, off by 6e-8 of themselves beyond.
 
@@ -51,6 +53,8 @@ def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.Proces
 
 def packed_loss(logits: Tensor, batch: Mapping[str, Any], *, denominator: Tensor | float, num_ranks: int = 1) -> Tensor:
     """num_ranks * sum w c / W of one pack, in float32; 0 with a zero gradient for a pack without labels.
+
+    Use it in your own loop in place of `outputs.loss`, which would weigh tokens by the pack they lie in.
 
     `num_ranks`: ranks whose gradients are averaged afterwards, 1 where they are summed. Only rows with a label are cast
     to float32, so prompts and image tokens cost no vocabulary-wide copy.

@@ -226,7 +226,7 @@ class _Check:
         if carries_state(module):
             advice = "call hold_samples_apart(model) before it is wrapped, or install the kernels that take whole packs"
         elif runs_apart(module):
-            advice = "its caller hands no borders down to it, so train it without packing"
+            advice = "its caller does not tell it where samples end, so train it without packing"
         return (
             f"packs of {self.kind!r} were asked for, but in {path} ({type(module).__name__}) one sample sees another "
             f"{seen}: {advice}"

@@ -15,8 +15,10 @@ from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.decide.packs import read_samples
 from trimtab.plan.file.data import find_data_files
 from trimtab.plan.file.yaml import array_bytes, load_plan
+from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_parquet, parse_record, read_json_list
+from trimtab.samples.records import detect_format, open_rows
+from trimtab.samples.sources import MediaRoot, whole_root
 from trimtab.specs import IntArray, SampleTable
 
 
@@ -31,15 +33,25 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def open_records(plan: Path | str, files: Sequence[Path] | None = None) -> PlannedRecords:
+def open_records(plan: Path | str, files: Sequence[Path] | None = None, media_root: MediaRoot = None) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
+
+    Use it to read the records of a plan as they stand in your files; `open_conversations` makes a model's input of
+    them. docs/training-loop.md has an example.
 
     `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
     """
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
-    return PlannedRecords(read_samples(made, folder), find_data_files(made, folder, files), index_dir=folder)
+    sources = find_data_files(made, folder, files, media_root)
+    whole = whole_root(sources, media_root)
+    return PlannedRecords(
+        read_samples(made, folder),
+        [source.file for source in sources],
+        index_dir=folder,
+        media_roots=[source.media_root or whole for source in sources],
+    )
 
 
 def refuse_tars(files: Sequence[Path]) -> None:
@@ -59,11 +71,19 @@ class PlannedRecords(Sequence[Any]):
     kept); a JSON list is held in memory. Objects go to worker processes: each opens the files for itself.
     """
 
-    def __init__(self, samples: SampleTable, files: Sequence[Path], *, index_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        samples: SampleTable,
+        files: Sequence[Path],
+        *,
+        index_dir: Path | None = None,
+        media_roots: Sequence[Path | None] | None = None,
+    ) -> None:
         """`files` are those that were sized, in the same order; their line starts are found once, and with `index_dir`
-        kept there for later runs (8 bytes a sample).
+        kept there for later runs (8 bytes a sample). `media_roots` are the folders that image paths of each start from.
         """
         refuse_other_files(samples, files)
+        self._media_roots = tuple(media_roots or [None] * len(files))
         self._files = tuple(files)
         self._formats = tuple(detect_format(file) for file in files)
         refuse_tars(files)
@@ -81,6 +101,10 @@ class PlannedRecords(Sequence[Any]):
     def place(self, row: int) -> Place:
         """File and line of a row; `IndexError` past the last."""
         return Place(file=self._files[self._file_of(row)], line=self._line_of(row))
+
+    def media_root(self, row: int) -> Path | None:
+        """The folder that image paths of the row's file start from; None: the file's own."""
+        return self._media_roots[self._file_of(row)]
 
     def __getitem__(self, row: Any) -> Any:
         number, line = self._file_of(row), self._line_of(row)
@@ -101,31 +125,10 @@ class PlannedRecords(Sequence[Any]):
         return row + 1 if self.samples.line is None else int(self.samples.line[row])
 
 
-class _RowGroups:
-    """A Parquet file, read by row groups."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_parquet(path)
-        metadata = self._file.metadata
-        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._firsts = np.cumsum([0, *counts])
-        self._group = -1
-        self._rows: Any = None
-
-    def read(self, line: int) -> object:
-        group = int(np.searchsorted(self._firsts, line - 1, side="right")) - 1
-        if group != self._group:
-            self._rows, self._group = self._file.read_row_group(group, use_threads=False), group
-        return self._rows.slice(line - 1 - int(self._firsts[group]), 1).to_pylist()[0]
-
-
 def _reader(path: Path, kind: str) -> Callable[[int], object]:
     """A record by its number in the file; of JSON Lines by the byte at which it begins."""
-    if kind == "parquet":
-        return _RowGroups(path).read
-    if kind == "json":
-        rows = read_json_list(path)
-        return lambda line: rows[line - 1]
+    if kind != "jsonl":
+        return open_rows(path)
     lines = Lines(path)
     return lambda start: parse_record(lines.read(start))
 

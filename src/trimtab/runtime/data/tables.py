@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.balance.cost import CostWeights
+from trimtab.balance.cost import LinearCost
 from trimtab.balance.dispatch import redispatch
 from trimtab.balance.packing import cost_column
 from trimtab.errors import PlanError
@@ -96,7 +96,7 @@ def redeal_tables(
     dp: int,
     num_microbatches: int | None = None,
     order: Order = "tolerance",
-    cost: CostWeights | FloatArray | None = None,
+    cost: LinearCost | FloatArray | None = None,
 ) -> PlanTables:
     """The same packs in rows of alike ones for dp ranks that run at the same time; `samples` is the plan's table.
 

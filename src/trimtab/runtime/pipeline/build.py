@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from trimtab.balance.images import TowerCost
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.models.asking.units import Unit
 from trimtab.plan.plan import Plan
@@ -35,9 +35,11 @@ def build_pipeline(
     pp_group: dist.ProcessGroup | None = None,
     dp_group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    image_cost: TowerCost | None = None,
+    image_cost: LinearCost | None = None,
 ) -> Pipeline:
     """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
+
+    Use it on every rank, in place of moving the model to its device. examples/train_pipeline.py is a whole run.
 
     Every rank gives the same model, with the same parameters frozen. It is taken apart: layers of other ranks lose
     their weights (they move to the meta device) before anything moves to `device`, so a rank holds its own part alone.

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.balance.images import TowerCost, share_images
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
@@ -74,7 +75,7 @@ class ImageDispatch:
     control: Control
     family: Family
     config: Any
-    cost: TowerCost
+    cost: LinearCost
     rule: Rule
     num_pooled: int
     device: torch.device
@@ -238,7 +239,7 @@ def dispatch_images(
     decision: VisionDecision,
     *,
     model: Any,
-    cost: TowerCost | None,
+    cost: LinearCost | None,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> ImageDispatch:

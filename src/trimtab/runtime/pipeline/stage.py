@@ -19,7 +19,7 @@ class PackedStage(PipelineStage):
     """Sends and receives `Cuts.wires` of each micro-batch: none, one or several tensors.
 
     The stock class (torch 2.13) takes one shape for all micro-batches and receives a smaller tensor into a larger
-    buffer without a word. It cannot run without a tensor across the cut, nor without a gradient, and when backwards are
+    buffer silently. It cannot run without a tensor across the cut, nor without a gradient, and when backwards are
     split it drops the weights' gradients of a stage whose inputs need none (frozen or image-free in front of it).
     Overridden are the methods that schedules call; those with an underscore are private, tested with 2.13.
     """

@@ -46,7 +46,9 @@ def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
 
 
 def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: Sequence[Batch]) -> PipelineCheck:
-    """For a model of your own, before a run: do these stages give its loss and gradients? Needs no process group.
+    """Whether these stages give the model's own loss and gradients; needs no process group.
+
+    Use it for a model of your own, before a run. docs/pipeline.md shows it.
 
     `stages`: module paths, as in `PipelineLayout`; `batches`: micro-batches with and without images, as
     `PackedCollator` makes them. The model is small enough to run here; its gradients are used, and None afterwards. A

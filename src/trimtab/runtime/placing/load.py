@@ -32,6 +32,8 @@ def load_placed(
 ) -> Any:
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
+    Use this in place of `from_pretrained(device_map=...)`. examples/serve_a_model.py is a whole run.
+
     A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
     "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
     each time; embeddings run in host memory and only rows move. What is on disk stays in the folder's own files, or is
@@ -78,7 +80,10 @@ def load_placed(
 
 def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs of a loaded model where they cross the fewest links: tokens and masks on the device of its head, so that
-    logits stay there; pixels as they are, as they go to the vision tower."""
+    logits stay there; pixels as they are, as they go to the vision tower.
+
+    Use it before `generate` on a model that `load_placed` spread over GPUs. docs/loading.md shows it.
+    """
     hook = getattr(model, "_hf_hook", None)
     device = model.device if hook is None else hook.execution_device
     return {

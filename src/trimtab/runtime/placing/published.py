@@ -14,6 +14,8 @@ def split_model(
 ) -> dict[str, int]:
     """InternVL's published device map, key for key, for code that expects it; `trimtab map` plans better ones.
 
+    Use it where code expects InternVL's own function of that name.
+
     `world_size` None: the GPUs that torch sees. `variant`: model cards leave `rotary_emb` out, the repository has it.
     Raises `PartitionError` where the rule is not defined, as without a GPU.
 

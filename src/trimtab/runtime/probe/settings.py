@@ -15,7 +15,9 @@ class ProbeSettings:
     """What is probed, and within which memory; checks itself."""
 
     plan: Annotated[Path, PLAN]
-    model: Annotated[Path, Option("Folder as for `trimtab train`; without weights they are drawn.", argument=True)]
+    model: Annotated[
+        Path, Option("Folder as for `trimtab train`; without weights, random ones are used.", argument=True)
+    ]
     memory_bytes: Annotated[
         int | None,
         Option("Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes),
@@ -26,7 +28,7 @@ class ProbeSettings:
     num_steps: Annotated[int, Option("Training steps of each run of the choice.", flag="--steps", least=2)] = 2
     device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    seed: Annotated[int, Option("Of drawn weights.")] = 0
+    seed: Annotated[int, Option("Seed of random weights.")] = 0
 
     def __post_init__(self) -> None:
         if self.num_steps < 2:

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.balance.images import TowerCost, tower_bytes, tower_seconds
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.options import AttentionImplementation
@@ -320,7 +321,7 @@ def _dispatch(dp: int) -> VisionDecision:
     )
 
 
-def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
+def image_cost(settings: TrainSettings, plan: Plan) -> LinearCost | None:
     """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
     decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
     if decision is None:
@@ -330,7 +331,7 @@ def image_cost(settings: TrainSettings, plan: Plan) -> TowerCost | None:
         profile = reload_plan(settings.plan, model=model).case.setting.profile
     except TrimtabError as problem:
         tell(f"images are shared by counts of work, not by the plan's profile: {problem}")
-        return None if decision.objective == "time" else TowerCost(patch=1.0)  # what a patch holds, they all do
+        return None if decision.objective == "time" else LinearCost(patches=1.0)  # what a patch holds, they all do
     return tower_seconds(profile) if decision.objective == "time" else tower_bytes(profile)
 
 
@@ -383,6 +384,6 @@ def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
 
 def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 products over the float32 weights, or nothing."""
-    if settings.dtype == "float32":
+    if settings.dtype_on(device.type) == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

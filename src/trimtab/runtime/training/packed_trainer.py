@@ -19,6 +19,8 @@ from trimtab.runtime.data.packing_runs import sharded
 class PackedTrainer(Trainer):  # type: ignore[misc]  # Transformers is untyped
     """A `Trainer` whose loss is `packed_loss` over the whole optimizer step, for any weighting the collator chose.
 
+    Use it, behind `PlanTrainerMixin`, for a model whose batches are packs. docs/howto-trainer.md is a whole run.
+
     Transformers' own Trainer (5.23) counts labels over the step for llava, llava_next, llava_onevision and internvl.
     The Qwen-VL and Gemma 3 classes say `accepts_loss_kwargs = False`: there it takes the mean of each micro-batch and
     then of those, so that a token weighs more the fewer labels its pack has. It knows no weights per sample.

@@ -163,7 +163,7 @@ def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: Devic
         pp=mesh["pp"].size(),
         schedule=layout.schedule,
         num_microbatches=layout.num_microbatches,
-        dtype=settings.dtype,
+        dtype=settings.dtype_on(device.type),
         attention=config._attn_implementation,
         optimizer=settings.optimizer,
         vision_dp="off" if layout.images is None else layout.images.exchange,

@@ -18,6 +18,7 @@ from trimtab.options import (
 )
 
 Decay = Literal["constant", "linear", "cosine"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
@@ -66,19 +67,21 @@ class TrainSettings:
     optimizer_options: Annotated[
         Mapping[str, Any],
         Option(
-            "For its constructor, as in weight_decay=0.1; repeatable.",
+            "Option of the optimizer, as in weight_decay=0.1; repeatable.",
             flag="--optimizer-option",
             read=parse_options,
             typed=list[str],
         ),
     ] = field(default_factory=dict)
     learning_rate: Annotated[float, Option("Peak learning rate.", flag="--lr", common=True)] = 1e-5
-    warmup_steps: Annotated[int, Option("Steps up to the peak.", flag="--warmup", least=0)] = 0
-    decay: Annotated[Decay, Option("After the warm-up.")] = "constant"
+    warmup_steps: Annotated[
+        int, Option("Steps until the learning rate reaches its peak.", flag="--warmup", least=0)
+    ] = 0
+    decay: Annotated[Decay, Option("Learning rate after the warm-up.")] = "constant"
     max_grad_norm: Annotated[
         float | None,
         Option(
-            "Largest norm of all gradients together; 0: as they are.",
+            "Clip all gradients together to this norm; 0: no clipping.",
             flag="--clip",
             least=0,
             read=lambda norm: norm or None,
@@ -86,34 +89,37 @@ class TrainSettings:
             shown=1.0,
         ),
     ] = 1.0  # None: as they are
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("bfloat16: autocast over float32 weights.")] = "bfloat16"
+    dtype: Annotated[
+        Dtype | None,
+        Option("Of matrix products; weights are float32. Default: bfloat16, on the CPU float32 (faster there)."),
+    ] = None
     attention: Annotated[AttentionImplementation | None, Option("Default: the plan's, where it runs.")] = (
         None  # None: the plan's, or sdpa where flash attention is not at hand
     )
-    loss_weighting: Annotated[LossWeighting, Option("What weighs the same in the loss.", flag="--loss")] = "token"
-    random_weights: Annotated[bool, Option("Draw weights instead of reading them.")] = False
+    loss_weighting: Annotated[LossWeighting, Option("What has the same weight in the loss.", flag="--loss")] = "token"
+    random_weights: Annotated[bool, Option("Start from random weights instead of reading them.")] = False
     device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
     save_every: Annotated[int | None, Option("Steps between checkpoints; else one at the end.", least=1)] = None
     save: Annotated[bool, Option("Write no checkpoint: a run that only measures.", flag="--no-save")] = True
-    keep: Annotated[int | None, Option("Newest checkpoints that stay.", least=1)] = 2
+    keep: Annotated[int | None, Option("How many of the newest checkpoints to keep.", least=1)] = 2
     resume: Annotated[bool, Option("Go on from the newest checkpoint in --out.", common=True)] = False
     export: Annotated[
         Path | None, Option("New folder for the trained model, as Transformers loads it.", common=True)
     ] = None
     vision_dp: Annotated[
         Literal["plan", "dispatch", "off"],
-        Option("Do data-parallel ranks share images: as planned, whatever is planned, or never."),
+        Option("Whether data-parallel ranks share images: as planned, always, or never."),
     ] = "plan"
     verify_packing: Annotated[
-        bool, Option("Do not check that the model keeps samples of a pack apart.", flag="--no-verify-packing")
+        bool, Option("Skip the check that no sample of a pack sees another.", flag="--no-verify-packing")
     ] = True
     on_bad_sample: Annotated[
         Literal["error", "filler"],
-        Option("A sample that cannot be read: stop, or a filler without weight.", flag="--on-bad"),
+        Option("For a sample that cannot be read: stop, or use a filler of weight 0.", flag="--on-bad"),
     ] = "error"
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    workers: Annotated[int, Option("Processes per rank that make samples.", least=0)] = 0
-    seed: Annotated[int, Option("Of drawn weights and dropout.")] = 0
+    workers: Annotated[int, Option("Data-loading processes per rank.", least=0)] = 0
+    seed: Annotated[int, Option("Seed of random weights and dropout.")] = 0
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)
@@ -123,6 +129,10 @@ class TrainSettings:
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate of `step`, from 1."""
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
+
+    def dtype_on(self, device_type: str) -> Dtype:
+        """Of products on "cpu" or "cuda". Few CPUs have bfloat16 products; without them a step is five times slower."""
+        return self.dtype or ("float32" if device_type == "cpu" else "bfloat16")
 
     def saves_at(self, step: int, num_steps: int) -> bool:
         return self.save and (step == num_steps or (self.save_every is not None and step % self.save_every == 0))

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
 
+from trimtab.address import place_of
 from trimtab.errors import ConfigError, SampleError
 from trimtab.models.families.known import family_of
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.runtime.data.records import refuse_tars
 from trimtab.runtime.layout import TorchSchedule
+from trimtab.samples.sources import find_sources
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
 
@@ -44,9 +46,10 @@ def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
             "a plan to be trained was asked for, and its data was sized without a tokenizer, by estimates that no "
             "sample meets: give --tokenizer"
         )
-    saved = [file for file in files if is_saved_table(file)]
-    behind = [Path(path) for table in saved for path, _ in sized_files(table)]
-    refuse_tars([file for file in (*files, *behind) if file not in saved and file.is_file()])
+    found = [source.file for source in find_sources(files)]
+    saved = [file for file in found if is_saved_table(file)]
+    behind = [place_of(file.path) for table in saved for file in sized_files(table)]
+    refuse_tars([file for file in (*found, *behind) if file not in saved and file.is_file()])
 
 
 def refuse_remote_code(model: ModelSpec) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback
-from transformers.trainer_pt_utils import BatchRebalanceSampler
+import transformers
+from transformers import TrainerCallback, trainer_pt_utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trimtab.errors import PlanError
+from trimtab.errors import ConfigError, PlanError
 from trimtab.files import write_atomically
 from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state
 from trimtab.runtime.data.dataset import PlanBatchSampler
@@ -27,7 +27,14 @@ STATE_FILE = "trimtab_plan.json"
 """In every checkpoint: where the run stands in its plan. Written last, so a checkpoint that has it is whole."""
 
 
-class TrainerPlanSampler(PlanBatchSampler, BatchRebalanceSampler):  # type: ignore[misc]
+if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
+    raise ConfigError(
+        f"PlanTrainerMixin was asked for, and the Trainer of Transformers {transformers.__version__} takes no batch "
+        "sampler: upgrade to 5.17 or newer, or train on PlanDataset.as_hf(...), packs for any version's Trainer"
+    )
+
+
+class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSampler):  # type: ignore[misc,name-defined]
     """A `PlanBatchSampler` by kind a `BatchRebalanceSampler`; nothing of the latter's work is used."""
 
     @property
@@ -45,6 +52,8 @@ class TrainerPlanSampler(PlanBatchSampler, BatchRebalanceSampler):  # type: igno
 
 class PlanTrainerMixin:
     """Feeds a Trainer from a plan: `class MyTrainer(PlanTrainerMixin, Trainer)`, made with `plan=`, a folder or tables.
+
+    Use it to train from a plan with `transformers.Trainer`. docs/howto-trainer.md is a whole run.
 
     Row i of the plan is item i of `train_dataset`. The number of micro-batches of a step is
     `gradient_accumulation_steps`; `per_device_train_batch_size` is not used. The Trainer's own checkpoints resume in

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.balance.images import RULES, TowerCost
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import RULES
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control, open_control
@@ -27,7 +28,7 @@ def vision_dp(
     *,
     exchange: Exchange = "gather",
     rule: Rule = "balanced",
-    cost: TowerCost | None = None,
+    cost: LinearCost | None = None,
     loss: Loss | None = None,
     reduction: Reduction | None = None,
     heartbeat: Any = None,
@@ -37,7 +38,7 @@ def vision_dp(
 ) -> VisionDataParallel:
     """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
 
-    Every rank of the group must call it.
+    Every rank of the group must call it. examples/vision_data_parallel.py is a whole run.
 
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
     the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get

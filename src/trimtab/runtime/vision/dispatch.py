@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.balance.images import ImageShares, TowerCost, keep_at_home, share_images
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import ImageShares, keep_at_home, share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control
@@ -38,7 +39,7 @@ class Pool:
 
 
 def pool_images(
-    inputs: Sequence[VisionInputs | None], template: VisionInputs, *, control: Control, cost: TowerCost, rule: Rule
+    inputs: Sequence[VisionInputs | None], template: VisionInputs, *, control: Control, cost: LinearCost, rule: Rule
 ) -> list[Pool]:
     """Who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
     none = _without_pixels(template.take(np.empty(0, np.int64)))
@@ -53,7 +54,7 @@ def pool_images(
         home = np.repeat(np.arange(len(ranks)), [len(x) for x in ranks])
         sizes = join_inputs(ranks)
         assert sizes is not None
-        shares = share_images(cost.of(sizes.patches, None, sizes.windowed), len(ranks), rule=rule)
+        shares = share_images(cost.of(sizes.patches, patches_windowed=sizes.windowed), len(ranks), rule=rule)
         pools.append(Pool(home=home, sizes=sizes, shares=keep_at_home(shares, home, sizes.patches)))
     return pools
 

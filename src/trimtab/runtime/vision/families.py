@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.balance.images import TowerCost
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.models.asking.inputs import first_int, vision_config
 from trimtab.runtime.vision.inputs import Part, VisionInputs
@@ -212,7 +212,7 @@ def _encoder_of(config: Any) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def tower_flops(config: Any) -> TowerCost:
+def tower_flops(config: Any) -> LinearCost:
     """Forward multiply-adds of the tower from the widths in its configuration; where no profile is at hand.
 
     2 (4 d^2 + k d f) per patch and layer, 4 d per pair of patches that attend to one another; k = 2 or, gated, 3.
@@ -227,10 +227,10 @@ def tower_flops(config: Any) -> TowerCost:
     matrices = 3 if str(getattr(vision, "hidden_act", "")) in ("silu", "swish") else 2
     whole = getattr(vision, "fullatt_block_indexes", None)
     num_whole = layers if whole is None else len(whole)
-    return TowerCost(
-        patch=2.0 * layers * (4 * d * d + matrices * d * f),
-        patch_sq=4.0 * d * num_whole,
-        patch_windowed=4.0 * d * (layers - num_whole),
+    return LinearCost(
+        patches=2.0 * layers * (4 * d * d + matrices * d * f),
+        patches_sq=4.0 * d * num_whole,
+        patches_windowed=4.0 * d * (layers - num_whole),
     )
 
 

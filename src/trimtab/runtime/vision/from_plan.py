@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.balance.images import TowerCost
+from trimtab.balance.cost import LinearCost
 from trimtab.errors import PlanError
 from trimtab.plan.plan import Plan
 from trimtab.runtime.vision.apply import vision_dp
 from trimtab.runtime.vision.gradients import Loss, Reduction
 from trimtab.runtime.vision.handle import VisionDataParallel
 
-_PATCHES = TowerCost(patch=1.0)  # bytes held grow with patches, whatever the widths
+_PATCHES = LinearCost(patches=1.0)  # bytes held grow with patches, whatever the widths
 
 
 def vision_dp_from_plan(
@@ -22,7 +22,7 @@ def vision_dp_from_plan(
     group: Any,
     plan: Plan,
     *,
-    cost: TowerCost | None = None,
+    cost: LinearCost | None = None,
     host_reduces: bool = True,
     **others: Any,
 ) -> VisionDataParallel | None:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimtab.balance.images import ImageShares, TowerCost, share_images
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import ImageShares, share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
@@ -36,7 +37,7 @@ _TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
 class Settings:
     exchange: Exchange
     rule: Rule
-    cost: TowerCost
+    cost: LinearCost
     loss: Loss | None
     reduction: Reduction | None
 
@@ -223,7 +224,7 @@ class VisionDataParallel:
 
     def share(self, inputs: VisionInputs) -> ImageShares:
         """Which rank encodes which atom; the same on every rank, without communication."""
-        cost = self.settings.cost.of(inputs.patches, None, inputs.windowed)
+        cost = self.settings.cost.of(inputs.patches, patches_windowed=inputs.windowed)
         return share_images(cost, self.num_ranks, rule=self.settings.rule)
 
     def _read(

@@ -61,8 +61,9 @@ def verify_vision_dp(
     back-propagated. `reduce_gradients` is what the host calls behind a backward; None where a wrapper (DDP, FSDP2)
     reduces inside. `over` is the group gradients are reduced over, where that is more than the handle's: data-parallel
     replicas of it. Parameters come back as they were, gradients as None. Six forwards, two backwards.
+    examples/vision_data_parallel.py is a whole run.
 
-    The scale is c = |G|^2 / <∂L/∂θ, G> for the reduced gradient G, and the product is measured by moving the
+    The scale is `c = |G|^2 / <∂L/∂θ, G>` for the reduced gradient G, and the product is measured by moving the
     parameters by ±ε G: only forwards, so it holds for sharded parameters too. Not for ZeRO, whose gradients stay
     with DeepSpeed. A dispatch changes no sum over the group: its gradients are compared as sums, and their scale, None,
     is not its business.

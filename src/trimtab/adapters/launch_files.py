@@ -1,0 +1,249 @@
+"""A run as its own launcher's files say it: Megatron's flags, DeepSpeed's JSON, torchtitan's TOML, as a `GivenRun`.
+
+What says nothing about time or memory is passed over. What would change both and cannot be priced is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.plan.given import GivenRun
+from trimtab.specs import ModelSpec
+
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "sgd": "sgd_momentum",
+    "adamw8bit": "adamw_8bit",
+}
+
+
+def from_megatron(text: str, model: ModelSpec) -> GivenRun:
+    """Megatron-LM's flags, as typed or in a file; also those that Pai-Megatron-Patch and ms-swift pass on.
+
+    The vision tower runs on the first stage, as their launchers build it. `model` says how many blocks a stage has
+    where flags give its first and last stage, and how many chunks follow from layers of a virtual stage.
+
+    >>> from trimtab import describe
+    >>> flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
+    >>> run = from_megatron(flags, describe("Qwen2.5-VL-7B"))
+    >>> run.tp, run.pp, run.stages, run.zero_stage
+    (2, 4, 'vision-first', 0)
+    """
+    said = _flags(text)
+    problems = [
+        f"{flag} {said[flag]} is not priced yet: leave it out, and read the result as without it"
+        for flag in _MEGATRON_UNPRICED
+        if said.get(flag, "1") not in ("0", "1", "")
+    ]
+    given: dict[str, Any] = {
+        field: _number(flag, said[flag], problems) for flag, field in _MEGATRON_NUMBERS.items() if flag in said
+    }
+    pp = given.get("pp") or 1
+    virtual = given.pop("virtual_layers", None)
+    if virtual and not problems:
+        blocks = len(model.indices("language", "block"))
+        given["num_chunks"] = max(1, blocks // (pp * virtual))
+    if given.get("num_chunks", 1) > 1:
+        given["schedule"] = "Interleaved1F1B"
+    given["stages"] = _megatron_stages(said, model, pp, problems)
+    given["recompute"] = _megatron_recompute(said, pp, problems)
+    given["zero_stage"] = 1 if "use-distributed-optimizer" in said else 0
+    given["dtype"] = "bf16" if "bf16" in said else "fp16" if "fp16" in said else "fp32"
+    given["fused_kernels"] = said.get("transformer-impl", "transformer_engine") == "transformer_engine"
+    if "optimizer" in said:
+        given["optimizer"] = _optimizer(said["optimizer"], problems)
+    return _run(given, problems, "Megatron's flags")
+
+
+def from_deepspeed(path: Path) -> GivenRun:
+    """DeepSpeed's JSON; what it leaves to the launcher ("auto") stays open."""
+    read = _object(path, json.loads, "DeepSpeed configuration")
+    problems: list[str] = []
+    zero = read.get("zero_optimization", {})
+    given: dict[str, Any] = {
+        "batch": read.get("train_micro_batch_size_per_gpu"),
+        "num_microbatches": read.get("gradient_accumulation_steps"),
+        "zero_stage": zero.get("stage", 0) if isinstance(zero, dict) else 0,
+        "tp": _inside(read, "tensor_parallel", "autotp_size") or None,
+    }
+    given = {name: None if value == "auto" else value for name, value in given.items()}
+    for name in ("offload_optimizer", "offload_param"):
+        if isinstance(zero, dict) and _inside(zero, name, "device") not in (None, "none"):
+            problems.append(f"zero_optimization.{name} is not priced: leave it out, and read the result as without it")
+    for name in ("bf16", "fp16"):
+        if _inside(read, name, "enabled") is True:
+            given["dtype"] = name
+    optimizer = _inside(read, "optimizer", "type")
+    if optimizer is not None:
+        given["optimizer"] = _optimizer(str(optimizer), problems)
+    if given["num_microbatches"] is None and isinstance(read.get("train_batch_size"), int):
+        given["global_batch"] = read["train_batch_size"]
+    return _run(given, problems, str(path))
+
+
+def from_torchtitan(path: Path) -> GivenRun:
+    """torchtitan's job file; its data-parallel state is sharded (FSDP) as far as `data_parallel_shard_degree` says."""
+    read = _object(path, tomllib.loads, "torchtitan job")
+    problems: list[str] = []
+    parallel, training = read.get("parallelism", {}), read.get("training", {})
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        if parallel.get(name, 1) not in (1, None):
+            problems.append(f"parallelism.{name} {parallel[name]} is not priced yet: leave it out")
+    pp = parallel.get("pipeline_parallel_degree", 1)
+    given: dict[str, Any] = {
+        "tp": parallel.get("tensor_parallel_degree"),
+        "pp": pp,
+        "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
+        "global_batch": training.get("global_batch_size"),
+        "batch": parallel.get("pipeline_parallel_microbatch_size") or training.get("local_batch_size"),
+    }
+    if given["global_batch"] in (-1, None):
+        given["global_batch"] = None
+        if pp > 1 and given["batch"]:
+            given["num_microbatches"] = max(1, training.get("local_batch_size", given["batch"]) // given["batch"])
+    schedule = parallel.get("pipeline_parallel_schedule")
+    if pp > 1 and schedule is not None:
+        given["schedule"] = schedule
+        given["num_chunks"] = 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+    mode = _inside(read, "activation_checkpoint", "mode") or _inside(read, "activation_checkpoint", "type") or "none"
+    if mode not in ("none", "full", "selective"):
+        problems.append(f"activation_checkpoint.mode {mode!r} is unknown: write none, full or selective")
+    given["recompute"] = mode
+    return _run(given, problems, str(path))
+
+
+_MEGATRON_NUMBERS = {
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "micro-batch-size": "batch",
+    "global-batch-size": "global_batch",
+    "num-virtual-stages-per-pipeline-rank": "num_chunks",
+    "num-layers-per-virtual-pipeline-stage": "virtual_layers",
+}
+_MEGATRON_UNPRICED = (
+    *("context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
+    *("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout", "fp8-format"),
+)
+
+
+def _flags(text: str) -> dict[str, str]:
+    """Name -> value of every flag, "" where it has none; `text` may name a file that holds them."""
+    try:
+        typed = text if text.lstrip().startswith("--") else Path(text).read_text(encoding="utf-8")
+        words = shlex.split(typed.replace("\\\n", " "), comments=True)
+    except ValueError as error:  # quotes that do not close
+        raise PlanError(f"Megatron's flags cannot be read ({error}): give them as on the command line") from None
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            name = name.replace("_", "-")
+            found[name] = value
+        elif name and not found[name]:
+            found[name] = word
+    if not found:
+        raise PlanError(f"{text[:60]!r} holds no flag of Megatron: give a file with them, or the flags in quotes")
+    return found
+
+
+def _megatron_stages(said: Mapping[str, str], model: ModelSpec, pp: int, problems: list[str]) -> str | None:
+    """Blocks of each stage where the first or the last stage has a number of its own."""
+    ends = {"first": "decoder-first-pipeline-num-layers", "last": "decoder-last-pipeline-num-layers"}
+    own = {end: _number(flag, said[flag], problems) for end, flag in ends.items() if flag in said}
+    if pp == 1 or not own:
+        return "vision-first" if pp > 1 else None
+    blocks, middle = len(model.indices("language", "block")), pp - len(own)
+    left = blocks - sum(own.values())
+    if left < 0 or (left % middle if middle else left):
+        problems.append(
+            f"{' and '.join(ends[end] for end in own)} leave {left} of {blocks} language blocks to {middle} stages: "
+            "give numbers that leave equal ones"
+        )
+        return None
+    counts = [own["first"]] if "first" in own else []
+    counts += [left // middle] * middle if middle else []
+    counts += [own["last"]] if "last" in own else []
+    vision = len(model.indices("vision", "block"))
+    return "|".join([f"{vision}v+{counts[0]}l" if counts[0] else f"{vision}v", *(f"{n}l" for n in counts[1:])])
+
+
+def _megatron_recompute(said: Mapping[str, str], pp: int, problems: list[str]) -> str | None:
+    """All blocks or none: `block` recomputes the first language blocks of each stage, which depend on its cuts."""
+    granularity = said.get("recompute-granularity", "selective" if "recompute-activations" in said else "")
+    if granularity in ("", "selective"):  # of attention's core, which flash attention never keeps
+        return "none"
+    if granularity != "full":
+        problems.append(f"recompute-granularity {granularity!r} is unknown: write full or selective")
+        return None
+    if said.get("recompute-method") == "block" and pp > 1:
+        problems.append(
+            "recompute-method block recomputes some language blocks of every stage: leave it out, and give --recompute "
+            "the number of blocks of each stage"
+        )
+    return "full"
+
+
+def _number(name: str, value: str, problems: list[str]) -> int:
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    problems.append(f"--{name} is {value!r}: give a whole number of 1 or more")
+    return 1
+
+
+def _optimizer(name: str, problems: list[str]) -> str | None:
+    found = _OPTIMIZERS.get(name.lower().replace("_", ""))
+    priced = " or ".join(dict.fromkeys(_OPTIMIZERS.values()))
+    if found is None:
+        problems.append(f"optimizer {name!r} has no price: give --optimizer {priced}")
+    return found
+
+
+def _object(path: Path, parse: Callable[[str], Any], what: str) -> dict[str, Any]:
+    try:
+        read = parse(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"
+        ) from None
+    if not isinstance(read, dict) or any(not isinstance(read.get(name, {}), dict) for name in _TABLES):
+        raise PlanError(f"{path} is no {what}: its settings should be objects by name")
+    return read
+
+
+_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer", "parallelism", "training", "activation_checkpoint")
+
+
+def _inside(read: Mapping[str, Any], table: str, key: str) -> Any:
+    found = read.get(table)
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _run(given: Mapping[str, Any], problems: list[str], what: str) -> GivenRun:
+    """The run, or every reason why there is none."""
+    if not problems:
+        try:
+            return GivenRun(**{name: value for name, value in given.items() if value is not None})
+        except (PlanError, TypeError) as error:
+            problems.append(str(error))
+    raise PlanError(join_problems([f"{what}: {problem}" for problem in problems]))
+
+
+def completed(run: GivenRun, by: GivenRun) -> GivenRun:
+    """`run`, with what it leaves open as `by` says it."""
+    empty = GivenRun()
+    own = {name for name in GivenRun.__dataclass_fields__ if getattr(run, name) != getattr(empty, name)}
+    if own & {"batch", "max_patches", "max_tokens"}:
+        own |= {"batch", "max_patches", "max_tokens"}
+    if own & {"num_microbatches", "global_batch"}:
+        own |= {"num_microbatches", "global_batch"}
+    return replace(run, **{name: getattr(by, name) for name in GivenRun.__dataclass_fields__ if name not in own})

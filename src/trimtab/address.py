@@ -1,0 +1,136 @@
+"""Addresses that fsspec opens, such as s3://bucket/a.jsonl, as paths: what reads a local file reads them too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from trimtab.errors import SampleError
+from trimtab.files import blake2b
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_CHANGED = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
+"""What drivers call the time, or another mark, of a file's last change."""
+
+
+def place_of(name: Path | str) -> Path:
+    """A local path, or an `Address` where `name` begins with a scheme; file:// is a local path.
+
+    >>> place_of("data/a.jsonl").name, str(place_of("s3://bucket/a.jsonl")), str(place_of("file:///data/a.jsonl"))
+    ('a.jsonl', 's3://bucket/a.jsonl', '/data/a.jsonl')
+    """
+    text = str(name)
+    scheme = _SCHEME.match(text)
+    if isinstance(name, Address):
+        return name
+    if scheme is None:
+        return Path(text)
+    if "://" not in text and Path(text).exists():  # a folder that is called s3:
+        return Path(text)
+    if scheme[1].lower() == "file":
+        return Path("/" + unquote(text[scheme.end() :]).removeprefix("localhost/"))
+    return Address(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressStat:
+    """What `Path.stat` tells of an address."""
+
+    st_size: int
+    st_mtime_ns: int  # changes when the file does; no time, where the driver tells none
+
+
+class Address(PosixPath):
+    """A file or folder that fsspec reads: scheme://place.
+
+    It is made of its text alone, so `name`, `suffix`, `parent` and `/` are those of a path. A scheme whose driver is
+    not installed is a `SampleError`, and so is what a driver raises, but for `FileNotFoundError`.
+    """
+
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":")
+        return f"{scheme}://{rest.removeprefix('/')}"
+
+    @property
+    def suffix(self) -> str:
+        """Of the last name, a query aside."""
+        return Path(self.name.partition("?")[0]).suffix
+
+    def open(self, mode: str = "rb", *_: Any, block_bytes: int | None = None, **__: Any) -> Any:
+        """The file as fsspec opens it: seekable, fetched in blocks."""
+        with self._driver() as (driver, path):
+            return driver.open(path, mode, block_size=block_bytes)
+
+    def stat(self, **_: Any) -> AddressStat:  # type: ignore[override]
+        with self._driver() as (driver, path):
+            told = driver.info(path)
+        if told.get("size") is None:
+            raise SampleError(f"{self} does not tell its size, and files are read in parts: download it and name that")
+        changed = next((told[key] for key in _CHANGED if told.get(key)), "")
+        return AddressStat(st_size=int(told["size"]), st_mtime_ns=int(blake2b(str(changed).encode()), 16))
+
+    def exists(self, **_: Any) -> bool:
+        with self._driver() as (driver, path):
+            return bool(driver.exists(path))
+
+    def is_file(self, **_: Any) -> bool:
+        with self._driver() as (driver, path):
+            return bool(driver.isfile(path))
+
+    def is_dir(self, **_: Any) -> bool:
+        with self._driver() as (driver, path):
+            return bool(driver.isdir(path))
+
+    def iterdir(self) -> Iterator[Address]:  # type: ignore[override]
+        with self._driver() as (driver, path):
+            names = driver.ls(path, detail=False)
+        return iter([self / Path(name.rstrip("/")).name for name in names])
+
+    def resolve(self, strict: bool = False) -> Address:  # noqa: ARG002
+        return self
+
+    def read_bytes(self) -> bytes:
+        with self._driver() as (driver, path):
+            return bytes(driver.cat_file(path))
+
+    def write_bytes(self, data: Any) -> int:
+        """The whole file at once: stores show a new object when it is complete."""
+        with self._driver() as (driver, path):
+            driver.makedirs(driver._parent(path), exist_ok=True)
+            driver.pipe_file(path, bytes(data))
+        return len(data)
+
+    @contextmanager
+    def _driver(self) -> Iterator[tuple[Any, str]]:
+        """fsspec's file system and the path in it."""
+        scheme = str(self).partition("://")[0]
+        try:
+            import fsspec
+        except ModuleNotFoundError:
+            raise SampleError(
+                f"{self} was named, and fsspec, which reads such addresses, is not installed: "
+                "pip install 'trimtab[remote]'"
+            ) from None
+        try:
+            driver, path = fsspec.core.url_to_fs(str(self))
+        except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
+            raise SampleError(
+                f"{self} was named, and fsspec has no driver for {scheme}:// here ({' '.join(str(error).split())}): "
+                "install that package, or download the files"
+            ) from None
+        try:
+            yield driver, path
+        except SampleError:
+            raise
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
+        except Exception as error:  # drivers raise what their client libraries have, and nothing common
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise SampleError(f"{self} cannot be read ({said}): check the address and your access to it") from None

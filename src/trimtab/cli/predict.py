@@ -1,0 +1,116 @@
+"""`trimtab predict`: time, memory and idle of a run that the user already has, and what a plan would change."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions, size_data
+from trimtab.cli.describe import ConfigArgument
+from trimtab.cli.options import verb
+from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.errors import PlanError
+from trimtab.options import Option
+from trimtab.plan.given import GivenRun
+
+if TYPE_CHECKING:
+    from trimtab.plan.predict import Prediction
+    from trimtab.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherOptions:
+    """Files of a launcher that say what the run is; options say it over."""
+
+    from_megatron: Annotated[
+        str | None, Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).")
+    ] = None
+    from_deepspeed: Annotated[Path | None, Option("DeepSpeed's JSON.")] = None
+    from_torchtitan: Annotated[Path | None, Option("torchtitan's job file (TOML).")] = None
+
+    def completing(self, run: GivenRun, model: "ModelSpec") -> GivenRun:
+        """`run` with what the launcher's file says of the rest."""
+        names = ("from_megatron", "from_deepspeed", "from_torchtitan")
+        given = [name.removeprefix("from_") for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PlanError(f"files of {' and '.join(given)} were given, and a run has one launcher: give one of them")
+        from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
+
+        if self.from_megatron is not None:
+            return completed(run, from_megatron(self.from_megatron, model))
+        if self.from_deepspeed is not None:
+            return completed(run, from_deepspeed(self.from_deepspeed))
+        if self.from_torchtitan is not None:
+            return completed(run, from_torchtitan(self.from_torchtitan))
+        return run
+
+
+@verb
+def predict(
+    *,
+    config: ConfigArgument,
+    data: DataArgument,
+    cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
+    beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
+    as_json: JsonOption = False,
+    run: GivenRun,
+    launcher: LauncherOptions,
+    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Given")] = 8,
+    node_link: Annotated[
+        str | None, typer.Option(help="Ports of a node and their rate, as in 8x400Gb.", rich_help_panel="Given")
+    ] = None,
+    sizing: SizingOptions,
+    images: ImageOptions,
+) -> None:
+    """Predict step time, memory and idle of a run you already have on DATA; nothing is decided."""
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.plan.predict import predict_run
+
+    model = images.describe(config)
+    run = launcher.completing(run, model)
+    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link)
+    sized = size_data(model, data, sizing)
+    found = predict_run(model, sized.table, devices, run)
+    change = None
+    if beside_plan:
+        from trimtab.cli.show import plan_with_progress
+        from trimtab.plan.options import PlanOrigin
+
+        options = run.open_options(global_batch=round(found.num_samples / len(found.variant.step_s)))
+        details = plan_with_progress(model, sized.table, devices, options, PlanOrigin())
+        change = details.plan.summary, found.variant.epoch_s / details.variants[-1].epoch_s
+    if as_json:
+        print_json(_figures(found) | ({"plan": change[0], "plan_gain": change[1]} if change else {}))
+        return
+    from trimtab.report.prediction import print_prediction
+
+    print_prediction(found, console())
+    if change is not None:
+        summary, gain = change
+        print(f"\nA plan of trimtab's with the same samples a step: {gain:.2f} x the samples/s. {summary}")
+
+
+def _figures(found: "Prediction") -> dict[str, object]:
+    ran = found.variant
+    return {
+        "dp": found.dims.dp,
+        "pp": found.dims.pp,
+        "tp": found.dims.tp,
+        "num_microbatches": found.num_microbatches,
+        "num_steps": len(ran.step_s),
+        "mean_step_s": found.mean_step_s,
+        "p95_step_s": found.p95_step_s,
+        "samples_per_s": found.samples_per_s,
+        "epoch_s": ran.epoch_s,
+        "fits": ran.fits,
+        "peak_bytes": [memory.total_bytes for memory in ran.memory],
+        "memory_bytes": found.memory_cap_bytes,
+        "stage_forward_s": ran.stage_forward_s.tolist(),
+        "stage_backward_s": ran.stage_backward_s.tolist(),
+        "stage_layers": [stage.stop - stage.start for stage in ran.stages],
+        "idle_share": ran.idle_share,
+        "idle": ran.idle,
+        "time_error": found.profile.time_error,
+        "memory_error": found.profile.memory_error,
+    }

@@ -1,0 +1,130 @@
+"""The settings that fit, and which of them is taken: of those that are alike in speed the simplest to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.plan.case import Setting
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import SettingEstimate
+from trimtab.units import format_number, round_digits, round_gib
+
+CHOICE_ERROR = 0.05
+"""Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
+
+Smaller than that of a time, for what they share cancels. Where one efficiency was fitted to two runs and predicted 64
+others on 8 to 64 devices, the median error was under 3 % and nine tenths were within 7 % (bench/published_dense.py).
+"""
+
+_PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them
+_KINDS = (
+    "data parallel",
+    "data parallel, ZeRO-{}",
+    "data parallel, ZeRO-3",
+    "tensor parallel",
+    "pipeline",
+    "pipeline and tensor parallel",
+)
+_LISTED = 6  # fastest settings in the plan, beside the fastest of every kind
+
+
+def complexity(setting: SettingEstimate) -> tuple[int, ...]:
+    """Sorts settings by what a user must change to run them, the simplest first.
+
+    First by kind: plain data parallel is what launchers do by themselves, ZeRO-1 and ZeRO-2 are a flag of theirs;
+    ZeRO-3 gathers weights in every layer, tensor parallelism divides the layers, a pipeline divides model and batch,
+    and last come both. Within a kind by the schedule, as few frameworks have more than 1F1B and GPipe; then by the
+    devices of one replica.
+    """
+    special = setting.schedule not in _PLAIN_SCHEDULES
+    return (_kind(setting.pp, setting.tp, setting.zero_stage), int(special), setting.pp * setting.tp, setting.pp)
+
+
+def _kind(pp: int, tp: int, zero_stage: int) -> int:
+    if pp * tp == 1:
+        return (zero_stage + 1) // 2
+    return 2 + (tp > 1) + 2 * (pp > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A setting with its price at the mean pack; `options` name its schedule and ZeRO stage."""
+
+    setting: Setting
+    options: PlanOptions
+    step_s: float
+    samples_per_s: float
+    samples_per_pack: float
+    peak_bytes: float  # of the fullest device, at the limits
+    larger: Priced | None = None  # the next larger packs that fit; None: there are none
+
+    @property
+    def estimate(self) -> SettingEstimate:
+        """As the plan file lists it."""
+        dims, zero_stage, schedule = self.setting.dims, self.options.sharding, self.options.schedule
+        assert schedule != "auto", "it is chosen before a setting is priced"
+        return SettingEstimate(
+            kind=_KINDS[_kind(dims.pp, dims.tp, zero_stage)].format(zero_stage),
+            dp=dims.dp,
+            pp=dims.pp,
+            tp=dims.tp,
+            zero_stage=zero_stage,
+            schedule=schedule,
+            num_chunks=self.options.num_chunks,
+            num_microbatches=self.setting.num_microbatches,
+            step_ms=round_digits(self.step_s * 1e3),
+            samples_per_s=round_digits(self.samples_per_s),
+            peak_memory_gib=round_gib(self.peak_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenSetting:
+    """The settings that fit, the fastest first; `error` of the fastest's speed may be given up for a simpler one."""
+
+    considered: tuple[Priced, ...]
+    num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
+    error: float
+
+    @property
+    def best(self) -> Priced:
+        """The simplest of those that are alike in speed; of equally simple ones the fastest."""
+        least = (1 - self.error) * self.considered[0].samples_per_s
+        return min((x for x in self.considered if x.samples_per_s >= least), key=lambda x: complexity(x.estimate))
+
+    @property
+    def listed(self) -> tuple[SettingEstimate, ...]:
+        """The one that is taken, then the fastest others and the fastest of every kind; none where nothing was open."""
+        if len(self.considered) < 2:
+            return ()
+        best, kinds, listed = self.best, set[str](), list[SettingEstimate]()
+        for place, found in enumerate(self.considered):
+            estimate = found.estimate
+            if found is not best and (place < _LISTED or estimate.kind not in kinds):
+                listed.append(estimate)
+            kinds.add(estimate.kind)
+        return (best.estimate, *listed)
+
+    def sentences(self) -> tuple[str, ...]:
+        """What was considered, for the plan's reader; nothing where there was no choice."""
+        said: list[str] = []
+        best = self.best
+        if (larger := best.larger) is not None:
+            said.append(
+                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
+                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
+                f"{format_number(larger.samples_per_s)}."
+            )
+        if len(self.considered) + self.num_misfits > 1:
+            more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
+            misfits = f"; {more} not fit" if self.num_misfits else ""
+            rule = (
+                f"the simplest of those within {100 * self.error:g} % of the fastest, closer than predictions can tell"
+                if self.error
+                else "the fastest"
+            )
+            said.append(
+                f"Degrees, ZeRO and schedule are {best.estimate.label}: of {len(self.considered)} settings that fit, "
+                f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings."
+            )
+        return tuple(said)

@@ -1,0 +1,99 @@
+"""What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.options import (
+    Attention,
+    DType,
+    Optimizer,
+    Option,
+    PackMethod,
+    ScheduleName,
+    Tower,
+    option_problems,
+    same_fields,
+)
+from trimtab.plan.options import ATTENTION, DTYPE, FREEZE, FUSED_KERNELS, MEMORY, OPTIMIZER, SEED, PlanOptions
+
+if TYPE_CHECKING:
+    from trimtab.specs import ParallelDims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRun:
+    """What a run of somebody's is made of; None is what a launcher does when nothing is said.
+
+    >>> GivenRun(dp=4, pp=2, tp=4, batch=1, global_batch=64, stages="vision-first", recompute="full").pp
+    2
+    """
+
+    dp: Annotated[int | None, Option("Data-parallel degree; default: the devices left.", least=1, common=True)] = None
+    pp: Annotated[int | None, Option("Pipeline degree; default: 1.", least=1, common=True)] = None
+    tp: Annotated[int | None, Option("Tensor-parallel degree; default: 1.", least=1, common=True)] = None
+    batch: Annotated[
+        int | None, Option("Samples of a micro-batch; else give --max-patches, --max-tokens.", least=1, common=True)
+    ] = None
+    no_padding: Annotated[bool, Option("Samples of --batch are joined, not padded to the longest.")] = False
+    max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: any.", least=1)] = None
+    max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack.", least=1)] = None
+    method: Annotated[
+        PackMethod | None, Option("How batches or packs are made; default: random batches, balanced packs.")
+    ] = None
+    num_microbatches: Annotated[
+        int | None, Option("Micro-batches per rank and step; default: 1.", least=1, common=True)
+    ] = None
+    global_batch: Annotated[int | None, Option("Samples per step, instead of --num-microbatches.", least=1)] = None
+    stages: Annotated[
+        str | None,
+        Option(
+            "Blocks of each stage, vision v and language l, as in '24v|8v+10l|18l'; even: as many of both on each; "
+            "vision-first: the tower on the first, the language model even. Default: even."
+        ),
+    ] = None
+    recompute: Annotated[
+        str | None,
+        Option("none, full, selective, attention, or how many blocks of each stage recompute all, as in 2,1,0,0."),
+    ] = None
+    schedule: Annotated[ScheduleName | None, Option("Pipeline schedule; default: 1F1B.")] = None
+    num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
+    zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
+    optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
+    dtype: Annotated[DType | None, DTYPE] = None
+    attention: Annotated[Attention | None, ATTENTION] = None
+    fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    memory_bytes: Annotated[int | None, MEMORY] = None
+    seed: Annotated[int, SEED] = 0
+
+    def __post_init__(self) -> None:
+        problems = option_problems(self)
+        if self.num_microbatches is not None and self.global_batch is not None:
+            problems.append(
+                f"num_microbatches {self.num_microbatches} and global_batch {self.global_batch} were both given, and "
+                "each follows from the other: give one of them"
+            )
+        if self.batch is not None and (self.max_patches or self.max_tokens):
+            problems.append(
+                f"batch {self.batch} was given with limits of a pack: give --batch for batches of so many samples, or "
+                "limits for packs"
+            )
+        if problems:
+            raise PlanError(join_problems(problems))
+
+    def options(self, dims: "ParallelDims") -> PlanOptions:
+        """What prices it; what is not said is as a plan has it."""
+        return replace(self._said(), **{axis: getattr(dims, axis) for axis in ("dp", "pp", "tp")})
+
+    def open_options(self, *, global_batch: int) -> PlanOptions:
+        """What a plan in its place is made with: its training, and all that `trimtab plan` decides left open."""
+        return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=None)
+
+    def _said(self) -> PlanOptions:
+        decided = {
+            *("dp", "pp", "tp", "method", "recompute"),
+            *("max_patches", "max_tokens", "num_microbatches", "global_batch"),
+        }
+        said = same_fields(self, PlanOptions)
+        return PlanOptions(**{name: x for name, x in said.items() if x is not None and name not in decided})

@@ -1,0 +1,246 @@
+"""A run that somebody else decided, priced and simulated: its seconds, its memory and why its devices wait.
+
+Nothing is decided here: degrees, batches, stages and recompute are what `GivenRun` says. `trimtab plan` decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.costs.logs import place_blocks
+from trimtab.errors import PlanError, refuse_type
+from trimtab.options import RecomputedTier
+from trimtab.partition.baselines import even_stages
+from trimtab.partition.stages import SplitProblem
+from trimtab.plan.baseline import PADDED
+from trimtab.plan.build import open_epoch
+from trimtab.plan.case import split_problem
+from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.compare import Run, simulate_run
+from trimtab.plan.decide.mixture import Epoch
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.work import join_samples, joins_samples, packed_work, padded_work
+from trimtab.plan.file.details import Variant
+from trimtab.plan.given import GivenRun
+from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
+
+_STAGE = re.compile(r"\s*(?:(?P<vision>[0-9]{1,5})v)?(?:\s*\+\s*)?(?:(?P<language>[0-9]{1,5})l)?\s*")
+_EVEN = {"even": "spread", "vision-first": "first"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """What a given run is expected to take; `variant` holds its stages, memory, steps and timeline."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    profile: Profile  # its `time_error` and `memory_error` are the bands of what is said here
+    num_samples: int
+    num_microbatches: int
+    memory_cap_bytes: int
+    variant: Variant
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.profile.dims
+
+    @property
+    def mean_step_s(self) -> float:
+        return float(self.variant.step_s.mean())
+
+    @property
+    def p95_step_s(self) -> float:
+        """One step of 20 takes longer: batches are unlike; jitter of machines is not in it."""
+        return float(np.quantile(self.variant.step_s, 0.95))
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.variant.epoch_s
+
+
+def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, run: GivenRun) -> Prediction:
+    """Simulate `run` on the data, step by step; see `trimtab predict`.
+
+    Raises `PlanError` for what contradicts the cluster or itself, `TrimtabError` for stages that the model does not
+    have. A run that does not fit the memory is predicted too, and `variant.fits` says so.
+
+    >>> import numpy as np
+    >>> from trimtab import GivenRun, SampleTable, describe, parse_cluster, predict_run
+    >>> patches, tokens = np.full(64, 1025), np.full(64, 400)
+    >>> samples = SampleTable(num_images=np.ones(64, np.int64), num_patches=patches, num_tokens=tokens,
+    ...                       patches_sq=patches**2, patches_windowed=patches**2, source=np.zeros(64, np.int32))
+    >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("8xA100-80GB")
+    >>> found = predict_run(model, samples, cluster, GivenRun(pp=4, tp=2, batch=2, num_microbatches=8))
+    >>> found.dims.dp, len(found.variant.step_s), found.variant.fits
+    (1, 4, False)
+    """
+    refuse_type("run", run, GivenRun, "GivenRun(dp=4, batch=2)")
+    dims = _dims(run, cluster)
+    options = run.options(dims)
+    epoch = open_epoch(model, samples, options)
+    profile, budget = profile_setting(model, cluster, options, dims), MemoryBudget.of(cluster, options)
+    made, padded = _batches(epoch, run, dims)
+    sample_work = epoch.samples.work(token_window=model.token_window)
+    work = padded_work(made.packing, sample_work) if padded else packed_work(made.packing, sample_work)
+    joined = not padded and joins_samples(options.attention)
+    problem = split_problem(
+        model,
+        profile,
+        options,
+        budget,
+        work_mean=work.mean(axis=0),
+        work_max=(join_samples(work) if joined else work).max(axis=0),
+        num_microbatches=made.schedule.table.shape[2],
+    )
+    stages = _recomputed(problem, _stages(problem, model, run), run)
+    ran = Run(
+        name="your run",
+        problem=problem,
+        packs=f"{made.packing.method}, {'padded' if padded else 'packed'}",
+        work=work,
+        schedule=made.schedule,
+        stages=stages,
+        rules=(run.stages or "even", run.recompute or "none"),
+    )
+    return Prediction(
+        model=model,
+        cluster=cluster,
+        profile=profile,
+        num_samples=len(made.packing.indices),
+        num_microbatches=problem.num_microbatches,
+        memory_cap_bytes=budget.total_bytes,
+        variant=simulate_run(ran, cluster),
+    )
+
+
+def parse_stages(text: str) -> list[dict[str, int]]:
+    """The blocks of each stage: "24v|8v+10l" is 24 vision blocks, then 8 with 10 language blocks.
+
+    >>> parse_stages("24v|8v+10l|18l")
+    [{'vision': 24}, {'vision': 8, 'language': 10}, {'language': 18}]
+    """
+    found = [_STAGE.fullmatch(stage) for stage in text.split("|")]
+    if any(match is None or not any(match.groups()) for match in found):
+        raise PlanError(
+            f"{text!r} names no stages: write the vision (v) and language (l) blocks of each, as in 24v|8v+10l|18l, or "
+            f"one of {', '.join(_EVEN)}"
+        )
+    return [
+        {tower: int(number) for tower, number in match.groupdict().items() if number is not None}
+        for match in found
+        if match is not None
+    ]
+
+
+def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
+    pp, tp = run.pp or 1, run.tp or 1
+    dp = run.dp or max(1, cluster.num_devices // (pp * tp))
+    if dp * pp * tp != cluster.num_devices:
+        raise PlanError(
+            f"dp {dp} x pp {pp} x tp {tp} are {dp * pp * tp} devices, and the cluster has {cluster.num_devices}: give "
+            "degrees whose product it is"
+        )
+    if cluster.devices_per_node % tp:
+        raise PlanError(
+            f"tp {tp} was given, and nodes have {cluster.devices_per_node} devices: give one that divides a node"
+        )
+    return ParallelDims(dp=dp, pp=pp, tp=tp)
+
+
+def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
+    """Its micro-batches and their order, and whether they are padded."""
+    if run.batch is None and run.max_tokens is None:
+        raise PlanError("it is not said what a micro-batch holds: give --batch (samples) or --max-tokens (of a pack)")
+    method = run.method or ("balanced" if run.batch is None else "random")
+    if (method in PADDED) != (run.batch is not None):
+        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --max-tokens"
+        raise PlanError(f"method {method} makes {needs}")
+    samples = epoch.samples
+    largest = int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1
+    made = pack_samples(
+        samples,
+        limits=(run.max_patches or int(samples.num_patches.sum()) + 1, run.max_tokens) if run.max_tokens else largest,
+        dp=dims.dp,
+        num_microbatches=_num_microbatches(run, dims),
+        method=method,
+        batch_size=run.batch or 1,
+        seed=run.seed,
+    )
+    return made, run.batch is not None and not run.no_padding
+
+
+def _num_microbatches(run: GivenRun, dims: ParallelDims) -> int:
+    if run.global_batch is None:
+        return run.num_microbatches or 1
+    if run.batch is None:
+        raise PlanError(
+            f"global_batch {run.global_batch} was given for packs, which hold unlike numbers of samples: give "
+            "--num-microbatches"
+        )
+    each = dims.dp * run.batch
+    if run.global_batch % each:
+        raise PlanError(
+            f"global_batch {run.global_batch} is no multiple of dp {dims.dp} x batch {run.batch}: give one of {each}"
+        )
+    return run.global_batch // each
+
+
+def _stages(problem: SplitProblem, model: ModelSpec, run: GivenRun) -> tuple[Stage, ...]:
+    text, num = run.stages or "even", problem.num_stages * problem.num_chunks
+    if text in _EVEN:
+        vision: Literal["spread", "first"] = "first" if text == "vision-first" else "spread"
+        return even_stages(problem.profile, num, vision=vision, forbidden_cuts=model.forbidden_cuts)
+    counts = parse_stages(text)
+    if len(counts) != num:
+        raise PlanError(f"{text!r} names {len(counts)} stages, and the run has {num}: name each of them once")
+    built, stages = place_blocks(model, counts)
+    if len(built.layers) != len(model.layers):
+        have = {tower: len(model.indices(tower, "block")) for tower in ("vision", "language")}
+        raise PlanError(
+            f"{text!r} does not hold all blocks: the model has {have['vision']} of vision and {have['language']} of "
+            "language"
+        )
+    return stages
+
+
+def _recomputed(problem: SplitProblem, stages: Sequence[Stage], run: GivenRun) -> tuple[Stage, ...]:
+    text, layers = run.recompute or "none", problem.profile.layers
+    if text == "none":
+        return tuple(stages)
+    chosen: dict[int, RecomputedTier]
+    if text in get_args(RecomputedTier):
+        chosen = {
+            i: tier for tier in get_args(RecomputedTier) if tier == text for i, x in enumerate(layers) if x.tier(tier)
+        }
+    else:
+        chosen = dict.fromkeys(_first_blocks(problem.profile, stages, text), "full")
+    return tuple(recomputing(stage, chosen) for stage in stages)
+
+
+def _first_blocks(profile: Profile, stages: Sequence[Stage], text: str) -> list[int]:
+    """Of "2,1,0,0" the first two blocks of the first stage and the first of the second."""
+    counts = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
+    if min(counts) < 0:
+        names = ", ".join(("none", *get_args(RecomputedTier)))
+        raise PlanError(
+            f"recompute {text!r} was given: choose one of {names}, or the number of blocks of each stage that "
+            "recompute everything, as in 2,1,0,0"
+        )
+    if len(counts) != len(stages):
+        raise PlanError(f"recompute {text!r} has {len(counts)} numbers for {len(stages)} stages: give one for each")
+    found = []
+    for stage, count in zip(stages, counts, strict=True):
+        blocks = [i for i in range(stage.start, stage.stop) if profile.layers[i].kind == "block"]
+        if count > len(blocks):
+            raise PlanError(
+                f"recompute {text!r} has {count} blocks on stage {stage.index}, which holds {len(blocks)}: give at "
+                "most those"
+            )
+        found += blocks[:count]
+    return found

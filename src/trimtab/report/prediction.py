@@ -1,0 +1,80 @@
+"""What a given run is expected to take, in a terminal: sentences, and a row for every stage."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from trimtab.plan.predict import Prediction
+from trimtab.report.table import Cells, Column, Table, numeric, print_table
+from trimtab.report.words import (
+    clean,
+    describe_layers,
+    describe_recompute,
+    idle_sentence,
+    memory_scale,
+    signed_percent,
+    time_scale,
+)
+from trimtab.units import format_bytes, format_number, format_seconds
+
+
+def prediction_sentences(found: Prediction) -> tuple[str, ...]:
+    """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
+    dims, ran = found.dims, found.variant
+    time_band, memory_band = found.profile.time_error, found.profile.memory_error
+    peak, cap = max(memory.total_bytes for memory in ran.memory), found.memory_cap_bytes
+    fits = "IT DOES NOT FIT"
+    if ran.fits:
+        fits = "it fits" if peak * (1 + memory_band) <= cap else "it fits, by less than the error of the figure"
+    steps = len(ran.step_s)
+    return (
+        f"{found.cluster.num_devices} {found.cluster.device.name} as dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, "
+        f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
+        f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.p95_step_s)} or more in "
+        f"one of 20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
+        f"{found.num_samples:,} samples in {steps:,} steps.",
+        f"The fullest device holds {format_bytes(peak)} of {format_bytes(cap)}: {fits}.",
+        idle_sentence(ran),
+        f"Seconds are within {time_band:.0%}, bytes within {memory_band:.0%} of measured runs, as far as is known "
+        "(docs/published-runs.md).",
+    )
+
+
+def stages_table(found: Prediction) -> Table:
+    """One row per stage, bytes those of its device."""
+    ran = found.variant
+    total = ran.stage_forward_s + ran.stage_backward_s
+    mean = float(total.mean())
+    scale = time_scale([*ran.stage_forward_s.tolist(), *ran.stage_backward_s.tolist()])
+    memory = memory_scale(x.total_bytes for x in ran.memory)
+    rows: list[Cells] = [
+        (
+            str(stage.index),
+            describe_layers(found.model, stage),
+            describe_recompute(stage),
+            scale.number(float(ran.stage_forward_s[stage.index])),
+            scale.number(float(ran.stage_backward_s[stage.index])),
+            signed_percent(float(total[stage.index]) / mean - 1) if mean > 0 else "",
+            memory.number(ran.memory[ran.timeline.device_of(stage.index)].total_bytes),
+        )
+        for stage in ran.stages
+    ]
+    return Table(
+        title="Stages, at the mean micro-batch; memory at the largest",
+        columns=(
+            *numeric("Stage"),
+            Column("Layers"),
+            Column("Recompute"),
+            *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
+        ),
+        rows=rows,
+    )
+
+
+def print_prediction(found: Prediction, console: Console) -> None:
+    """Sentences, then the stages."""
+    for sentence in prediction_sentences(found):
+        console.print(Text(clean(sentence)))
+    console.print()
+    print_table(stages_table(found), console)

@@ -1,0 +1,54 @@
+"""Images below an address such as s3://bucket/images, fetched one by one."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import tempfile
+from typing import Literal
+from urllib.parse import unquote
+
+from trimtab.address import Address
+from trimtab.errors import SampleError
+from trimtab.options import Exif
+from trimtab.samples.media import MediaFolder
+from trimtab.samples.problems import BadRecordError, shorten
+
+
+class AddressFolder(MediaFolder):
+    """A media folder behind an address; a name that leads out of it is refused unless `allow_outside`."""
+
+    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif, max_pixels: int) -> None:
+        super().__init__(root, allow_outside=allow_outside, exif=exif, max_pixels=max_pixels)
+        self._root = str(root)
+
+    def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
+        """An open file with the content, which goes when it is closed."""
+        assert isinstance(image, str), "bytes are carried"
+        address = self._address(image)
+        try:
+            content = address.read_bytes()
+        except (OSError, SampleError) as error:
+            cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            raise BadRecordError(
+                "path", f"{kind} {shorten(image)} cannot be read below {self._root}: {cause}; check media_root"
+            ) from None
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            return os.dup(file.fileno())
+
+    def _address(self, name: str) -> Address:
+        """Root and name as one address, `..` resolved, quoted ones too."""
+        scheme, _, root = self._root.partition("://")
+        own, mark, inner = name.partition("://")
+        path = f"/{inner}" if mark else posixpath.join(f"/{root}", name)
+        for spelling in (path, unquote(path)):
+            lies_in = f"{posixpath.normpath(spelling)}/".startswith(f"/{root.rstrip('/')}/".replace("//", "/"))
+            if not self._allow_outside and (not lies_in or (mark and own != scheme)):
+                raise BadRecordError(
+                    "path",
+                    f"image {shorten(name)} lies outside the media folder {self._root}: "
+                    "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
+                )
+        return Address(f"{own if mark else scheme}:/{posixpath.normpath(path)}")

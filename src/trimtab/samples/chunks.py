@@ -1,0 +1,61 @@
+"""Parts of data files that one worker reads, the records in them, and the records of files that come in groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.typed_json import parse_json
+
+Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "mds", "tar"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of one file that one worker reads: bytes, records or groups of rows `start <= i < stop`."""
+
+    file: Path
+    format: Format
+    start: int
+    stop: int
+    first_line: int | None  # number of its first record, from 1; None: known once the chunks before it are read
+    num_bytes: int  # share of the file, for progress
+    rows: tuple[object, ...] = ()  # of a JSON list, which is parsed once and handed out
+    media_root: Path | None = None  # that image paths start from; None: the file's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One parsed record, or what is wrong with it."""
+
+    line: int  # from 1, within the chunk where Chunk.first_line is None
+    value: object = None
+    key: str | None = None  # of a tar sample
+    images: tuple[bytes, ...] | None = None  # members of a tar sample
+    problem: BadRecordError | None = None
+    blank: bool = False  # a line that holds no record, told because it counts as a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """A file whose records lie in groups that can be read apart: row groups, record batches, fragments, a shard."""
+
+    names: Sequence[str]  # of its columns
+    counts: Sequence[int]  # records of each group
+    records: Callable[[range, Sequence[str]], Iterator[Any]]  # of these groups, with these columns; or what is wrong
+    open_group: Callable[[int], Callable[[int], Any]]  # a group -> its records by number, from 0, all columns
+
+
+def parse_record(data: bytes) -> object:
+    """A JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
+    try:
+        value = parse_json(data)
+        if b"\\ud" in data or b"\\uD" in data:  # lone surrogates, which no tokenizer takes, do not encode
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except ValueError as error:
+        raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; fix or drop the line") from None
+    return value

@@ -1,0 +1,276 @@
+"""What a user names as data - files, folders, addresses, hub names, lists of data sets - as files of records.
+
+`_FOLDERS` lists the kinds of folders and how each is recognised; formats of files are in `records.FORMATS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trimtab.address import Address, place_of
+from trimtab.errors import SampleError
+from trimtab.samples.chunks import parse_record
+from trimtab.samples.hub import cached_place
+from trimtab.samples.meta_file import MetaSource, read_meta
+from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.records import format_of_name
+from trimtab.samples.table import is_saved_table, source_names_of
+
+MediaRoot = Path | str | Sequence[Path | str] | None
+"""A folder that image paths start from, or several FILE=FOLDER, one for each file or named source, and one without."""
+
+_OTHER_SPLIT = re.compile(r"(^|[-._])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)([-._0-9]|$)", re.IGNORECASE)
+_MAX_DEPTH = 4  # folders in folders
+_NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of records, and what was said of it."""
+
+    file: Path
+    named: Path  # what the user named: the file, or what led to it
+    name: str | None = None  # of its source; None: called after what was named
+    media_root: Path | None = None  # that was stated for it; None: the user's one folder, or the file's own
+    repeat: float = 1.0  # how often its samples are in an epoch; below 1: so much of its beginning
+    max_tiles: int | None = None  # of an image, as a list of data sets says
+    note: str | None = None  # what of the named place is not read
+
+    @property
+    def label(self) -> Path:
+        """What the file is called by: a Lance data set is a folder, of which `file` is the manifest."""
+        return self.file.parent.parent if self.file.suffix == ".manifest" else self.file
+
+
+def find_sources(data: Path | str | Sequence[Path | str], media_root: MediaRoot = None) -> list[SourceFile]:
+    """The files of records behind what the user named, in its order; `SampleError` where there are none."""
+    named = [data] if isinstance(data, Path | str) else list(data)
+    if not named:
+        raise SampleError("no data file was named: name at least one")
+    found = [source for one in named for source in _sources_of(one)]
+    return state_roots(found, media_root)
+
+
+def source_labels(sources: Sequence[SourceFile]) -> list[str]:
+    """The name of the source that each file belongs to."""
+    places = list(dict.fromkeys(source.named for source in sources if source.name is None))
+    names = dict(zip(places, source_names_of(places), strict=True)) if places else {}
+    return [source.name or names[source.named] for source in sources]
+
+
+# -- media roots ------------------------------------------------------------------------------------------------------
+
+
+def split_roots(media_root: MediaRoot, names: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
+    """The folder for every file, and those given as NAME=FOLDER, of the names there are."""
+    given = [media_root] if isinstance(media_root, Path | str) else list(media_root or ())
+    whole, stated = list[Path](), dict[str, Path]()
+    for text in map(str, given):
+        name = max((name for name in names if text.startswith(f"{name}=")), key=len, default=None)
+        if name is not None:
+            stated[name] = place_of(text[len(name) + 1 :])
+        elif "=" in text and not place_of(text).is_dir():
+            known = ", ".join(dict.fromkeys(names))
+            raise SampleError(
+                f"media root {shorten(text)} names no data that is read: write FILE=FOLDER with one of {known}"
+            )
+        else:
+            whole.append(place_of(text))
+    if len(whole) > 1:
+        raise SampleError(
+            f"{len(whole)} media roots are for every file ({', '.join(map(str, whole))}): name one, or write "
+            "FILE=FOLDER"
+        )
+    return (whole[0] if whole else None), stated
+
+
+def state_roots(sources: Sequence[SourceFile], media_root: MediaRoot) -> list[SourceFile]:
+    """The sources with the folders that FILE=FOLDER states of them: by file, by what was named, or by source."""
+    names = [name for source in sources for name in _names_of(source)]
+    _, stated = split_roots(media_root, names)
+    return [
+        replace(source, media_root=next((stated[name] for name in _names_of(source) if name in stated), None))
+        if any(name in stated for name in _names_of(source))
+        else source
+        for source in sources
+    ]
+
+
+def whole_root(sources: Sequence[SourceFile], media_root: MediaRoot) -> Path | None:
+    """The folder that is for every file of which none is stated."""
+    return split_roots(media_root, [name for source in sources for name in _names_of(source)])[0]
+
+
+def _names_of(source: SourceFile) -> tuple[str, ...]:
+    return tuple(name for name in (source.name, str(source.file), str(source.named)) if name)
+
+
+# -- files and folders ------------------------------------------------------------------------------------------------
+
+
+def _sources_of(name: Path | str) -> Iterator[SourceFile]:
+    place = place_of(name)
+    local = cached_place(place)
+    if local is not None:
+        yield from _in_folder(local, place, 0) if local.is_dir() else [SourceFile(file=local, named=place)]
+    elif is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
+        yield SourceFile(file=place, named=place)
+    elif place.is_dir():
+        yield from _in_folder(place, place, 0)
+    elif place.name.endswith(".json") and (listed := read_meta(place)) is not None:
+        yield from (found for entry in listed for found in _in_meta(entry, place))
+    else:
+        yield SourceFile(file=place, named=place)
+
+
+def _in_meta(entry: MetaSource, meta: Path) -> Iterator[SourceFile]:
+    for source in _sources_of(entry.annotation):
+        yield replace(
+            source,
+            named=meta,
+            name=entry.name,
+            media_root=entry.root,
+            repeat=entry.repeat,
+            max_tiles=entry.max_tiles,
+        )
+
+
+def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
+    """The files of a folder of any kind; of splits, all but those for tests."""
+    entries = {entry.name: entry for entry in folder.iterdir() if not entry.name.startswith(".")}
+    kind = next((read for marker, read in _FOLDERS.items() if marker in entries), None)
+    found = None if kind is None else kind(folder, named, entries[next(m for m in _FOLDERS if m in entries)])
+    if found is not None:
+        yield from found
+        return
+    files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
+    files = [name for name in files if entries[name].is_file()]
+    if files:
+        kinds = sorted({str(format_of_name(entries[name])) for name in files})
+        if len(kinds) > 1:
+            raise SampleError(f"{folder} holds files of several formats ({', '.join(kinds)}): name the files to read")
+        kept, note = _without_other_splits(files, folder)
+        yield from (SourceFile(file=entries[name], named=named, note=note) for name in kept)
+        return
+    inner = sorted(name for name, entry in entries.items() if not name.startswith("_") and entry.is_dir())
+    kept, note = _without_other_splits(inner, folder)
+    if not kept or depth == _MAX_DEPTH:
+        raise SampleError(
+            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow or .tar files, a folder of them, or one "
+            "that `datasets`, Mosaic's MDSWriter or Lance wrote"
+        )
+    for name in kept:  # one folder in it is the same data; of several each is a source
+        found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
+        yield from (replace(source, note=source.note or note) for source in found_in)
+
+
+def _without_other_splits(names: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
+    kept = [name for name in names if not _OTHER_SPLIT.search(name)]
+    left = [name for name in names if name not in kept]
+    if not kept or not left:
+        return list(names), None
+    return kept, f"of {folder} the other splits are not read ({shorten(', '.join(left))})"
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        content = parse_record(path.read_bytes())
+    except BadRecordError as error:
+        raise SampleError(f"{path} is {error}") from None
+    if not isinstance(content, dict):
+        raise SampleError(f"{path} is a JSON {type(content).__name__}: it must be an object; save the data again")
+    return content
+
+
+def _beside(folder: Path, name: object, field: str, index: Path) -> Path:
+    """A file that an index names: it lies in the index's folder."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise SampleError(
+            f"{index}: {field} is {shorten(repr(name))}: it must name a file in this folder; save the data again"
+        )
+    if not (folder / name).is_file():
+        raise SampleError(f"{index}: {field} names {shorten(name)}, which is not in the folder: fetch the data again")
+    return folder / name
+
+
+def _dataset_dict(folder: Path, named: Path, index: Path) -> list[SourceFile]:
+    """A `DatasetDict`: a folder for each split."""
+    splits = _read_object(index).get("splits")
+    if (
+        not isinstance(splits, list)
+        or not splits
+        or not all(isinstance(x, str) and re.fullmatch(r"[\w.-]+", x) for x in splits)
+    ):
+        raise SampleError(f"{index}: splits is {shorten(repr(splits))}: it must list the names of the splits' folders")
+    kept, note = _without_other_splits(splits, folder)
+    return [
+        replace(source, note=source.note or note) for split in kept for source in _in_folder(folder / split, named, 1)
+    ]
+
+
+def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] | None:
+    """A `Dataset`: state.json lists its Arrow files."""
+    state = _read_object(index)
+    if "_data_files" not in state:
+        return None
+    files = state["_data_files"]
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise SampleError(f"{index}: _data_files is {shorten(repr(files))}: it must list objects with 'filename'")
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise SampleError(f"{index}: _indices_files chooses rows of the files: save it again after flatten_indices()")
+    return [
+        SourceFile(file=_beside(folder, file.get("filename"), "_data_files.filename", index), named=named)
+        for file in files
+    ]
+
+
+def _mosaic(folder: Path, named: Path, index: Path) -> list[SourceFile] | None:
+    """An MDS folder: index.json lists its shards, each with the name of its compressed form."""
+    shards = _read_object(index).get("shards")
+    if shards is None:
+        return None
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        raise SampleError(f"{index}: shards is {shorten(repr(shards))}: it must list objects")
+    sources = []
+    for shard in shards:
+        if shard.get("format") != "mds":
+            raise SampleError(f"{index}: format is {shorten(repr(shard.get('format')))}: shards of mds alone are read")
+        raw, packed = (
+            part if isinstance(part, dict) else {} for part in (shard.get("raw_data"), shard.get("zip_data"))
+        )
+        name, field = raw.get("basename"), "raw_data.basename"
+        if packed and not (isinstance(name, str) and (folder / Path(name).name).is_file()):
+            name, field = packed.get("basename"), "zip_data.basename"
+        file = _beside(folder, name, field, index)
+        if format_of_name(file) != "mds":
+            raise SampleError(
+                f"{index}: {field} {file.name} is compressed in a way that is not read: write the shards with zstd"
+            )
+        sources.append(SourceFile(file=file, named=named))
+    return sources
+
+
+def _lance(folder: Path, named: Path, versions: Path) -> list[SourceFile]:
+    """A Lance data set: its newest version, known by the manifest."""
+    manifests = [entry for entry in versions.iterdir() if entry.suffix == ".manifest" and entry.stem.isdigit()]
+    if not manifests:
+        raise SampleError(f"{folder} has no manifest in _versions: fetch or write the Lance data set again")
+    # names of 20 digits count down from 2**64 - 1
+    newest = max(manifests, key=lambda m: 2**64 - 1 - int(m.stem) if len(m.stem) == 20 else int(m.stem))
+    return [SourceFile(file=newest, named=named, media_root=folder.parent)]
+
+
+_FOLDERS: Mapping[str, Callable[[Path, Path, Path], list[SourceFile] | None]] = MappingProxyType(
+    {
+        "dataset_dict.json": _dataset_dict,
+        "state.json": _saved_dataset,
+        "index.json": _mosaic,
+        "_versions": _lance,
+    }
+)
+"""File or folder that tells the kind -> how its files are found; None: it is of another kind after all."""

@@ -1,0 +1,87 @@
+"""The command line on data as people have it: InternVL's meta file, shards of a sizing pass. Needs [data]."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.plan.file.yaml import load_plan
+from trimtab.runtime.data.records import open_records
+
+Run = Any
+
+
+@pytest.fixture
+def meta(drawn: Path, tmp_path: Path) -> Path:
+    """The drawn data in two sources, one of them three times, images elsewhere than the records."""
+    lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, part in (("first", lines[:40]), ("second", lines[40:60])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+    sets = {
+        "web": {"root": str(drawn), "annotation": "first.jsonl", "repeat_time": 1, "data_augment": False},
+        "docs": {"root": str(drawn), "annotation": "second.jsonl", "repeat_time": 3, "data_augment": False},
+    }
+    (tmp_path / "meta.json").write_text(json.dumps(sets, indent=1), encoding="utf-8")
+    return tmp_path / "meta.json"
+
+
+def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, meta: Path, tmp_path: Path) -> None:
+    words = [
+        "--tokenizer",
+        drawn / "tokenizer.json",
+        "--cluster",
+        "8xA100-80GB",
+        "--pp",
+        "2",
+        "--num-microbatches",
+        "2",
+    ]
+    made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--out", tmp_path / "plan")
+    assert made.code == 0, made.err
+    data = load_plan(tmp_path / "plan").inputs.data
+    assert data.num_samples == 40 + 3 * 20
+    assert [(Path(file.path).name, file.media_root) for file in data.files] == [
+        ("first.jsonl", str(drawn)),
+        ("second.jsonl", str(drawn)),
+    ]
+    records = open_records(tmp_path / "plan")
+    assert records.media_root(99) == drawn
+    assert records[40] == records[60] == records[80]
+    assert open_records(tmp_path / "plan", [meta]).media_root(0) == drawn
+    moved = open_records(tmp_path / "plan", media_root=[f"{data.files[1].path}={tmp_path}"])
+    assert (moved.media_root(0), moved.media_root(40)) == (drawn, tmp_path)
+    assert run("check", tmp_path / "plan").code == 0
+    written = run("export", "jsonl", tmp_path / "plan", "--out", tmp_path / "planned.jsonl")
+    assert written.code == 0, written.err
+    assert len((tmp_path / "planned.jsonl").read_text(encoding="utf-8").splitlines()) == 100
+
+
+def test_shards_are_sized_apart_and_joined(run: Run, drawn: Path, tmp_path: Path) -> None:
+    data, kept, out = f"file://{drawn / 'data.jsonl'}", tmp_path / "kept", tmp_path / "sizes.npz"
+    size = ("size", data, "--model", "Qwen2.5-VL-7B", "--workers", "1")
+    for number in (1, 2):
+        told = run(*size, "--shard", f"{number}/2", "--resume", kept)
+        assert told.code == 0, told.err
+        assert f"shard {number} of 2 is sized" in told.err
+    assert run(*size, "--resume", kept, "--out", out).code == 0
+    assert run(*size, "--out", tmp_path / "whole.npz").code == 0
+    assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    for words, sentence in (
+        (("--shard", "1/2"), "without a folder that keeps it: give resume_dir (--resume)"),
+        (("--shard", "first"), "shard 'first' is no I/N: write it as in 3/16"),
+        (("--shard", "1/2", "--resume", kept, "--out", out), "--shard was given with --out"),
+        (("--media-root", "a", "--media-root", "b"), "2 media roots are for every file (a, b)"),
+    ):
+        refused = run(*size, *words)
+        assert refused.code == 2
+        assert sentence in refused.err
+        assert len(refused.err.strip().splitlines()) == 1
+
+
+def test_an_address_is_quoted_whole(run: Run) -> None:
+    refused = run("size", "nowhere://bucket/a.jsonl", "--model", "Qwen2.5-VL-7B")
+    assert refused.code == 2
+    assert "nowhere://bucket/a.jsonl was named, and fsspec" in refused.err

@@ -1,0 +1,22 @@
+"""Every test of this folder needs torch and Transformers: it is marked so, and skipped with a reason without them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+MISSING = [name for name in ("torch", "transformers") if find_spec(name) is None]
+
+
+class _Skipped(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip(f"needs {' and '.join(MISSING)}: pip install 'trimtab[torch]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    module: pytest.Module = (_Skipped if MISSING else pytest.Module).from_parent(parent, path=module_path)
+    module.add_marker(pytest.mark.torch)
+    return module

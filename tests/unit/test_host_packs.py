@@ -1,0 +1,162 @@
+"""Packs as shards for Energon and as a plug-in for ms-swift: what lies in them, and in which order."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab.adapters.data_files import PlannedPacks, read_planned
+from trimtab.adapters.host_packs import write_energon_packs, write_swift_packs
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PlanError, SampleError
+from trimtab.files import fingerprint_file
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import DataFile
+from trimtab.samples.size import size_samples
+
+pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
+pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
+
+
+def plan_of(data: Path, out: Path) -> Path:
+    model = describe("Qwen2.5-VL-7B", max_pixels=501760)
+    sized = size_samples([data], image_rule=model.image_rule, tokenizer=None)
+    named = (DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data)),)
+    options = PlanOptions(dp=4, pp=2, num_microbatches=2, max_tokens=5000, max_patches=16384)
+    origin = PlanOrigin(data_files=named)
+    write_plan(make_plan(model, sized.table, parse_cluster("8xA100-80GB"), options, origin=origin), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from trimtab.demo.draw import draw_dataset
+
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60).folder / "data.jsonl"
+
+
+@pytest.fixture(scope="module")
+def plan(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plan_of(drawn, tmp_path_factory.mktemp("plan") / "plan")
+
+
+def ids_of(planned: PlannedPacks, place: int) -> list[str]:
+    pack = planned.order[place]
+    rows = planned.packing.indices[planned.packing.offsets[pack] : planned.packing.offsets[pack + 1]]
+    return [planned.samples.sample_id(row) for row in rows.tolist()]
+
+
+def read_shards(folder: Path) -> Iterator[dict[str, bytes]]:
+    """The samples of all shards as Energon takes them: members of one key, one after the other."""
+    key, found = "", dict[str, bytes]()
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                stem, _, name = member.name.partition(".")
+                if stem != key and found:
+                    yield found
+                    found = {}
+                content = tar.extractfile(member)
+                assert content is not None
+                key, found[name] = stem, content.read()
+    yield found
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_of_the_shards_is_what_a_rank_runs_in_the_plan(plan: Path, tmp_path: Path, ranks: int | None) -> None:
+    planned = read_planned(plan)
+    written = write_energon_packs(plan, tmp_path, ranks=ranks, packs_per_shard=3)
+    samples = list(read_shards(tmp_path))
+    num_packs, dp = planned.packing.num_packs, ranks or 4
+    assert len(samples) == num_packs == written.num_packs > 3
+    for rank, run in enumerate(np.split(np.arange(num_packs), dp)):
+        for at, number in enumerate(run):
+            pack = json.loads(samples[number]["json"])
+            assert pack["pack"] == rank + at * dp
+            assert [record["id"] for record in pack["samples"]] == ids_of(planned, pack["pack"])
+            images = [name for name in samples[number] if name.startswith("img")]
+            assert [name.partition(".")[0] for name in images] == [f"img{i}" for i in range(len(images))]
+    folder = Path(planned.plan.inputs.data.files[0].path).parent
+    one = next(s for s in samples if "img0.png" in s or "img0.jpg" in s)
+    first = next(r for r in json.loads(one["json"])["samples"] if r.get("image") or r.get("images"))
+    named = first.get("image") or first["images"]
+    assert (folder / (named if isinstance(named, str) else named[0])).read_bytes() in one.values()
+
+
+def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
+    num_packs = read_planned(plan).packing.num_packs
+    with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):
+        write_energon_packs(plan, tmp_path, ranks=num_packs - 1)
+
+
+def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
+    drawn: Path, plan: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SampleError, match=r"offline packs hold one image, one question and one answer a sample"):
+        write_energon_packs(plan, tmp_path / "refused", layout="llava-ov")
+    lines = [json.loads(line) for line in drawn.read_text(encoding="utf-8").splitlines()]
+    simple = [r | {"conversations": r["conversations"][:2]} for r in lines if isinstance(r.get("image"), str)]
+    data = drawn.with_name("simple.jsonl")
+    data.write_text("\n".join(map(json.dumps, simple)) + "\n", encoding="utf-8")
+    made = plan_of(data, tmp_path / "plan")
+    write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
+    by_id = {record["id"]: record for record in simple}
+    planned = read_planned(made)
+    loader: dict[str, Any] = {}
+    exec((tmp_path / "packs" / ".nv-meta" / "sample_loader.py").read_text(encoding="utf-8"), loader)
+    for number, sample in enumerate(read_shards(tmp_path / "packs")):
+        rank, at = divmod(number, planned.packing.num_packs // 4)
+        records = [by_id[name] for name in ids_of(planned, rank + 4 * at)]
+        read = {**sample, "json": json.loads(sample["json"]), "__key__": "pack", "__restore_key__": ()}
+        loaded = loader["sample_loader"](read)
+        assert loaded["captions"] == [r["conversations"][1]["value"].strip() for r in records]
+        assert loaded["images"] == [(drawn.parent / r["image"]).read_bytes() for r in records]
+        assert not any("<image>" in prompt for prompt in loaded["prompts"])
+
+
+class Made:
+    """What ms-swift's packing data set has once it is made; the real one: tests/integration/test_pack_carriers.py."""
+
+    def __init__(self, _template: None, dataset: dict[str, list[int]], packing_length: int) -> None:
+        self.packing_length = packing_length
+        self.packed_idx, self.packed_length = [[0]], [len(dataset)]
+
+
+@pytest.fixture
+def swift(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
+    """A module of ms-swift's name, whose class a plug-in changes."""
+    names = ("swift", "swift.dataset", "swift.dataset.packing")
+    modules: list[Any] = [ModuleType(name) for name in names]
+    for module, name in zip(modules, names, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    modules[0].dataset, modules[1].packing = modules[1], modules[2]
+    modules[2].PackingDataset = type("PackingDataset", (Made,), {})
+    return modules[2].PackingDataset  # type: ignore[no-any-return]
+
+
+def test_the_plug_in_puts_the_planned_packs_in_the_place_of_ms_swifts(plan: Path, tmp_path: Path, swift: Any) -> None:
+    planned = read_planned(plan)
+    written = write_swift_packs(plan, tmp_path)
+    ids = [json.loads(line)["id"] for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+    tokens = {planned.samples.sample_id(row): int(n) for row, n in enumerate(planned.samples.num_tokens)}
+    exec((tmp_path / "planned_packs.py").read_text(encoding="utf-8"), {})
+    lengths = [tokens[name] for name in ids]
+    made = swift(None, {"lengths": [[n] for n in lengths]}, packing_length=5000)
+    assert [[ids[number] for number in pack] for pack in made.packed_idx] == [
+        ids_of(planned, place) for place in range(written.num_packs)
+    ]
+    assert made.packed_length == [sum(lengths[number] for number in pack) for pack in made.packed_idx]
+    with pytest.raises(ValueError, match="more than --packing_length 10: size and plan with the template of this run"):
+        swift(None, {"lengths": lengths}, packing_length=10)
+    with pytest.raises(ValueError, match="60 samples were planned, and ms-swift holds 59"):
+        swift(None, {"lengths": lengths[1:]}, packing_length=5000)

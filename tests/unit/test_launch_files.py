@@ -1,0 +1,137 @@
+"""Tests of adapters/launch_files.py: a run as its launcher's own files say it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
+from trimtab.errors import TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.given import GivenRun
+
+MODEL = describe("Qwen2.5-VL-7B")  # 32 vision blocks, 28 of language
+FLAGS = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64 "
+    "--bf16 --use-distributed-optimizer --lr 1e-5 --no-gradient-accumulation-fusion"
+)
+
+
+def test_megatrons_flags_from_the_command_line_and_from_a_file(tmp_path):
+    expected = GivenRun(
+        tp=2,
+        pp=4,
+        batch=1,
+        global_batch=64,
+        stages="vision-first",
+        recompute="none",
+        zero_stage=1,
+        dtype="bf16",
+        fused_kernels=True,
+    )
+    assert from_megatron(FLAGS, MODEL) == expected
+    file = tmp_path / "args.sh"
+    file.write_text("# ours\n" + FLAGS.replace(" --", " \\\n--").replace("size 2", "size=2"))
+    assert from_megatron(str(file), MODEL) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ("--decoder-first-pipeline-num-layers 4", "stages", "32v+4l|8l|8l|8l"),
+        ("--decoder-last-pipeline-num-layers 10", "stages", "32v+6l|6l|6l|10l"),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6", "stages", "32v+2l|10l|10l|6l"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recompute", "full"),
+        ("--recompute-granularity selective", "recompute", "none"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "schedule", "Interleaved1F1B"),
+        ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
+        ("--optimizer sgd", "optimizer", "sgd_momentum"),
+        ("--transformer-impl local", "fused_kernels", False),
+    ],
+)
+def test_what_megatrons_flags_mean(more, field, value):
+    assert getattr(from_megatron(f"{FLAGS} {more}", MODEL), field) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (FLAGS + " --context-parallel-size 2", "context-parallel-size 2 is not priced yet"),
+        (FLAGS + " --recompute-granularity full --recompute-method block", "give --recompute the number of blocks"),
+        (FLAGS + " --recompute-granularity most", "'most' is unknown"),
+        (FLAGS + " --decoder-first-pipeline-num-layers 3", "leave 25 of 28 language blocks to 3 stages"),
+        (FLAGS.replace("size 2", "size two"), "is 'two': give a whole number"),
+        (FLAGS + " --optimizer lion", "optimizer 'lion' has no price"),
+        ("--lr '1", "cannot be read"),
+    ],
+)
+def test_what_megatrons_flags_cannot_say_is_refused(flags, message):
+    with pytest.raises(TrimtabError, match=message):
+        from_megatron(flags, MODEL)
+
+
+def test_deepspeeds_file(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": "auto",
+                "train_batch_size": 64,
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+            }
+        )
+    )
+    assert from_deepspeed(file) == GivenRun(batch=2, global_batch=64, zero_stage=3, dtype="bf16", optimizer="adamw")
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
+    with pytest.raises(TrimtabError, match=r"ds.json: zero_optimization.offload_param is not priced"):
+        from_deepspeed(file)
+
+
+def test_torchtitans_file(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text(
+        "[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_degree = 4\n"
+        'pipeline_parallel_schedule = "1F1B"\npipeline_parallel_microbatch_size = 1\n'
+        "[training]\nlocal_batch_size = 8\nsteps = 9\n[activation_checkpoint]\nmode = 'selective'\n"
+    )
+    assert from_torchtitan(file) == GivenRun(
+        tp=2, pp=4, zero_stage=2, batch=1, num_microbatches=8, schedule="1F1B", num_chunks=1, recompute="selective"
+    )
+    file.write_text("[training]\nlocal_batch_size = 2\nglobal_batch_size = 64\n")
+    assert from_torchtitan(file) == GivenRun(pp=1, zero_stage=3, batch=2, global_batch=64, recompute="none")
+    file.write_text("[parallelism]\ncontext_parallel_degree = 2\n")
+    with pytest.raises(TrimtabError, match="context_parallel_degree 2 is not priced yet"):
+        from_torchtitan(file)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"zero_optimization": 3}', "\ud800", "[" * 5000, '{"bf16": []}'])
+def test_a_file_that_is_none_is_one_sentence(tmp_path, content):
+    file = tmp_path / "file"
+    file.write_bytes(content.encode("utf-8", "surrogatepass"))
+    for read in (from_deepspeed, from_torchtitan):
+        if read is from_torchtitan and content in ("", "[]"):
+            continue  # an empty TOML is a job of defaults
+        with pytest.raises(TrimtabError, match=r"is no (DeepSpeed configuration|torchtitan job)"):
+            read(file)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "many", None, [2]])
+def test_a_number_that_is_none_is_refused(tmp_path, value):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": value, "zero_optimization": {"stage": value}}))
+    if value is None:
+        assert from_deepspeed(file).batch is None
+        return
+    with pytest.raises(TrimtabError, match=r"ds.json: batch .* was asked for"):
+        from_deepspeed(file)
+
+
+def test_what_is_typed_goes_before_the_file():
+    file = GivenRun(dp=2, pp=4, batch=1, global_batch=64, recompute="full", zero_stage=1)
+    both = completed(GivenRun(recompute="none", num_microbatches=4), file)
+    assert both == GivenRun(dp=2, pp=4, batch=1, num_microbatches=4, recompute="none", zero_stage=1)
+    assert completed(GivenRun(max_tokens=9000), file).batch is None

@@ -1,0 +1,107 @@
+"""Tests of plan/predict.py and plan/given.py: a run that somebody else decided, priced as a plan's own rows are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import TrimtabError
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan
+from trimtab.plan.given import GivenRun
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.predict import parse_stages, predict_run
+
+MODEL = describe("InternVL-Chat-V1-5")
+CLUSTER = parse_cluster("16xA100-80GB")
+SAMPLES = tile_samples(300)
+VISION, LANGUAGE = len(MODEL.indices("vision", "block")), len(MODEL.indices("language", "block"))
+
+
+def run_of(**given) -> GivenRun:
+    return GivenRun(**{"pp": 4, "tp": 2, "batch": 2, "num_microbatches": 8, **given})
+
+
+@pytest.mark.parametrize(("batch", "recompute"), [(1, "none"), (4, "full")])
+def test_a_baseline_that_is_predicted_alone_takes_what_it_takes_beside_a_plan(batch, recompute):
+    asked = f"random,batch={batch},padded,equal-layers,{recompute}-recompute".replace("none", "no")
+    made = make_plan(MODEL, SAMPLES, CLUSTER, PlanOptions(pp=4, tp=2, num_microbatches=8, baselines=(asked,)))
+    baseline = made.variants[0]
+    per_pack = len(SAMPLES) / made.packing.num_packs  # steps of a baseline hold as many samples as the plan's
+    run = run_of(batch=batch, num_microbatches=round(8 * per_pack / batch), recompute=recompute)
+    alone = predict_run(MODEL, SAMPLES, CLUSTER, run).variant
+    np.testing.assert_array_equal(alone.step_s, baseline.step_s)
+    assert (alone.stages, alone.fits, alone.memory) == (baseline.stages, baseline.fits, baseline.memory)
+    assert alone.idle == baseline.idle
+
+
+def test_stages_hold_the_blocks_that_are_named():
+    assert parse_stages("24v | 8v+10l|18l") == [{"vision": 24}, {"vision": 8, "language": 10}, {"language": 18}]
+    half, quarter = VISION // 2, LANGUAGE // 4
+    text = f"{half}v|{VISION - half}v+{quarter}l|{quarter}l|{LANGUAGE - 2 * quarter}l"
+    found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(stages=text)).variant.stages
+    held = [[MODEL.layers[i] for i in range(stage.start, stage.stop)] for stage in found]
+    counts = [
+        tuple(sum(x.kind == "block" and x.tower == t for x in own) for t in ("vision", "language")) for own in held
+    ]
+    assert counts == [(half, 0), (VISION - half, quarter), (0, quarter), (0, LANGUAGE - 2 * quarter)]
+    first = predict_run(MODEL, SAMPLES, CLUSTER, run_of(stages="vision-first")).variant.stages[0]
+    assert first.stop > max(MODEL.indices("vision"))
+
+
+def test_the_first_blocks_of_stages_recompute():
+    found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(recompute="3,0,1,0")).variant
+    assert [sum(len(x.layers) for x in stage.recompute) for stage in found.stages] == [3, 0, 1, 0]
+    none, some, full = (
+        predict_run(MODEL, SAMPLES, CLUSTER, run_of(recompute=x)).variant for x in ("none", "3,0,1,0", "full")
+    )
+    assert none.epoch_s < some.epoch_s < full.epoch_s
+    assert none.memory[0].total_bytes > some.memory[0].total_bytes > full.memory[0].total_bytes
+
+
+def test_packs_are_not_padded_and_a_batch_can_be_joined():
+    padded, joined = (predict_run(MODEL, SAMPLES, CLUSTER, run_of(no_padding=x)).variant for x in (False, True))
+    assert joined.pack_tokens.sum() == SAMPLES.num_tokens.sum() < padded.pack_tokens.sum()
+    packs = predict_run(MODEL, SAMPLES, CLUSTER, run_of(batch=None, max_tokens=9000)).variant
+    assert packs.pack_tokens.max() <= 9000
+    assert packs.pack_tokens.sum() == SAMPLES.num_tokens.sum()
+
+
+def test_a_global_batch_gives_the_micro_batches():
+    found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(num_microbatches=None, global_batch=64))
+    assert (found.dims.dp, found.num_microbatches) == (2, 16)
+    assert found.samples_per_s == pytest.approx(300 / found.variant.step_s.sum())
+    assert found.variant.step_s.min() <= found.mean_step_s <= found.p95_step_s <= found.variant.step_s.max()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dp": 4}, "dp 4 x pp 4 x tp 2 are 32 devices, and the cluster has 16"),
+        ({"pp": 3}, "dp 2 x pp 3 x tp 2 are 12 devices"),
+        ({"tp": 16, "pp": 1}, "tp 16 was given, and nodes have 8 devices"),
+        ({"batch": None}, "not said what a micro-batch holds: give --batch"),
+        ({"max_tokens": 9}, "batch 2 was given with limits of a pack"),
+        ({"method": "isf"}, "method isf makes packs up to limits: give --max-tokens"),
+        ({"batch": None, "max_tokens": 9000, "method": "random"}, "method random makes batches of a size"),
+        ({"global_batch": 64}, "were both given"),
+        ({"num_microbatches": None, "global_batch": 63}, "no multiple of dp 2 x batch 2: give one of 4"),
+        ({"stages": "1v|2l"}, "names 2 stages, and the run has 4"),
+        ({"stages": "1v|1l|1l|1l"}, "does not hold all blocks: the model has 45 of vision and 48 of language"),
+        ({"stages": "1l|1v|1l|1l"}, "the vision tower runs first"),
+        ({"stages": "99v|1l|1l|1l"}, "99 vision blocks are placed, and the model has 45"),
+        ({"stages": "a|b"}, "names no stages: write the vision"),
+        ({"stages": "1v||2l|3l"}, "names no stages"),
+        ({"recompute": "some"}, "choose one of none, selective, attention, full"),
+        ({"recompute": "1,2"}, "has 2 numbers for 4 stages"),
+        ({"recompute": "99,0,0,0"}, "99 blocks on stage 0, which holds"),
+        ({"recompute": "-1,0,0,0"}, "choose one of none"),
+        ({"schedule": "ZBVZeroBubble"}, "give --num-chunks 2"),
+        ({"zero_stage": 4}, "give 3 or less"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(given, message):
+    with pytest.raises(TrimtabError, match=message):
+        predict_run(MODEL, SAMPLES, CLUSTER, run_of(**given))

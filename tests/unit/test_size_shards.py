@@ -1,0 +1,67 @@
+"""Sizing by the shard: any number of them, in any order, joined to the bytes of one pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_sets import PixelRule, talk, write_jsonl
+
+from trimtab.errors import SampleError
+from trimtab.samples import records
+from trimtab.samples.size import size_samples
+from trimtab.samples.table import SizingResult, save_sizing
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two files of 11 and 4 chunks or so, with bad and blank lines."""
+    monkeypatch.setattr(records, "CHUNK_BYTES", 500)
+    rows: list[Any] = [{"id": str(n), "conversations": talk("cat " * (n % 7))} for n in range(90)]
+    rows[7], rows[40] = b"", b"broken"
+    return [write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows[:30])]
+
+
+def size(files: list[Path], **options: Any) -> SizingResult:
+    return size_samples(files, image_rule=PixelRule(), tokenizer=None, on_bad="skip", **options)
+
+
+def test_shards_sized_apart_are_joined_to_the_bytes_of_one_pass(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    told = [size(files, shard=(number, 3), resume_dir=kept) for number in (2, 3, 1, 2)]  # one of them twice
+    assert {len(result.table) for result in told} == {0}
+    save_sizing(size(files), tmp_path / "whole.npz")
+    num_chunks = sum(len(records.list_chunks(file)) for file in files)
+    assert sum(int(result.assumptions[0].split()[-4]) for result in told[:3]) == len(list(kept.iterdir())) == num_chunks
+    monkeypatch.setattr("trimtab.samples.size.read_chunk", None)  # nothing is read again
+    save_sizing(size(files, resume_dir=kept), tmp_path / "joined.npz")
+    assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+
+
+def test_more_shards_than_parts_leave_some_with_nothing(files: list[Path], tmp_path: Path) -> None:
+    told = size(files, shard=(1000, 1000), resume_dir=tmp_path / "kept").assumptions
+    assert told == ("shard 1000 of 1000 is sized: 0 chunks are kept",)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shard": (4, 3)}, "shard 4 of 3 was asked for: give I/N with I from 1 to N"),
+        ({"shard": (0, 3)}, "shard 0 of 3"),
+        ({"shard": (1, 3), "resume_dir": None}, "a shard was asked for without a folder that keeps it"),
+    ],
+)
+def test_a_shard_that_cannot_be_is_refused(
+    files: list[Path], tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SampleError, match=sentence):
+        size(files, **{"resume_dir": tmp_path / "kept", **options})
+
+
+def test_lengths_have_no_shards(tmp_path: Path) -> None:
+    lengths = write_jsonl(tmp_path / "lengths.jsonl", [{"num_tokens": 3}])
+    with pytest.raises(SampleError, match="a shard of ready-made lengths was asked for, which are read at once"):
+        size([lengths], shard=(1, 2), resume_dir=tmp_path / "kept")

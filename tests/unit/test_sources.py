@@ -1,0 +1,404 @@
+"""Data as people have it: every format read by sizing and by a plan's records, or refused by a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_sets import PixelRule, png, talk, write_jsonl
+
+pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+pytest.importorskip("pyarrow.parquet")
+
+from trimtab.errors import SampleError  # noqa: E402
+from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
+from trimtab.samples.rows import read_conversation  # noqa: E402
+from trimtab.samples.size import size_samples  # noqa: E402
+from trimtab.samples.sources import find_sources  # noqa: E402
+from trimtab.samples.table import SizingResult, load_sizing, save_sizing  # noqa: E402
+
+IMAGES = [(40, 20), (30, 30), (100, 100)]
+PATCHES = [32, 36, 400]
+
+
+def size(data: Any, **options: Any) -> SizingResult:
+    return size_samples(data, image_rule=PixelRule(), tokenizer=None, **options)
+
+
+def read_back(result: SizingResult) -> list[Any]:
+    """The records of the table's rows, as a run reads them."""
+    files = [Path(file.path) for file in result.files]
+    records = PlannedRecords(result.table, files)
+    return [read_conversation(records[row]) for row in range(len(records))]
+
+
+def rows() -> list[dict[str, Any]]:
+    """Three records that carry their images."""
+    turns = talk("<image> what?", "a cat")
+    return [
+        {"id": f"r{n}", "conversations": turns, "image": {"bytes": png(*s), "path": None}} for n, s in enumerate(IMAGES)
+    ]
+
+
+def check(result: SizingResult, named: str) -> None:
+    """The three records, sized and found again."""
+    assert result.table.num_patches.tolist() == PATCHES
+    assert result.table.source_names == (named,)
+    assert [conversation.images for conversation in read_back(result)] == [(png(*size),) for size in IMAGES]
+
+
+# -- InternVL's meta file ---------------------------------------------------------------------------------------------
+
+
+def write_meta(folder: Path, **changes: Any) -> Path:
+    """Sources a (twice, images below pics/) and b (half of its five lines), as InternVL's shell scripts name them."""
+    for name in ("pics", "notes"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "pics" / "a.png").write_bytes(png(40, 20))
+    write_jsonl(
+        folder / "notes" / "a.jsonl",
+        [{"id": n, "image": "a.png", "conversations": talk(f"<image> {n}")} for n in range(2)],
+    )
+    write_jsonl(folder / "notes" / "b.jsonl", [{"conversations": talk(f"b {n}" * (n + 1))} for n in range(5)])
+    sets = {
+        "a": {"root": "pics/", "annotation": "notes/a.jsonl", "data_augment": False, "repeat_time": 2, "length": 2},
+        "b": {"root": "", "annotation": str(folder / "notes" / "b.jsonl"), "repeat_time": 0.5},
+    }
+    for key, value in changes.items():
+        name, _, field = key.partition("_")
+        sets[name][field] = value
+    meta = folder / "meta.json"
+    meta.write_text(
+        json.dumps({name: {k: v for k, v in entry.items() if v is not ...} for name, entry in sets.items()}, indent=2)
+    )
+    return meta
+
+
+def test_a_meta_file_leads_to_its_sources_roots_and_repeats(tmp_path: Path) -> None:
+    result = size(write_meta(tmp_path))
+    table = result.table
+    assert [table.source_names[source] for source in table.source] == ["a"] * 4 + ["b"] * 2
+    assert table.ids == ("a/0", "a/1", "a/0#2", "a/1#2", "b:1", "b:2")
+    assert table.num_patches.tolist() == [32] * 4 + [0] * 2
+    assert [str(file.media_root) for file in result.files] == [str(tmp_path / "pics"), "None"]
+    records = PlannedRecords(table, [Path(file.path) for file in result.files])
+    assert [records[row]["conversations"][0]["value"][-1] for row in range(6)] == list("010101")
+    save_sizing(result, tmp_path / "sizes.npz")
+    assert load_sizing(tmp_path / "sizes.npz").files == result.files
+
+
+def test_no_image_lies_outside_the_root_of_its_source(tmp_path: Path) -> None:
+    write_meta(tmp_path)
+    (tmp_path / "secret.png").write_bytes(png(9, 9))
+    write_jsonl(tmp_path / "notes" / "a.jsonl", [{"image": "../secret.png", "conversations": talk("<image>")}])
+    with pytest.raises(SampleError, match=r"lies outside the media folder .*pics"):
+        size(tmp_path / "meta.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"a_annotation": ...}, "data set 'a': annotation is None: it must be the path of a file of records"),
+        ({"a_annotation": 3}, "data set 'a': annotation is 3"),
+        ({"a_root": ["x"]}, r"data set 'a': root is \['x'\]: it must be the path of a folder"),
+        ({"b_repeat_time": "2"}, "data set 'b': repeat_time is '2': it must be a part from 0 to 1, or a whole number"),
+        ({"b_repeat_time": 1.5}, "data set 'b': repeat_time is 1.5"),
+        ({"b_repeat_time": -1}, "data set 'b': repeat_time is -1"),
+        ({"b_data_augment": "no"}, "data set 'b': data_augment is 'no': it must be true or false"),
+        ({"b_length": -4}, "data set 'b': length is -4: it must be a whole number of samples"),
+        (
+            {"b_max_dynamic_patch": 6},
+            "data set 'b' has max_dynamic_patch 6, and images are counted with max_tiles None",
+        ),
+        ({"a_repeat_time": 0, "b_repeat_time": 0}, "repeat_time is 0 for every data set"),
+        ({"a_annotation": "absent.jsonl"}, r"cannot read .*absent.jsonl: No such file"),
+    ],
+)
+def test_a_malformed_meta_file_is_refused_by_its_field(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SampleError, match=sentence) as caught:
+        size(write_meta(tmp_path, **change))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_meta_file_that_is_not_json_is_called_one(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path)
+    meta.write_text(meta.read_text().replace("2,", "2,,"))
+    with pytest.raises(SampleError, match=r"looks like a list of data sets \(InternVL's meta file\) and is not JSON"):
+        size(meta)
+
+
+def test_records_that_look_like_a_meta_file_stay_records(tmp_path: Path) -> None:
+    record = {"conversations": talk("what?"), "extra": {"annotation": "x", "root": "y"}}
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(record))
+    assert len(size(path).table) == 1
+
+
+# -- media roots ------------------------------------------------------------------------------------------------------
+
+
+def test_each_file_may_have_a_media_root(tmp_path: Path) -> None:
+    files = []
+    for name, sides in zip("ab", IMAGES, strict=False):
+        (tmp_path / f"pics={name}").mkdir()
+        (tmp_path / f"pics={name}" / "x.png").write_bytes(png(*sides))
+        files.append(write_jsonl(tmp_path / f"{name}.jsonl", [{"image": "x.png", "conversations": talk("<image>")}]))
+    roots = [f"{file}={tmp_path / f'pics={file.stem}'}" for file in files]
+    assert size(files, media_root=roots).table.num_patches.tolist() == PATCHES[:2]
+    mixed = size(files, media_root=[tmp_path / "pics=a", roots[1]])
+    assert mixed.table.num_patches.tolist() == PATCHES[:2]
+    assert [file.media_root is None for file in mixed.files] == [True, False]
+    with pytest.raises(
+        SampleError, match=r"media root c.jsonl=pics names no data that is read: write FILE=FOLDER with"
+    ):
+        size(files, media_root=["c.jsonl=pics"])
+    with pytest.raises(SampleError, match="2 media roots are for every file"):
+        size(files, media_root=[tmp_path, tmp_path / "pics=a"])
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+
+def cauldron(**changes: Any) -> dict[str, Any]:
+    image = {"bytes": png(40, 20), "path": None}
+    texts = [
+        {"user": "What?", "assistant": "A cat.", "source": "x"},
+        {"user": "Sure?", "assistant": "No.", "source": "x"},
+    ]
+    return {"images": [image, image], "texts": texts} | changes
+
+
+def test_the_cauldrons_parquet_is_read(tmp_path: Path) -> None:
+    rows = [cauldron(), cauldron(images=[]), cauldron(images=None)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    result = size(tmp_path / "c.parquet")
+    assert result.table.num_images.tolist() == [2, 0, 0]
+    first = read_back(result)[0]
+    assert [message.role for message in first.messages] == ["user", "assistant"] * 2
+    assert first.messages[0].content == (None, None, "What?")  # the images stand before the text
+    assert first.messages[2].content == ("Sure?",)
+    bad = [{"user": "What?", "assistant": None}], ["What?"]
+    for texts, sentence in zip(bad, ("'assistant' of 'texts' is None", "a turn of 'texts' is 'What"), strict=True):
+        with pytest.raises(SampleError, match=sentence):
+            read_conversation(cauldron(texts=texts))
+
+
+def test_turns_that_are_stored_as_columns_are_turns() -> None:
+    """What `datasets` makes of Sequence({"from": ..., "value": ...})."""
+    turns = {"from": ["human", "gpt"], "value": ["what?", "a cat"]}
+    assert read_conversation({"conversations": turns}) == read_conversation({"conversations": talk("what?", "a cat")})
+
+
+def write_stream(path: Path, records: list[dict[str, Any]]) -> Path:
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def save_to_disk(folder: Path, **state: Any) -> Path:
+    """As `datasets.Dataset.save_to_disk` writes it (5.2)."""
+    folder.mkdir(parents=True)
+    write_stream(folder / "data-00000-of-00001.arrow", rows())
+    files = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train", **state}
+    (folder / "state.json").write_text(json.dumps(files))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_arrow_streams_files_and_saved_datasets_are_read(tmp_path: Path) -> None:
+    check(size(write_stream(tmp_path / "s.arrow", rows())), "s")
+    table = pyarrow.Table.from_pylist(rows())
+    with pyarrow.OSFile(str(tmp_path / "f.feather"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    check(size(tmp_path / "f.feather"), "f")
+    check(size(save_to_disk(tmp_path / "saved")), "saved")
+    save_to_disk(tmp_path / "splits" / "train")
+    save_to_disk(tmp_path / "splits" / "test")
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    result = size(tmp_path / "splits")
+    check(result, "splits")
+    assert f"of {tmp_path / 'splits'} the other splits are not read (test)" in result.assumptions
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        (
+            {"_data_files": [{"filename": "../x.arrow"}]},
+            r"_data_files.filename is '../x.arrow': it must name a file in",
+        ),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, r"names gone.arrow, which is not in the folder"),
+        ({"_data_files": "x"}, r"_data_files is 'x': it must list objects with 'filename'"),
+        ({"_indices_files": [{"filename": "i.arrow"}]}, r"_indices_files chooses rows of the files"),
+    ],
+)
+def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, state: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SampleError, match=sentence):
+        size(save_to_disk(tmp_path / "saved", **state))
+
+
+def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
+    path = write_stream(tmp_path / "s.arrow", rows())
+    path.write_bytes(path.read_bytes()[:700])
+    with pytest.raises(SampleError, match="is not readable as an Arrow stream or file"):
+        size(path)
+    (tmp_path / "e.arrow").write_bytes(b"")
+    with pytest.raises(SampleError, match="is not readable as an Arrow stream or file"):
+        size(tmp_path / "e.arrow")
+
+
+# -- Mosaic -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = {"id": "str", "conversations": "json", "image": "png", "score": "float64"}
+
+
+def write_shard(path: Path, columns: dict[str, str], samples: list[list[bytes]]) -> bytes:
+    """A shard as mosaicml-streaming's MDSWriter (0.13) lays it out."""
+    sizes = [8 if encoding == "float64" else None for encoding in columns.values()]
+    config = json.dumps(
+        {"column_names": list(columns), "column_encodings": list(columns.values()), "column_sizes": sizes}
+    ).encode()
+    bodies = []
+    for values in samples:
+        told = [len(value) for value, fixed in zip(values, sizes, strict=True) if fixed is None]
+        bodies.append(struct.pack(f"<{len(told)}I", *told) + b"".join(values))
+    start = 4 + 4 * (len(bodies) + 1) + len(config)
+    offsets = [start + sum(map(len, bodies[:n])) for n in range(len(bodies) + 1)]
+    content = struct.pack(f"<{len(offsets) + 1}I", len(bodies), *offsets) + config + b"".join(bodies)
+    path.write_bytes(content)
+    return content
+
+
+def mosaic(folder: Path, columns: dict[str, str] | None = None, **shard: Any) -> Path:
+    folder.mkdir()
+    samples = [
+        [row["id"].encode(), json.dumps(row["conversations"]).encode(), row["image"]["bytes"], struct.pack("<d", 0.5)]
+        for row in rows()
+    ]
+    write_shard(folder / "shard.00000.mds", columns or COLUMNS, samples)
+    told = {"format": "mds", "raw_data": {"basename": "shard.00000.mds"}, "zip_data": None, "samples": 3} | shard
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [told]}))
+    return folder
+
+
+def test_a_mosaic_folder_is_read_compressed_or_not(tmp_path: Path) -> None:
+    check(size(mosaic(tmp_path / "mds")), "mds")
+    packed = mosaic(tmp_path / "zipped", zip_data={"basename": "shard.00000.mds.zstd"})
+    raw = packed / "shard.00000.mds"
+    (packed / "shard.00000.mds.zstd").write_bytes(pyarrow.compress(raw.read_bytes(), codec="zstd", asbytes=True))
+    raw.unlink()
+    check(size(packed), "zipped")
+
+
+def test_lists_of_images_raw_pixels_and_json_in_text_are_read(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    picture = Image.new("RGB", (50, 30), (1, 2, 3))
+    raw = struct.pack("<III", 50, 30, 3) + b"RGB" + picture.tobytes()
+    many = struct.pack("<IIII", 0, 2, len(png(40, 20)), len(png(30, 30))) + png(40, 20) + png(30, 30)
+    turns = json.dumps(talk("<image><image>")).encode()
+    write_shard(tmp_path / "a.mds", {"images": "list[png]", "messages": "str"}, [[many, turns]])
+    write_shard(tmp_path / "b.mds", {"image": "pil", "messages": "str"}, [[raw, json.dumps(talk("<image>")).encode()]])
+    result = size([tmp_path / "a.mds", tmp_path / "b.mds"])
+    assert result.table.num_patches.tolist() == [32 + 36, 60]
+    pixels = read_back(result)[1].images[0]
+    assert Image.open(io.BytesIO(pixels)).tobytes() == picture.tobytes()
+
+
+def test_a_mosaic_folder_that_is_not_whole_or_holds_pickles_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match=r"shard.00000.mds: column 'conversations' holds pickles \(encoding pkl\)"):
+        size(mosaic(tmp_path / "pickled", columns=COLUMNS | {"conversations": "pkl"}))
+    with pytest.raises(SampleError, match=r"raw_data.basename is '../a.mds': it must name a file in this folder"):
+        size(mosaic(tmp_path / "outside", raw_data={"basename": "../a.mds"}))
+    with pytest.raises(SampleError, match=r"format is 'json': shards of mds alone are read"):
+        size(mosaic(tmp_path / "other", format="json"))
+    whole = (tmp_path / "other" / "shard.00000.mds").read_bytes()
+    for name, content in (("cut", whole[:-1]), ("head", whole[:20]), ("none", b""), ("lies", b"\xff" * 100)):
+        (tmp_path / f"{name}.mds").write_bytes(content)
+        with pytest.raises(SampleError, match=r"is no whole MDS shard|is empty: write the shard again"):
+            size(tmp_path / f"{name}.mds")
+    (tmp_path / "z.mds.zstd").write_bytes(b"\x28\xb5\x2f\xfd broken")
+    with pytest.raises(SampleError, match="is not whole"):
+        size(tmp_path / "z.mds.zstd")
+
+
+# -- Lance ------------------------------------------------------------------------------------------------------------
+
+
+def test_lance_is_read_where_its_package_is_and_else_named(tmp_path: Path) -> None:
+    try:
+        import lance
+    except ModuleNotFoundError:
+        (tmp_path / "x.lance" / "_versions").mkdir(parents=True)
+        (tmp_path / "x.lance" / "_versions" / f"{2**64 - 2}.manifest").write_bytes(b"x")
+        with pytest.raises(SampleError, match=r"x.lance is a Lance data set, and Lance is not installed: pip install"):
+            size(tmp_path / "x.lance")
+        return
+    lance.write_dataset(pyarrow.Table.from_pylist(rows()[:2]), tmp_path / "x.lance")
+    lance.write_dataset(pyarrow.Table.from_pylist(rows()[2:]), tmp_path / "x.lance", mode="append")
+    check(size(tmp_path / "x.lance"), "x")
+
+
+# -- folders and the hub's cache --------------------------------------------------------------------------------------
+
+
+def cache(home: Path) -> Path:
+    """The hub's cache with org/many (subsets of Parquet): blobs, and links to them."""
+    folder = home / "hub" / "datasets--org--many"
+    (folder / "blobs").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), folder / "blobs" / "abc")
+    for subset in ("ai2d", "chart"):
+        inner = folder / "snapshots" / "0123" / subset
+        inner.mkdir(parents=True)
+        for split in ("train", "validation"):
+            (inner / f"{split}-00000-of-00001.parquet").symlink_to(folder / "blobs" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    return home
+
+
+def test_names_of_the_hub_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(cache(tmp_path / "home")))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = size("org/many")
+    assert result.table.source_names == ("ai2d", "chart")
+    assert any("the other splits are not read (validation-00000" in sentence for sentence in result.assumptions)
+    for name in (
+        "org/many/ai2d",
+        "org/many@main/ai2d",
+        "hf://datasets/org/many/ai2d",
+        Path("hf:/datasets/org/many/ai2d"),
+    ):
+        assert size(name).table.source_names == ("ai2d",)
+    assert len(size("hf://datasets/org/many/ai2d/validation-00000-of-00001.parquet").table) == 1
+    for name, sentence in {
+        "org/absent": "is neither a file or folder here nor a data set in the cache .*hf download org/absent",
+        "org/many/absent": r"org/many/absent is not in the cache .*hf download org/many",
+        "hf://datasets/org/absent": "HF_HUB_OFFLINE is set, and the data set is not in the cache",
+        "hf://org/model": "is no data set of the hub: write hf://datasets/ORG/NAME",
+        "org/many/../../../x": "leads out of the cached data set",
+    }.items():
+        with pytest.raises(SampleError, match=sentence):
+            size(name)
+
+
+def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(tmp_path: Path) -> None:
+    for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), tmp_path / name)
+    (tmp_path / "README.md").write_text("x")
+    result = size(tmp_path)
+    assert (len(result.table), result.table.source_names) == (2, (tmp_path.stem,))
+    assert [source.file.name for source in find_sources(tmp_path)] == ["train-0.parquet", "train-1.parquet"]
+    write_jsonl(tmp_path / "x.jsonl", [])
+    with pytest.raises(SampleError, match=r"holds files of several formats \(jsonl, parquet\): name the files to read"):
+        size(tmp_path)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    with pytest.raises(SampleError, match="holds no data: name"):
+        size(tmp_path)
