@@ -137,10 +137,10 @@ def pack_columns(
         starts=starts,
     ).with_aim()
     with ThreadPoolExecutor(num_threads) as pool:
-        counts = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
-    offsets = _make(files, "offsets.npy", sum(map(len, counts)) + 1, np.dtype(np.int64))
+        num_samples = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
+    offsets = _make(files, "offsets.npy", sum(map(len, num_samples)) + 1, np.dtype(np.int64))
     offsets[0] = 0
-    np.cumsum(np.concatenate(counts), out=offsets[1:])
+    np.cumsum(np.concatenate(num_samples), out=offsets[1:])
     result = PackedColumns(
         offsets=offsets, indices=indices, limits=tuple(limits), dp=dp, order=order, seed=seed, oversize=skipped
     )
