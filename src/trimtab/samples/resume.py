@@ -23,7 +23,7 @@ def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
 
 
 def save_part(path: Path, part: Part) -> None:
-    """Write one finished chunk, whole or not at all."""
+    """Write one finished chunk; the file is complete, or is not there."""
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in values.items() if name not in arrays}

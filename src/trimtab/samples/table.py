@@ -197,7 +197,7 @@ def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
 
 
 def save_sizing(result: SizingResult, path: Path) -> None:
-    """Write table, bad samples and assumptions as .npz; whole or not at all.
+    """Write table, bad samples and assumptions as .npz; the file is complete, or is not there.
 
     The same result gives the same bytes with the same version of numpy.
     """
