@@ -151,6 +151,13 @@ def test_each_file_may_have_a_media_root(tmp_path: Path) -> None:
         files.append(write_jsonl(tmp_path / f"{name}.jsonl", [{"image": "x.png", "conversations": talk("<image>")}]))
     roots = [f"{file}={tmp_path / f'pics={file.stem}'}" for file in files]
     assert size(files, media_root=roots).table.num_patches.tolist() == PATCHES[:2]
+    swapped = [f"{files[0]}={tmp_path / 'pics=b'}", f"{files[1]}={tmp_path / 'pics=a'}"]
+    for given, patches in (
+        (roots, PATCHES[:2]),
+        (swapped, PATCHES[1::-1]),
+    ):  # what was kept for other roots is not taken
+        kept = size(files, media_root=given, resume_dir=tmp_path / "kept")
+        assert kept.table.num_patches.tolist() == patches
     mixed = size(files, media_root=[tmp_path / "pics=a", roots[1]])
     assert mixed.table.num_patches.tolist() == PATCHES[:2]
     assert [file.media_root is None for file in mixed.files] == [True, False]
