@@ -115,7 +115,7 @@ def columns(values: FloatArray, *, span: float, scale: Scale, label: str, title:
     if n > MAX_COLUMNS:
         numbers = axis(float(count), count_scale([float(count)]), label=label, y=bottom)
     else:
-        ticks = ((at((i + 0.5) / n), "middle", i, 13) for i in range(0, n, -(-n // 16)))
+        ticks = ((at((i + 0.5) / n), "middle", i, 13) for i in range(0, n, -(-n // 8)))
         numbers = "".join(
             f'<text class="tick" x="{x}" y="{bottom + y:g}" text-anchor="{anchor}">{text}</text>'
             for x, anchor, text, y in (*ticks, ("100%", "end", label, 28))
