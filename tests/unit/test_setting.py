@@ -14,9 +14,9 @@ from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.setting import choose_setting, profile_setting
 from trimtab.plan.decide.simplest import ChosenSetting, complexity
+from trimtab.plan.estimates import SettingEstimate
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import SettingEstimate
 from trimtab.specs import ClusterSpec, ParallelDims
 
 MODEL = describe("InternVL-Chat-V1-5")

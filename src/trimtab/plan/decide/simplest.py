@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.plan.case import Setting
+from trimtab.plan.estimates import SettingEstimate
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import SettingEstimate
 from trimtab.units import format_number, round_digits, round_gib
 
 CHOICE_ERROR = 0.05
