@@ -77,7 +77,7 @@ CASES = [
     (["check", "--for", "megatron", "--flags", "--x 1"], "without the model they are for: give --config"),
     ([*FLAGS, "--num-layers x"], "no whole number"),
     (["check", "--for", "megatron", "--flags", "--x 1", "--config", "no-such-model"], "config.json"),
-    (["profile", "Qwen2.5-VL-7B", "--device", "H200", "--from-logs", "{logs}"], "iteration_s is 1e-300: give seconds"),
+    (["profile", "Qwen2.5-VL-7B", "--device", "H200", "--from-logs", "{logs}"], "iteration_s is 1e-300: give a number"),
     ([*A100, "--profile", "{profile}"], "time_error: expected a finite number of 0 or more, found -5"),
     (["check", "{nan}"], "estimates.step_ms is nan, and a plan has finite numbers"),
     (["report", "{plan}", "--run", "{log}"], "line 1 of the run log .* is no record"),

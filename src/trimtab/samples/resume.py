@@ -9,8 +9,9 @@ import numpy as np
 
 from trimtab.address import Address
 from trimtab.files import blake2b, write_atomically
+from trimtab.samples.arrays import pack_arrays, unpack_arrays
 from trimtab.samples.chunks import Chunk
-from trimtab.samples.table import UNREADABLE, Part, bad_from_dict, pack_arrays, unpack_arrays
+from trimtab.samples.table import UNREADABLE, Part, bad_from_dict
 
 
 def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
