@@ -1,6 +1,6 @@
 """`trimtab plan`: from a model, a data set and a cluster to one reviewable plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,11 @@ def plan(
         refuse_broken(out)
     if as_json:
         print_json(plan_json(details, paths))
-        return
+    else:
+        _print(details, paths)
+
+
+def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
     from trimtab.plan.decide.mixture import describe_draw
     from trimtab.report.text import print_plan
 
