@@ -73,7 +73,7 @@ def test_finished_chunks_are_kept_behind_an_address(store: Path, monkeypatch: py
     kept = place_of("memory://chunks")
     first = size("memory://bucket/data.jsonl", resume_dir=kept)
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr("trimtab.samples.size.read_chunk", None)  # nothing is read again
+    monkeypatch.setattr("trimtab.samples.records._read_lines", None)  # nothing is read again
     assert table_bytes(size("memory://bucket/data.jsonl", resume_dir=kept).table) == table_bytes(first.table)
 
 

@@ -141,7 +141,7 @@ def test_all_problems_of_columns_are_named_at_once():
     text = str(error.value)
     assert "column 0 holds float64: give whole numbers, limits are exact" in text
     assert "column 1 holds a negative size: give sizes from 0" in text
-    assert "dp 0 is not a number of ranks: give 1 or more" in text
+    assert "dp 0 packs nothing: give 1 or more" in text
     assert "fill 2.0 is not a share of the packs' room" in text
     assert "cost is not a function of 2 columns: give one that takes an array for each limit" in text
     with pytest.raises(PackingError, match=r"limits \(3,\) do not suit 2 columns: give one per column"):
@@ -154,7 +154,7 @@ def test_all_problems_of_columns_are_named_at_once():
         pack_columns([np.array([1, 2])], limits=(3,), cost=lambda v: v.sum())
     with pytest.raises(PackingError, match="oversize 'x' is unknown"):
         pack_columns([np.array([1])], limits=(3,), oversize="x")
-    with pytest.raises(PackingError, match="num_threads 0 does no work: give 1 or more"):
+    with pytest.raises(PackingError, match="num_threads 0 packs nothing: give 1 or more"):
         pack_columns([np.array([1])], limits=(3,), num_threads=0)
 
 

@@ -86,7 +86,7 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
         ),
         (
             PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="tp")),
-            "the plan has tp 1, a group of one that shares with nobody: leave it out",
+            "the plan has tp 1, a group of one that shares with no other rank: leave it out",
         ),
     ],
 )

@@ -211,9 +211,9 @@ class _Branches:
             self.steps_behind.append([step for step in self.tiers.steps if prefix[step.layer_class] == step.prefix])
         self.free = list(self.num_alike)  # layers that no item before has taken
         self.chosen: list[int] = []
-        self.found: list[int] | None = None
+        self.found: list[int] = []  # an item or more, once there is a choice
         self._descend(need, 0)
-        if self.found is None:
+        if not self.found:
             return None
         counts = [[0] * len(own) for own in upgrades]
         for (g, u, _, _), number in zip(self.items, self.found, strict=False):
