@@ -111,6 +111,8 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_verify_pipeline.py::test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients": 1,  # 12
     "torch/test_videos.py::test_a_video_is_sized_trained_and_packed_as_its_processor_makes_it": 0,  # 16
     "torch/test_vision_recipe.py::test_patched_classes_share_images_and_are_whole_again": 0,  # 15
+    "unit/test_expressible.py::test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run": 0,  # 2
+    "unit/test_host_packs.py::test_the_offline_layout_of_llava_onevision_holds_questions_and_answers": 0,  # 2
     "unit/test_build.py::test_gpipe_fits_with_the_micro_batches_it_was_priced_with": 1,
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
     "unit/test_build.py::test_no_variant_beats_the_plan": 0,  # 2
