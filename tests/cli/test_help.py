@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba import njit
 from typer.testing import CliRunner
 
 from trimtab.cli.main import app
-from trimtab.cli.output import progress
+from trimtab.cli.output import progress, told_of_compiling
 from trimtab.samples.read import read_lengths
 from trimtab.units import format_number
 
@@ -91,6 +92,16 @@ def test_progress_without_a_terminal_is_plain_lines(
         for done in (10, 2000, 3000):
             advance(done, 4000)
     assert capsys.readouterr().err == "sizing: 2,000 of 4,000\n"
+
+
+def test_compiling_is_told_once_and_only_where_it_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    double = njit(lambda x: 2 * x)
+    with told_of_compiling():
+        assert (double(2), double(2.5)) == (4, 5.0)
+    assert capsys.readouterr().err == "compiling, once on this machine: some seconds\n"
+    with told_of_compiling():
+        assert double(3) == 6
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

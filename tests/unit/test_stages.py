@@ -177,6 +177,10 @@ def test_recompute_names_tiers_and_the_first_layers():
     assert forced.stages[0].recompute == (RecomputeChoice(tier="full", layers=(0, 1, 2)),)
     assert forced.recompute_s == (3.0,)
     assert forced.memory[0].total_bytes == 3 * 10.0 + 90.0 + 5.0
+    # where it is forced, what it costs decides the cuts: 2 + 4, 2, 2, 2
+    dear = profile_of([layer(i, 1.0, 1.0, saved=((0, 10.0), (4.0 * (i == 0), 0.0))) for i in range(4)])
+    assert [stage.stop for stage in split(dear, 2, recompute="full").stages] == [1, 4]
+    assert [stage.stop for stage in split(dear, 2, recompute="none").stages] == [2, 4]
 
 
 def test_a_stage_without_recompute_needs_the_workspace_alone():

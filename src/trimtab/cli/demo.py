@@ -13,6 +13,7 @@ from trimtab.cli.output import JsonOption, console, log, print_json, progress
 if TYPE_CHECKING:
     from trimtab.demo.draw import DemoData
 
+_ONE_WORKER = 5000  # samples up to which starting another process costs more than it saves
 _MAX_TILES = 4  # and a thumbnail, as the OmniBal paper trains this model; its own limit of 12 suits inference
 
 
@@ -44,6 +45,8 @@ def demo(
     if max_tiles is None and isinstance(spec.image_rule, DynamicTiling):
         max_tiles = _MAX_TILES
         spec = describe(model, max_tiles=max_tiles)
+    if workers is None and num_samples <= _ONE_WORKER:
+        workers = 1
     data = _draw(out / "data", num_samples, seed)
     sizing = SizingOptions(reading=ReadingOptions(tokenizer=data.tokenizer), source_key="source", workers=workers)
     sized = size_data(spec, [data.data], sizing)

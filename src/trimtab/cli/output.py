@@ -84,6 +84,26 @@ def _plain_lines(label: str) -> Callable[[int, int], None]:
 
 
 @contextmanager
+def told_of_compiling() -> Iterator[None]:
+    """Says once that loops are being compiled, should any be: the reason why a machine's first run takes longer."""
+    from numba.core import event
+
+    class Teller(event.Listener):
+        is_told = False
+
+        def on_start(self, _: event.Event) -> None:
+            if not self.is_told:
+                log("compiling, once on this machine: some seconds")
+            self.is_told = True
+
+        def on_end(self, _: event.Event) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Teller()):
+        yield
+
+
+@contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr for `callback(done, total)` once the work has taken a second; without a terminal, plain lines."""
     if not sys.stderr.isatty():

@@ -8,7 +8,7 @@ import typer
 
 from trimtab.address import place_of
 from trimtab.cli.options import verb
-from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.output import JsonOption, console, log, print_json, told_of_compiling
 from trimtab.errors import PlanError
 from trimtab.options import Option, Order, Oversize, PackMethod
 from trimtab.plan.options import NUM_DRAWN, ORDER, OVERSIZE, WEIGHTS
@@ -100,7 +100,8 @@ def pack(
     if options.method != "isf" and (options.filters is not None or options.iterations is not None):
         raise PlanError(f"filters or iterations were given with method {options.method}: they belong to isf")
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
-    warm_up(options.method)  # compiled once per machine: not part of the seconds below
+    with told_of_compiling():
+        warm_up(options.method)  # not part of the seconds below
     limits = _choose_limits(epoch.drawn, options)
     how = {name: getattr(options, name) for name in _SHARED}
     if options.iterations is not None:

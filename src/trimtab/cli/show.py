@@ -39,9 +39,9 @@ def plan_with_progress(
     within: Within | None = None,
 ) -> PlanDetails:
     """`make_plan` with one bar for all its steps."""
-    from trimtab.cli.output import progress
+    from trimtab.cli.output import progress, told_of_compiling
 
-    with progress("planning") as advance:
+    with told_of_compiling(), progress("planning") as advance:
         return make_plan(
             model,
             samples,

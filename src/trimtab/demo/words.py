@@ -9,6 +9,7 @@ machine and every Python.
 from __future__ import annotations
 
 import re
+from functools import cache
 from random import Random
 
 # regular words: a noun takes "s" in the plural, a verb "s" and "ed"
@@ -61,13 +62,18 @@ _STEPS = ("{verb} the {adjective} {noun}", "{verb} {number} {noun}s", "wait unti
 
 def fill(rng: Random, template: str) -> str:
     """`template` with a word drawn for every `{slot}`, the first letter in upper case."""
-
-    def draw(slot: re.Match[str]) -> str:
-        kind = slot[1]
-        return str(rng.randint(1, _NUMBERS[kind])) if kind in _NUMBERS else rng.choice(_LISTS[kind])
-
-    text = re.sub(r"\{(\w+)\}", draw, template)
+    parts = list(_parts_of(template))
+    for i in range(1, len(parts), 2):
+        kind = parts[i]
+        parts[i] = str(rng.randint(1, _NUMBERS[kind])) if kind in _NUMBERS else rng.choice(_LISTS[kind])
+    text = "".join(parts)
     return text[:1].upper() + text[1:]
+
+
+@cache
+def _parts_of(template: str) -> tuple[str, ...]:
+    """Text and slots by turns."""
+    return tuple(re.split(r"\{(\w+)\}", template))
 
 
 def title(rng: Random) -> str:

@@ -20,7 +20,7 @@ from trimtab.options import ScheduleName
 from trimtab.partition.schedules import BACKWARD, FORWARD, block_order
 from trimtab.specs import FloatArray, IntArray
 
-MOST_AT_ONCE = 2**16  # ends of blocks: half a MiB
+MOST_AT_ONCE = 2**18  # ends of blocks: 2 MiB
 
 
 class Wave(NamedTuple):

@@ -197,6 +197,7 @@ class _Branches:
     menu: Menu
     num_alike: Sequence[int]
     best: int  # only less is looked for
+    found: list[int] | None = None  # layers on each item, from the first on
 
     def search(self, need: int) -> Choice | None:
         """The choice of least cost below `best`; None where there is none."""
@@ -211,9 +212,8 @@ class _Branches:
             self.steps_behind.append([step for step in self.tiers.steps if prefix[step.layer_class] == step.prefix])
         self.free = list(self.num_alike)  # layers that no item before has taken
         self.chosen: list[int] = []
-        self.found: list[int] = []  # an item or more, once there is a choice
         self._descend(need, 0)
-        if not self.found:
+        if self.found is None:
             return None
         counts = [[0] * len(own) for own in upgrades]
         for (g, u, _, _), number in zip(self.items, self.found, strict=False):
