@@ -37,12 +37,14 @@ def check(family: str) -> Cell:
     """Tokens and rows of files and of frames given as images."""
     if family not in transformers.CONFIG_MAPPING:
         return Cell(yes=False, note="no configuration class")
+    if "video_processor" not in sized._processor_class(transformers.CONFIG_MAPPING[family], family).get_attributes():
+        return Cell(yes=False, note="takes no videos")
     with tempfile.TemporaryDirectory() as name:
         files = save_folder(family, Path(name))
         config = json.loads((Path(name) / "config.json").read_text())
     real = Real(family, files)
-    if real.looker.processor_token("video") is None or not hasattr(real.looker.processor, "video_processor"):
-        return Cell(yes=False, note="takes no videos")
+    if real.looker.processor_token("video") is None:
+        return Cell(yes=False, note="its processor names no token of a video")
     rule = ask_clips(config, files)
     assert rule is not None
     clips = list(_draw(real))
