@@ -62,10 +62,7 @@ def test_three_columns_in_any_shards_are_packed_once_within_the_limits(sizes, dp
 
 def test_one_shard_has_the_packs_of_pack_samples():
     v, t = draw_columns(3000)
-    zeros = np.zeros(3000, np.int64)
-    table = SampleTable(
-        num_images=zeros, num_patches=v, num_tokens=t, patches_sq=zeros, patches_windowed=zeros, source=zeros
-    )
+    table = SampleTable.of(v, t)
     for order in ("random", "sorted"):
         for fill in (None, 0.985):
             whole = pack_samples(table, limits=LIMITS, dp=8, cost=COST(v, t), seed=3, epoch=2, fill=fill, order=order)
