@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trimtab.balance.aim import NUMBERS
 from trimtab.balance.columns import open_packed, pack_columns
-from trimtab.balance.cost import LinearCost
+from trimtab.balance.cost import LinearCost, price_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
@@ -130,6 +130,10 @@ def test_packs_lie_in_the_order_in_which_they_run():
     packing = packed.packing()
     assert packing.num_packs == packed.num_packs
     assert packing.indices.dtype == np.int64
+
+
+def test_without_a_cost_a_column_counts_as_a_share_of_its_limit():
+    assert price_columns(None, [np.array([2, 4]), np.array([6, 3])], (4, 3)).tolist() == [2.5, 2.0]
 
 
 def test_all_problems_of_columns_are_named_at_once():
