@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import IMAGE_TOKEN
-from tiny_packs import CASES, alone, make_tiny_packs, one_thread, trainer_arguments  # noqa: F401
+from tiny_packs import CASES, alone, make_tiny_packs, trainer_arguments
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.families.family import PackFormat

@@ -10,7 +10,6 @@ pytest.importorskip("accelerate", reason="hooks modules")
 from rounding import assert_close
 from simulated_devices import simulated
 from spread_cases import FAMILIES, GENERATE, coarse_maps, make_case, maps_of
-from tiny_packs import one_thread  # noqa: F401
 
 from trimtab.runtime.placing.load import load_placed, move_inputs
 

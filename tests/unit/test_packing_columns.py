@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trimtab.balance.aim import NUMBERS
 from trimtab.balance.columns import open_packed, pack_columns
-from trimtab.balance.cost import LinearCost
+from trimtab.balance.cost import LinearCost, price_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
@@ -62,10 +62,7 @@ def test_three_columns_in_any_shards_are_packed_once_within_the_limits(sizes, dp
 
 def test_one_shard_has_the_packs_of_pack_samples():
     v, t = draw_columns(3000)
-    zeros = np.zeros(3000, np.int64)
-    table = SampleTable(
-        num_images=zeros, num_patches=v, num_tokens=t, patches_sq=zeros, patches_windowed=zeros, source=zeros
-    )
+    table = SampleTable.of(v, t)
     for order in ("random", "sorted"):
         for fill in (None, 0.985):
             whole = pack_samples(table, limits=LIMITS, dp=8, cost=COST(v, t), seed=3, epoch=2, fill=fill, order=order)
@@ -133,6 +130,10 @@ def test_packs_lie_in_the_order_in_which_they_run():
     packing = packed.packing()
     assert packing.num_packs == packed.num_packs
     assert packing.indices.dtype == np.int64
+
+
+def test_without_a_cost_a_column_counts_as_a_share_of_its_limit():
+    assert price_columns(None, [np.array([2, 4]), np.array([6, 3])], (4, 3)).tolist() == [2.5, 2.0]
 
 
 def test_all_problems_of_columns_are_named_at_once():

@@ -109,8 +109,8 @@ def pack_columns(
     from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
-    counts = {"dp": dp, "num_rounds": num_rounds, "shard_samples": shard_samples, "num_threads": num_threads}
-    _check(sizes, limits, cost, find_problems(fill, oversize, **counts))
+    settings = {"dp": dp, "num_rounds": num_rounds, "shard_samples": shard_samples, "num_threads": num_threads}
+    _check(sizes, limits, cost, find_problems(fill, oversize, **settings))
     n = len(sizes[0])
     bounds = np.array(limits, np.int64)
     large = find_oversize(sizes, bounds)

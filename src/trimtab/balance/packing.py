@@ -81,9 +81,7 @@ def pack_samples(
     >>> import numpy as np
     >>> from trimtab import SampleTable
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> packed = pack_samples(samples, limits=(9, 4096), dp=2).packing
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
@@ -143,9 +141,7 @@ def report_packing(
     >>> import numpy as np
     >>> from trimtab import SampleTable
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> from trimtab import pack_samples
     >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
     3
@@ -169,15 +165,7 @@ def report_packing(
 
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
-    small = SampleTable(
-        num_images=np.ones(40, np.int64),
-        num_patches=np.arange(40, dtype=np.int64) % 5,
-        num_tokens=np.arange(40, dtype=np.int64) + 1,
-        patches_sq=np.ones(40, np.int64),
-        patches_windowed=np.ones(40, np.int64),
-        source=np.zeros(40, np.int32),
-        patch_unit="tiles",
-    )
+    small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
     for method in methods or METHODS:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
 

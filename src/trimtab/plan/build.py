@@ -61,8 +61,7 @@ def make_plan(
     >>> import numpy as np
     >>> from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster
     >>> patches, tokens = np.full(64, 1025), np.full(64, 400)
-    >>> samples = SampleTable(num_images=np.ones(64, np.int64), num_patches=patches, num_tokens=tokens,
-    ...                       patches_sq=patches**2, patches_windowed=patches**2, source=np.zeros(64, np.int32))
+    >>> samples = SampleTable.of(patches, tokens)
     >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("8xA100-80GB")
     >>> made = make_plan(model, samples, cluster, PlanOptions(pp=4, tp=2))
     >>> made.plan.decisions.parallel.dp, made.variants[-1].fits
@@ -244,8 +243,7 @@ def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     >>> import numpy as np
     >>> from trimtab import SampleTable, check_plan, describe, load_plan, parse_cluster
     >>> tiles = np.arange(200) % 5
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=1024 * tiles, num_tokens=256 * tiles + 90,
-    ...                       patches_sq=1024**2 * tiles, patches_windowed=1024 * tiles, source=np.zeros(200, np.int32))
+    >>> samples = SampleTable.of(1024 * tiles, 256 * tiles + 90, patches_sq=1024**2 * tiles)
     >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("4xH200")
     >>> details = make_plan(model, samples, cluster, PlanOptions(dp=1, pp=2, tp=2, num_microbatches=8))
     >>> folder = tempfile.mkdtemp()
