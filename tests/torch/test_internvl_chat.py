@@ -7,9 +7,6 @@ import json
 import pytest
 import torch
 import transformers
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from published_internvl import publish
 from simulated_devices import simulated
 from tiny_models import INTERNVIT, TEXT

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
-
 from test_packed_gradients import gradient_alone
 from tiny_packs import TinyPacks, make_tiny_packs, trainer_arguments
 

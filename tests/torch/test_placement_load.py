@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from simulated_devices import counted, simulated

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-
-pytest.importorskip("accelerate", reason="is what we compare with")
-
 from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours
 
 pytestmark = [

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install 'trimtab[torch]'")
-
 import plan_runs
+import pytest
 import torch
 from gloo_ranks import on_ranks
 from torch.utils.data import DataLoader

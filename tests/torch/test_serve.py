@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 'trimtab[serve]'")
-pytest.importorskip("PIL", reason="pillow is not installed")
 
 from running_server import CHAT, Running, running_server
 from tiny_chat import data_url, picture, question, save_chat_model
