@@ -19,7 +19,8 @@ from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.expressible import Expressible, best_split
 from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
 from trimtab.plan.decide.packs import even_steps
-from trimtab.plan.decide.setting import ChosenSetting, choose_setting, default_global_batch
+from trimtab.plan.decide.setting import choose_setting, default_global_batch
+from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
 from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
