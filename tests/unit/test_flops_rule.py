@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -119,6 +120,14 @@ def test_a_described_model_is_counted_by_its_own_layers_and_patches():
     assert flops_split(counted, pp=2).counts == (13, 15)
     with pytest.raises(PartitionError, match=r"one feed-forward a layer, and \S+ of \S+ has experts or none"):
         uneven_model(describe("Qwen3-VL-30B-A3B"), image=(224, 224), decoder_tokens=1024)
+
+
+def test_the_projector_counts_with_the_vision_tower():
+    model = replace(NOTEBOOK, vision_layers=0, vision_tokens=2**17)
+    layer = model.llm_layer_flops
+    assert model.projector_flops > 2 * layer
+    middle = math.ceil((model.vision_flops + model.projector_flops + 28 * layer) / 2 / layer)
+    assert flops_split(model, pp=2).counts == (28 - middle, middle)
 
 
 def test_best_split_is_the_best_of_all_counts():

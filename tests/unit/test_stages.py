@@ -11,6 +11,8 @@ from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, r
 
 from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
+from trimtab.partition.cuts import least_choice, time_cost
+from trimtab.partition.layer_table import layer_table, pipeline_of
 from trimtab.partition.stages import chunk_room, recompute_stages
 from trimtab.partition.tiers import Upgrade, least_bound, least_extra, menus_of, round_up, tier_table
 from trimtab.specs import RecomputeChoice, Stage
@@ -145,6 +147,19 @@ def test_choice_of_tiers_equals_brute_force_with_many_alike_layers(U):
         for slack in (0, 3, 40):
             assert least_extra(tiers, menu, alike, need, least + slack) == found
         assert least_extra(tiers, menu, alike, need, least - 1) is None
+
+
+def test_a_stage_whose_layers_take_the_limit_must_still_fit():
+    profile = profile_of([layer(i, saved=((0, 100.0), (1.0, 10.0))) for i in range(2)])
+    problem = problem_of(profile, 1, 1, memory_bytes=195.0)  # both keep 200
+    pipeline = pipeline_of(problem, layer_table(problem), chunk_room(problem))
+    cost, own = time_cost(pipeline), pipeline.time[-1]
+    choice = least_choice(replace(pipeline, choices={}), 0, 0, 2)
+    assert choice is not None
+    assert choice.extra > 0
+    assert cost(0, 0, 2, own) > own
+    assert cost(0, 0, 2, own + choice.extra) == own + choice.extra
+    assert cost(0, 0, 2, own + choice.extra - 1) == own + choice.extra
 
 
 def test_ties_recompute_least_and_then_even_out_memory():

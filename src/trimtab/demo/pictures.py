@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+import zlib
 from functools import lru_cache
 from random import Random
 from typing import TypeAlias
@@ -56,7 +57,7 @@ def encode(picture: Picture) -> bytes:
         _paint_icon(image, picture, rng)
     else:
         _paint_text(image, picture, rng)
-    image.save(buffer, "PNG", compress_level=1)
+    image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return buffer.getvalue()
 
 

@@ -212,7 +212,7 @@ class Reach(NamedTuple):
     """How far the stages get within a limit on what each costs."""
 
     ends: list[int]  # (S + 1,) R[i]: the furthest end of i stages, 0 from the first i that cannot
-    dearest: int  # of them: within any limit from here to the one asked for they get as far
+    largest: int  # of them: within any limit from here to the one asked for they get as far
     next_limit: int | None  # within less none gets further; None: none ever does
 
 
@@ -224,7 +224,7 @@ def reach(cost: Cost, S: int, K: int, limit: int) -> Reach:
     would be left empty gives these part of what an earlier, more expensive stage held. So R[i + 1] is the greedy end
     from R[i], or, where stage i cannot take one segment there, R[i] itself, reached from R[i] - 1.
     """
-    ends, dearest, next_limits = [0] * (S + 1), 0, []
+    ends, largest, next_limits = [0] * (S + 1), 0, []
     for i in range(S):
         a = low = ends[i]
         high = K
@@ -240,8 +240,8 @@ def reach(cost: Cost, S: int, K: int, limit: int) -> Reach:
             next_limits.append(next_own)
         if low < i + 1:
             break
-        ends[i + 1], dearest = low, max(dearest, own)
-    return Reach(ends, dearest, min(next_limits, default=None))
+        ends[i + 1], largest = low, max(largest, own)
+    return Reach(ends, largest, min(next_limits, default=None))
 
 
 def least_limit(cost: Cost, S: int, K: int, *, low: int, high: int) -> int | None:
@@ -252,11 +252,11 @@ def least_limit(cost: Cost, S: int, K: int, *, low: int, high: int) -> int | Non
     found = reach(cost, S, K, high)
     if found.ends[S] != K:
         return None
-    high = found.dearest
+    high = found.largest
     while high - low > 1:
         found = reach(cost, S, K, (low + high) // 2)
         if found.ends[S] == K:
-            high = found.dearest
+            high = found.largest
         else:
             assert found.next_limit is not None, "within `high` the stages get further"
             low = found.next_limit - 1

@@ -1,7 +1,8 @@
 """End of every block, when each device runs its blocks in a fixed order; for many steps at once.
 
-A block starts when its device is free and what it waits for has arrived: blocks that wait for nothing in common are one
-*wave*, and a wave is one operation of NumPy over its blocks and all steps.
+A block starts when its device is free and what it waits for has arrived. Of every device the next block, if what it
+waits for is in an earlier *wave*, belongs to the next one; a wave is one operation of NumPy over its blocks and all
+steps.
 
 Example: 1F1B of 2 stages and 2 micro-batches (F0 on stage 0, f0 on stage 1). Device 0 runs F0 F1 B0 B1, device 1 runs
 f0 b0 f1 b1. Waves: F0 | F1 f0 | b0 | B0 f1 | b1 | B1.

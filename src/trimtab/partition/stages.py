@@ -51,19 +51,20 @@ def split_stages(problem: SplitProblem) -> SplitResult:
     [40, 8, 9, 8]
     """
     refuse_type("problem", problem, SplitProblem, "SplitProblem(profile=...)")
+    table = layer_table(problem)
     if problem.num_chunks == 1:
-        result = _solve_capped(problem, chunk_room(problem))
+        result = _solve_capped(problem, table, chunk_room(problem))
         if result is None:
-            raise _infeasible(problem)
+            raise _infeasible(problem, table)
         return replace(result, exact=True)
-    free = _solve_capped(problem, np.full(problem.num_stages * problem.num_chunks, np.inf))
+    free = _solve_capped(problem, table, np.full(problem.num_stages * problem.num_chunks, np.inf))
     assert free is not None, "without a cap every split is feasible"
     if free.peak_bytes <= problem.memory_bytes:
         return replace(free, exact=True)
-    found = [_solve_capped(problem, rooms) for rooms in (chunk_room(problem), chunk_room(problem, like=free))]
+    found = [_solve_capped(problem, table, rooms) for rooms in (chunk_room(problem), chunk_room(problem, like=free))]
     fitting = [result for result in found if result is not None]
     if not fitting:
-        raise _infeasible(problem)
+        raise _infeasible(problem, table)
     return min(fitting, key=lambda result: (result.bottleneck_s, sum(result.recompute_s)))
 
 
@@ -115,9 +116,8 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     return recomputing(Stage(index=index, start=start, stop=stop), tiers)
 
 
-def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
+def _solve_capped(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> SplitResult | None:
     """The optimum with `cap` (S,) bytes for the (virtual) stages, overhead excluded; None when nothing fits."""
-    table = layer_table(problem)
     pipeline = pipeline_of(problem, table, cap)
 
     def best_cuts(bottleneck: int) -> list[int] | None:
@@ -142,9 +142,8 @@ def _solve_capped(problem: SplitProblem, cap: FloatArray) -> SplitResult | None:
     return problem.assess(stages)
 
 
-def _infeasible(problem: SplitProblem) -> PartitionError:
+def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     """How many bytes the fullest device lacks in the split that needs least on it."""
-    table = layer_table(problem)
     pipeline = pipeline_of(problem, table, chunk_room(problem))
     least = least_memory(pipeline) * problem.num_chunks + problem.overhead_bytes
     missing = least - problem.memory_bytes
