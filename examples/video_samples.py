@@ -31,7 +31,8 @@ def write_model(folder: Path) -> None:
         "config.json": trimtab.read_config("Qwen3-VL-2B"),
         "preprocessor_config.json": {**images, **sides, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
         "video_preprocessor_config.json": {
-            **{"video_processor_type": "Qwen3VLVideoProcessor", **sides},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            **sides,
             "size": {"shortest_edge": 4096, "longest_edge": 25165824},
         },
     }
