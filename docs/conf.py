@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import tomllib
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ myst_heading_anchors = 4  # as GitHub makes them, so that links between pages wo
 
 default_role = "code"  # docstrings write `name` as Markdown does
 maximum_signature_line_length = 100
-# The reference needs docstrings and signatures, so the site builds without these packages.
-autodoc_mock_imports = ["torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "PIL", "pyarrow"]
+# The reference needs docstrings and signatures alone, so the site builds without what the extras bring.
+with (ROOT / "pyproject.toml").open("rb") as file:
+    _extras = tomllib.load(file)["project"]["optional-dependencies"]
+_packages = {re.match(r"[\w-]+", line)[0] for name in ("data", "torch", "serve", "ray") for line in _extras[name]}
+autodoc_mock_imports = sorted(_packages - {"pillow", "trimtab"} | {"PIL", "huggingface_hub"})
 
 
 class PublicNames(SphinxDirective):

@@ -18,6 +18,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "cli/test_cli.py::test_every_method_and_order_packs_every_sample": 6,
     "cli/test_cli.py::test_several_saved_tables_keep_what_they_skipped_and_assumed": 0,  # 3
     "cli/test_cli.py::test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed": 0,
+    "cli/test_formats.py::test_a_plan_of_a_meta_file_knows_repeats_and_roots": 0,  # 3
     "cli/test_frameworks.py::test_a_plan_that_megatron_cannot_run_is_refused_and_fitted": 0,  # 7
     "cli/test_frameworks.py::test_an_export_of_a_plan_made_for_it_warns_of_nothing": 0,  # 28
     "cli/test_frameworks.py::test_frameworks_without_stages_take_a_plan_without_pipeline": 0,
@@ -108,7 +109,10 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_train.py::test_the_report_takes_the_run": 0,
     "torch/test_training_gain_bench.py::test_the_schemes_run_the_same_samples_to_the_same_loss": 0,  # 1
     "torch/test_verify_pipeline.py::test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients": 1,  # 12
+    "torch/test_videos.py::test_a_video_is_sized_trained_and_packed_as_its_processor_makes_it": 0,  # 16
     "torch/test_vision_recipe.py::test_patched_classes_share_images_and_are_whole_again": 0,  # 15
+    "unit/test_expressible.py::test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run": 0,  # 2
+    "unit/test_host_packs.py::test_the_offline_layout_of_llava_onevision_holds_questions_and_answers": 0,  # 2
     "unit/test_build.py::test_gpipe_fits_with_the_micro_batches_it_was_priced_with": 1,
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
     "unit/test_build.py::test_no_variant_beats_the_plan": 0,  # 2

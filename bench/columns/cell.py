@@ -40,7 +40,7 @@ def sweep(check: Callable[[str], Cell], column: str) -> None:
     cells = {family: _guarded(check, family) for family in named or FAMILIES}
     print(f"{column}: {sum(x.yes for x in cells.values())} of {len(cells)}")
     RESULTS.mkdir(exist_ok=True)
-    kept = read_column(column) if named else {}
+    kept = read_column(column) if named and (RESULTS / f"{column}.json").is_file() else {}
     families = {family: asdict(cell) for family, cell in sorted({**kept, **cells}.items())}
     written = {"transformers": transformers.__version__, "families": families}
     (RESULTS / f"{column}.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and telling whether a file is still the same."""
+"""Writing files that are complete or not there, and telling whether a file is still the same."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -366,9 +366,7 @@ class SampleTable:
 
     >>> import numpy as np
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> len(samples), samples.sample_id(2)
     (8, '2')
     """
@@ -394,6 +392,18 @@ class SampleTable:
         lengths = {name: len(getattr(self, name)) for name in columns if getattr(self, name) is not None}
         assert set(lengths.values()) == {len(self)}, f"columns of unequal lengths: {lengths}, {len(self)} tokens"
         assert self.image_patches is None or len(self.image_patches) == self.num_images.sum(), "images without a size"
+
+    @classmethod
+    def of(cls, num_patches: npt.ArrayLike, num_tokens: npt.ArrayLike, **columns: Any) -> SampleTable:
+        """Use it where sizes are at hand already. Not given, a sample with patches holds one image, whole in attention.
+
+        `columns` are the other fields. Text alone: `SampleTable.of(0 * tokens, tokens)`.
+        """
+        patches = np.asarray(num_patches, np.int64)
+        follow = {"num_images": np.minimum(patches, 1), "patches_sq": patches**2}
+        columns = follow | {"source": np.zeros(len(patches), np.int32)} | columns
+        columns.setdefault("patches_windowed", columns["patches_sq"])
+        return cls(num_patches=patches, num_tokens=np.asarray(num_tokens, np.int64), **columns)
 
     def __len__(self) -> int:
         return len(self.num_tokens)

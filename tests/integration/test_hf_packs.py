@@ -34,7 +34,7 @@ class Planned(PlanTrainerMixin, transformers.Trainer):  # type: ignore[misc,name
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, PlanDataset]:
     folder = tmp_path_factory.mktemp("hf")
-    data = draw_dataset(folder / "data", num_samples=20)
+    data = draw_dataset(folder / "data", num_samples=36)
     tokenizer = transformers.AutoTokenizer.from_pretrained(data.folder)
     processor = example.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = example.tiny_config(tokenizer)

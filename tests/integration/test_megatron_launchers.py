@@ -48,6 +48,7 @@ def decided(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> De
         num_microbatches=8,
         num_chunks=num_chunks,
         zero_stage=zero_stage,
+        max_tokens=8192,
     )
 
 
@@ -128,7 +129,9 @@ def test_swift_reads_our_command_as_we_mean_it(decided):
     export = ms_swift.export(decided, None)
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    known = fields_of(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
+    known = {}
+    for path in ("arguments/base_args/base_args", "arguments/base_args/data_args", "megatron/arguments/megatron_args"):
+        known |= fields_of(source("ms-swift", f"swift/{path}.py"))
     names = {**vars(typing), "torch": torch, "field": dataclasses.field}
     given = export.fields
     fields = []
@@ -155,3 +158,5 @@ def test_what_we_switch_off_is_on_in_swift_by_default():
     assert ast.unparse(known["use_distributed_optimizer"].value) == "True"
     tree = ast.unparse(source("ms-swift", "swift/megatron/arguments/megatron_args.py"))
     assert "self.vit_gradient_checkpointing = not self.freeze_vit" in tree
+    for name, default in (("freeze_llm", "False"), ("freeze_vit", "True"), ("freeze_aligner", "True")):
+        assert ast.unparse(known[name].value) == default

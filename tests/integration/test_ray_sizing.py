@@ -185,3 +185,17 @@ def test_a_cluster_that_does_not_answer_is_named(drawn: Path) -> None:
     assert "no Ray answers at RAY_ADDRESS 127.0.0.1:1" in result.stderr
     assert "start one with `ray start --head`, correct RAY_ADDRESS, or use the local engine" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_shards_on_ray_are_joined_to_the_bytes_of_one_pass(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import size_by_shard
+
+    ray.cloudpickle.register_pickle_by_value(size_by_shard)
+    data, kept = str(drawn / "data.jsonl"), str(tmp_path / "kept")
+    told = size_by_shard.run_on_ray([{"data": data, "kept": kept, "shard": number} for number in range(1, 5)])
+    assert sum(int(row["told"].split()[-4]) for row in told) == len(os.listdir(kept)) > 0
+    whole = size_by_shard.size(data, str(tmp_path / "other"))
+    assert saved(size_by_shard.size(data, kept), tmp_path / "a.npz") == saved(whole, tmp_path / "b.npz")

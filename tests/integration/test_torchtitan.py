@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from torchtitan.distributed.pipeline_parallel import _get_pp_rank_to_stage_indices_mapping, _split_module
     from torchtitan.protocols.module import ModuleDict
 
-MODEL = describe("Qwen2.5-VL-7B")
+MODEL = dataclasses.replace(describe("Qwen2.5-VL-7B"), family="qwen3_5")  # which torchtitan has
 NUM_BLOCKS = len(MODEL.indices("language", "block"))
 
 

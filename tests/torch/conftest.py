@@ -1,4 +1,4 @@
-"""Every test of this folder needs torch and Transformers: it is marked so, and skipped with a reason without them."""
+"""Every test of this folder needs the extras [data,torch]: it is marked so, and skipped with a reason without them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NoReturn
 
 import pytest
 
-MISSING = [name for name in ("torch", "transformers") if find_spec(name) is None]
+NEEDED = ("torch", "transformers", "accelerate", "PIL", "tokenizers", "jinja2")
+MISSING = [name for name in NEEDED if find_spec(name) is None]
 
 
 class _Skipped(pytest.Module):
     def collect(self) -> NoReturn:
-        pytest.skip(f"needs {' and '.join(MISSING)}: pip install 'trimtab[torch]'", allow_module_level=True)
+        pytest.skip(f"needs {' and '.join(MISSING)}: pip install 'trimtab[data,torch]'", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

@@ -10,10 +10,12 @@ from PIL import Image
 
 from trimtab.models.asking.processors import AnyTokenizer
 from trimtab.models.image_rules import image_rule_by_processor
-from trimtab.models.images.asked import AskedImages, clip_rule
+from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.clips import ask_clips
 from trimtab.models.images.native import SmartResize
 from trimtab.models.images.tiles import FixedImage
 from trimtab.samples.size import size_samples
+from trimtab.specs import Clip
 
 SIZES = [(640, 480), (301, 777), (64, 2000), (1919, 1081)]
 TEMPLATE = (
@@ -70,7 +72,8 @@ def test_a_formula_and_a_clip_are_the_processors(tmp_path):
     assert rule == SmartResize(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=1003520)
     assert markup is not None
     assert (markup.before, markup.after) == ("", "")
-    clips = clip_rule(config, files).count_clips([(280, 140, 48, 24.0), (280, 140, 24, 24.0)])
+    rule = ask_clips(config, files)
+    clips = [rule.count_clip(Clip(width=280, height=140, num_frames=x, fps=24.0)).image for x in (48, 24)]
     assert [x.tiles for x in clips] == [24, 12]  # pairs of frames: this processor samples only where its file says so
     assert clips[0].patches == 2 * clips[1].patches == 8 * clips[1].tokens
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from rounding import assert_close
 from shrunk_models import make_shrunk
 from simulated_devices import simulated

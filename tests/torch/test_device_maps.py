@@ -7,20 +7,17 @@ import copy
 import pytest
 import torch
 import transformers
+from accelerate.utils.modeling import check_device_map
+from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of
+from transformers.integrations.accelerate import expand_device_map
 
-accelerate = pytest.importorskip("accelerate", reason="holds the check of device maps")
-
-from accelerate.utils.modeling import check_device_map  # noqa: E402
-from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of  # noqa: E402
-from transformers.integrations.accelerate import expand_device_map  # noqa: E402
-
-from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
-from trimtab.placement.machine import Gpu, Machine, machine_of  # noqa: E402
-from trimtab.placement.place import place  # noqa: E402
-from trimtab.placement.split_model import assess_map  # noqa: E402
-from trimtab.placement.workload import Workload  # noqa: E402
-from trimtab.units import GIB  # noqa: E402
+from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory
+from trimtab.models.describe import describe
+from trimtab.placement.machine import Gpu, Machine, machine_of
+from trimtab.placement.place import place
+from trimtab.placement.split_model import assess_map
+from trimtab.placement.workload import Workload
+from trimtab.units import GIB
 
 
 def build(case: str, num_layers: int = 12):

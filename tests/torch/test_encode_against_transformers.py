@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, write_tokenizer

@@ -7,12 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 import image_dispatch_runs
+import pytest
 from gloo_ranks import on_ranks
 from pipeline_runs import dispatch_by
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant

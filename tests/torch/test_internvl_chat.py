@@ -7,13 +7,9 @@ import json
 import pytest
 import torch
 import transformers
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from published_internvl import publish
 from simulated_devices import simulated
 from tiny_models import INTERNVIT, TEXT
-from tiny_packs import one_thread  # noqa: F401
 
 import trimtab
 from trimtab.errors import ConfigError, PartitionError

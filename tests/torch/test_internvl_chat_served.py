@@ -13,7 +13,6 @@ import transformers
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
-pytest.importorskip("PIL", reason="pillow is not installed")
 
 from published_internvl import publish
 from running_server import running_server

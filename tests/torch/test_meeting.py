@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="the runtime needs it")
-
 from simulated_devices import counted, simulated
 
 from trimtab.runtime.placing.meeting import Absent, Copies, Meeting

@@ -23,13 +23,9 @@ WEIGHTS = (("often", 3.0), ("seldom", 1.0))
 @pytest.fixture(scope="module")
 def samples() -> SampleTable:
     tokens = np.arange(60, dtype=np.int64) * 7 % 50 + 20
-    zeros = np.zeros(60, np.int64)
-    return SampleTable(
-        num_images=zeros,
-        num_patches=zeros,
-        num_tokens=tokens,
-        patches_sq=zeros,
-        patches_windowed=zeros,
+    return SampleTable.of(
+        0 * tokens,
+        tokens,
         source=(np.arange(60) % 3 > 0).astype(np.int32),
         source_names=("often", "seldom"),
     )

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
+from PIL import Image
 from tiny_models import IMAGE_TOKEN
-from tiny_packs import CASES, alone, make_tiny_packs, one_thread, trainer_arguments  # noqa: F401
+from tiny_packs import CASES, alone, make_tiny_packs, trainer_arguments
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.families.family import PackFormat
@@ -223,7 +225,6 @@ def test_tiles_that_do_not_fit_are_named(case, change, message):
 
 @pytest.fixture
 def trainer_of(tmp_path):
-    pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
     from trimtab.runtime.training.packed_trainer import PackedTrainer
 
     def make(packs, weighting, groups, **options):
@@ -268,7 +269,7 @@ def test_the_trainer_refuses_a_model_that_mixes_samples(trainer_of, monkeypatch)
 
 def tokenizer_with(*special: str) -> Any:
     """Words a, b, c and the special tokens, the last of which is the tiny models' image token."""
-    tokenizers = pytest.importorskip("tokenizers", reason="builds a tokenizer")
+
     words = {word: number for number, word in enumerate(["<unk>", "<pad>", "a", "b", "c", *special[:-1]])}
     model = tokenizers.models.WordLevel({**words, special[-1]: IMAGE_TOKEN}, unk_token="<unk>")
     plain = tokenizers.Tokenizer(model)
@@ -302,10 +303,9 @@ def processor_of(case: str) -> Any:
 @pytest.mark.parametrize("case", ["gemma3", "llava llama", "llava_next"])
 @torch.no_grad()
 def test_what_processors_give_goes_in(case):
-    image = pytest.importorskip("PIL.Image", reason="makes images")
     packs, processor = make_tiny_packs(case), processor_of(case)
     mark = "<boi>" if case == "gemma3" else "<image>"
-    one, two = (image.new("RGB", size, color) for size, color in (((90, 50), "red"), ((40, 100), "blue")))
+    one, two = (Image.new("RGB", size, color) for size, color in (((90, 50), "red"), ((40, 100), "blue")))
     processed = [
         dict(processor(text=[f"a b {mark} c"], images=[[one]], return_tensors="pt")),
         dict(processor(text=["c b a"], return_tensors="pt")),

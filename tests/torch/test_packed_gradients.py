@@ -13,7 +13,7 @@ import pytest
 import torch
 from gloo_ranks import on_ranks
 from rounding import distance
-from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: F401
+from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs
 from torch.nn.functional import cross_entropy
 
 from trimtab.runtime.data.collate import PackedCollator

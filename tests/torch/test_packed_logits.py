@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_packs import CASES, TinyPacks, alone, make_tiny_packs, one_thread  # noqa: F401
+from tiny_packs import CASES, TinyPacks, alone, make_tiny_packs
 
 from trimtab.runtime.data.collate import PackedCollator
 

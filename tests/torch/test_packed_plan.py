@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="Transformers' Trainer stands on it")
-
 from test_packed_gradients import gradient_alone
-from tiny_packs import TinyPacks, make_tiny_packs, one_thread, trainer_arguments  # noqa: F401
+from tiny_packs import TinyPacks, make_tiny_packs, trainer_arguments
 
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.tables import PlanTables, hold_tables

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pipeline_runs import FAMILIES, collate, freeze, layer_groups, make_packs, step_alone
 from tiny_models import make_tiny_model
-from tiny_packs import TinyPacks, one_thread  # noqa: F401
+from tiny_packs import TinyPacks
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.units import split_units

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from rounding import assert_close
 from simulated_devices import simulated
 from spread_cases import FAMILIES, GENERATE, coarse_maps, make_case, maps_of
-from tiny_packs import one_thread  # noqa: F401
 
 from trimtab.runtime.placing.load import load_placed, move_inputs
 

@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
-pytest.importorskip("accelerate", reason="hooks modules")
-
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from simulated_devices import counted, simulated
 from spread_cases import GENERATE, make_case, maps_of
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
-from tiny_packs import one_thread  # noqa: F401
 from transformers.integrations.accelerate import expand_device_map
 
 from trimtab.errors import ConfigError, PartitionError

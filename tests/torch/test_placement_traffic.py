@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-
-pytest.importorskip("accelerate", reason="is what we compare with")
-
 from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours
-from tiny_packs import one_thread  # noqa: F401
 
 pytestmark = [
     pytest.mark.torch,

@@ -9,13 +9,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
-import numpy as np
 import transformers
 from probe_runs import bench_of, settings_of, write_probed
 from rich.console import Console

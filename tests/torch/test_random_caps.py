@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_packs import one_thread  # noqa: F401
 from traced_families import find_layers, kept_bytes
 
 from random_caps import draw_model, held_bytes, run_capped

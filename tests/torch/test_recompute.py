@@ -19,7 +19,7 @@ from recompute_checks import (
     trace_of,
 )
 from recompute_ranks import WAYS, run_ranks
-from tiny_packs import one_thread, trainer_arguments  # noqa: F401
+from tiny_packs import trainer_arguments
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_families import FAMILIES, find_layers

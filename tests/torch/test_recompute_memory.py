@@ -8,7 +8,6 @@ import gc
 import pytest
 import torch
 from real_layers import LAYERS, PeakBytes, RealLayer
-from tiny_packs import one_thread  # noqa: F401
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -8,10 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 from gloo_ranks import fail
 
 from train_runs import write_run  # isort: skip

@@ -9,11 +9,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install 'trimtab[torch]'")
-
 import plan_runs
+import pytest
 import torch
 
 Lines = list[tuple[int, tuple[int, ...], float]]

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 'trimtab[serve]'")
-pytest.importorskip("PIL", reason="pillow is not installed")
 
 from running_server import CHAT, Running, running_server
 from tiny_chat import data_url, picture, question, save_chat_model
@@ -34,14 +32,6 @@ from trimtab.serve.limits import ServeLimits
 WHAT = "what is in the picture?"
 LONG = 3000
 HANGS_S = 120  # no test waits so long for what happens at all, on however busy a machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,6 @@ def test_a_request_that_fails_fails_alone(loaded: Loaded) -> None:
 )
 def test_a_batch_of_a_placed_model_is_that_of_the_whole_one(tmp_path: Path, places: dict[str, int | str]) -> None:
     """Simulated devices; pixels go straight to the vision tower, all else to the head's device."""
-    pytest.importorskip("accelerate", reason="hooks modules")
     from simulated_devices import simulated
 
     whole = Loaded(tmp_path, "qwen2_5_vl")

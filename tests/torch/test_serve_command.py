@@ -19,8 +19,6 @@ import pytest
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 from running_server import CHAT, running_server
 from tiny_chat import picture, question, save_chat_model

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 from tiny_chat import save_chat_model
 

@@ -135,16 +135,7 @@ def test_a_pack_is_a_sample_and_one_token_so_that_there_is_a_mask() -> None:
     mask = run.calls[first][0].kwargs["attention_mask"]
     assert mask.shape[-2:] == (32, 32)
     assert not mask[0, 0, 31, :31].any()
-    lengths = np.array([31, 1])
-    none = np.zeros_like(lengths)
-    table = SampleTable(
-        num_images=none,
-        num_patches=none,
-        num_tokens=lengths,
-        patches_sq=none,
-        patches_windowed=none,
-        source=none.astype(np.int32),
-    )
+    table = SampleTable.of([0, 0], [31, 1])
     assert run.work[first] == (1.0, *table.work().sum(axis=0)[1:])
 
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from PIL import Image

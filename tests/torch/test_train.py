@@ -9,10 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("PIL", reason="pillow is not installed")
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 import transformers
 from train_runs import (
     Torchrun,

@@ -11,7 +11,6 @@ import torch
 import transformers
 from drawn_images import draw_image_samples
 from shrunk_models import draw_weights, make_shrunk, shrink
-from tiny_packs import one_thread  # noqa: F401
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.runtime.data.collate import PackedCollator

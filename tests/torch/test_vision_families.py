@@ -62,6 +62,11 @@ def test_images_apart_are_encoded_as_together(name):
         clips = check_family(model, make_clips(model, images), kind="video", at="features")
         assert clips.num_atoms == (6 if family.frames else 2)
         assert max(clips.features, clips.gradients) <= CLOSE
+    elif hasattr(model, "get_video_features"):  # (videos, frames, ...): a video stays whole
+        videos = torch.randn(3, 2, *images["pixel_values"].shape[-3:]).double()
+        clips = check_family(model, {"pixel_values_videos": videos}, kind="video", at="features")
+        assert clips.num_atoms == 3
+        assert max(clips.features, clips.gradients) <= CLOSE
 
 
 def test_arguments_of_the_function_that_encodes_say_how_it_divides():

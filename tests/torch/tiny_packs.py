@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tiny_models import IMAGE_TOKEN, TinyModel, make_tiny_model
 
@@ -26,15 +24,6 @@ CASES = (
 )
 VIDEO_TOKEN = 198
 Sample = dict[str, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small take a quarter of the CPU time on one thread. For the modules that import it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,8 @@ def draw_frames(folder: Path, num: int, *, width: int = 96, height: int = 64) ->
     return names
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """One record of each spelling; the files lie in `folder`."""
-    draw_video(folder / "a.mp4")
-    draw_video(folder / "b.webm", width=64, height=96, num_frames=17, fps=8)
+def records(folder: Path, *, files: bool) -> list[dict[str, Any]]:
+    """One record of each spelling; what they name lies in `folder`. Without `files` no video but frames as images."""
     Image.new("RGB", (120, 60), (200, 40, 40)).save(folder / "c.png")
     frames = draw_frames(folder, 6)
 
@@ -146,13 +144,20 @@ def records(folder: Path) -> list[dict[str, Any]]:
         text = {"type": "text", "text": "what moves"}
         return [{"role": "user", "content": [*content, text]}, {"role": "assistant", "content": "a cat"}]
 
+    without = [
+        {"id": "frames", "messages": parts({"type": "video", "video": frames, "sample_fps": 2.0})},
+        {"id": "text", "conversations": chat("what is in it")},
+        {"id": "image", "image": "c.png", "conversations": chat("<image>\nwhat")},
+        {"id": "column", "video": frames, "conversations": chat("what moves in <video>")},
+    ]
+    if not files:
+        return without
+    draw_video(folder / "a.mp4")
+    draw_video(folder / "b.webm", width=64, height=96, num_frames=17, fps=8)
     return [
         {"id": "marked", "video": "a.mp4", "conversations": chat("<video>\nwhat moves")},
-        {"id": "llava", "video": "a.mp4", "conversations": chat("<image>\nwhat moves")},
-        {"id": "part", "messages": parts({"type": "video", "video": "b.webm"})},
-        {"id": "frames", "messages": parts({"type": "video", "video": frames, "sample_fps": 2.0})},
-        {"id": "two", "videos": ["a.mp4", "a.mp4"], "conversations": chat("<video> and <video>")},
+        {"id": "llava", "video": "b.webm", "conversations": chat("<image>\nwhat moves")},
         {"id": "both", "messages": parts({"type": "image", "image": "c.png"}, {"type": "video", "video": "a.mp4"})},
-        {"id": "image", "image": "c.png", "conversations": chat("<image>\nwhat")},
-        {"id": "text", "conversations": chat("what is in a <video>")},
+        {"id": "two", "videos": ["a.mp4", "b.webm"], "conversations": chat("<video> and <video>")},
+        *without,
     ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from trimtab.plan.estimates import BalanceEstimate, Estimates, StageEstimate, VariantEstimate
 from trimtab.plan.plan import (
     PLAN_VERSION,
-    BalanceEstimate,
     ClusterInput,
     DataFile,
     DataInput,
     Decisions,
-    Estimates,
     Inputs,
     ModelInput,
     PackingDecision,
@@ -18,10 +17,8 @@ from trimtab.plan.plan import (
     RecomputeDecision,
     ScheduleDecision,
     StageDecision,
-    StageEstimate,
     TableFile,
     TrainingInput,
-    VariantEstimate,
 )
 
 

@@ -73,7 +73,7 @@ def test_finished_chunks_are_kept_behind_an_address(store: Path, monkeypatch: py
     kept = place_of("memory://chunks")
     first = size("memory://bucket/data.jsonl", resume_dir=kept)
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr("trimtab.samples.size.read_chunk", None)  # nothing is read again
+    monkeypatch.setattr("trimtab.samples.records._read_lines", None)  # nothing is read again
     assert table_bytes(size("memory://bucket/data.jsonl", resume_dir=kept).table) == table_bytes(first.table)
 
 
@@ -137,3 +137,18 @@ def test_an_address_is_a_path_of_its_text() -> None:
     assert (str(address.parent / "b.json"), str(place_of("memory://a").parent)) == ("s3://bucket/x/b.json", "memory://")
     assert pickle.loads(pickle.dumps(address)) == address == place_of(Path(str(address)))
     assert not isinstance(place_of("C:/x"), Address)
+
+
+def test_lengths_and_saved_tables_are_read_behind_an_address(store: Path) -> None:
+    from trimtab.samples.read import read_lengths
+    from trimtab.samples.table import save_sizing, sized_files
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/bucket/lengths.jsonl", b'{"num_tokens": 7}\n{"num_tokens": 9}\n')
+    assert read_lengths(place_of("memory://bucket/lengths.jsonl")).num_tokens.tolist() == [7, 9]
+    sized = size("memory://bucket/data.jsonl")
+    save_sizing(sized, store / "sizes.npz")
+    memory.pipe_file("/bucket/sizes.npz", (store / "sizes.npz").read_bytes())
+    saved = place_of("memory://bucket/sizes.npz")
+    assert table_bytes(read_lengths(saved)) == table_bytes(sized.table)
+    assert sized_files(saved) == sized.files

@@ -77,6 +77,17 @@ def test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes(found: ReloadedP
     assert fitted.plan.decisions.packing == found.plan.decisions.packing
 
 
+def test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run() -> None:
+    samples, cluster = tile_samples(60), parse_cluster("4xA100-80GB")
+    options = PlanOptions(tp=2, num_microbatches=4)
+    fastest = make_plan(MODEL, samples, cluster, options).plan.decisions.parallel.pp
+    runs = {pp: Expressible(splits=()) if pp == fastest else Expressible() for pp in (1, 2)}
+    found = make_plan(MODEL, samples, cluster, options, within=lambda _model, pp: runs[pp])
+    assert {fastest, found.plan.decisions.parallel.pp} == {1, 2}
+    with pytest.raises(PartitionError, match="none of 2 divisions of the devices that fit can run as the framework"):
+        make_plan(MODEL, samples, cluster, options, within=lambda _model, _pp: Expressible(splits=()))
+
+
 def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) -> None:
     with pytest.raises(UnsupportedPlanError, match="plan with pp 1"):
         export_plan(found, find_target("transformers"))

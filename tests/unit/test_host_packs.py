@@ -22,6 +22,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
+from trimtab.samples.rows import read_conversation
 from trimtab.samples.size import size_samples
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
@@ -97,6 +98,13 @@ def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Pa
     num_packs = read_planned(plan).packing.num_packs
     with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):
         write_energon_packs(plan, tmp_path, ranks=num_packs - 1)
+
+
+def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}]}
+    monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _: read_conversation(clip))
+    with pytest.raises(SampleError, match=r"sample \S+: it holds a video, and these packs carry images alone"):
+        write_energon_packs(plan, tmp_path / "packs")
 
 
 def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(

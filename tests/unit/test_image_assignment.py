@@ -162,3 +162,6 @@ def test_tower_costs_are_the_profiles_own():
     assert tower_bytes(profile, recompute=True).patches < tower_bytes(profile).patches
     one = LinearCost(patches=2, patches_sq=3)
     assert one.of([1, 10]).tolist() == [5, 320]
+    windowed = LinearCost(patches_windowed=1)  # windows not given are the segments, which are whole where not given
+    assert windowed.of([2, 3]).tolist() == [4, 9]
+    assert windowed.of([2, 3], patches_sq=[2, 5]).tolist() == [2, 5]

@@ -27,14 +27,13 @@ from trimtab.specs import SampleTable
 
 def table_of(images: list[list[int]]) -> SampleTable:
     sums = np.array([sum(x) for x in images], np.int64)
-    return SampleTable(
+    return SampleTable.of(
+        sums,
+        sums + 5,
         num_images=np.array([len(x) for x in images], np.int64),
-        num_patches=sums,
-        num_tokens=sums + 5,
         patches_sq=np.array([sum(p * p for p in x) for x in images], np.int64),
         patches_windowed=sums,
         image_patches=np.array([p for x in images for p in x], np.int64),
-        source=np.zeros(len(images), np.int32),
     )
 
 

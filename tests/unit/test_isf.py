@@ -15,15 +15,7 @@ from trimtab.specs import SampleTable
 
 
 def make_table(patches, tokens) -> SampleTable:
-    return SampleTable(
-        num_images=patches,
-        num_patches=patches,
-        num_tokens=tokens,
-        patches_sq=patches,
-        patches_windowed=patches,
-        source=np.zeros(len(patches), np.int32),
-        patch_unit="tiles",
-    )
+    return SampleTable.of(patches, tokens, patch_unit="tiles")
 
 
 def restate_isf(sizes, limits, filters, iterations, state):

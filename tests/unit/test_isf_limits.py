@@ -17,18 +17,8 @@ from trimtab.specs import SampleTable
 
 
 def table(tiles, tokens, source=None):
-    tiles, tokens = np.asarray(tiles, np.int64), np.asarray(tokens, np.int64)
     source = np.zeros(len(tiles), np.int32) if source is None else np.asarray(source, np.int32)
-    return SampleTable(
-        num_images=np.minimum(tiles, 1),
-        num_patches=tiles,
-        num_tokens=tokens,
-        patches_sq=tiles,
-        patches_windowed=tiles,
-        source=source,
-        source_names=("images", "text"),
-        patch_unit="tiles",
-    )
+    return SampleTable.of(tiles, tokens, source=source, source_names=("images", "text"), patch_unit="tiles")
 
 
 def drawn(n=4000, seed=0):

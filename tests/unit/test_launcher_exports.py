@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -201,6 +201,13 @@ def test_pai_refuses_other_splits_families_and_chunks_at_once():
     stages = by_counts(MODEL, 3, 3, 3, 3)
     with pytest.raises(UnsupportedPlanError, match=r"2 chunks a rank were planned, .* plan with 1F1B"):
         pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_bridge)])
+def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made(name: str, adapter: ModuleType):
+    with pytest.raises(UnsupportedPlanError, match="is of the family internvl, and"):
+        adapter.TARGETS[name].can(make_model(family="internvl"), 2)
+    assert adapter.TARGETS[name].can(MODEL, 2).choices["zero_stage"] == (1, 0)
 
 
 def test_the_oldest_script_of_pai_splits_evenly_or_builds_another_tower():

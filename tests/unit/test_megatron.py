@@ -267,7 +267,7 @@ def test_vision_heads_that_tp_does_not_divide_are_padded():
     assert dict(result.vision_fields)["num_attention_heads"] == 26
     told = megatron.export(decide(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2)), None)
     assert "vision_config.num_attention_heads = 26" in str(told.beside)
-    assert "builds fewer vision layers without a word" in str(told.beside)
+    assert "builds fewer vision layers silently" in str(told.beside)
     assert "padded with zero weights" in str(told.beside)
     assert told.warnings == ()
 

@@ -20,16 +20,8 @@ from trimtab.specs import Packing, SampleTable, Schedule
 def make_case():
     """Six samples in four packs on two ranks: packs {0,1}, {2}, {3,4}, {5}."""
     v, t = np.array([1, 2, 3, 0, 1, 2]), np.array([100, 300, 200, 100, 100, 400])
-    table = SampleTable(
-        num_images=v,
-        num_patches=v,
-        num_tokens=t,
-        patches_sq=v,
-        patches_windowed=v,
-        source=np.array([0, 0, 1, 1, 0, 1], np.int32),
-        source_names=("a", "b"),
-        patch_unit="tiles",
-    )
+    source = np.array([0, 0, 1, 1, 0, 1], np.int32)
+    table = SampleTable.of(v, t, source=source, source_names=("a", "b"), patch_unit="tiles")
     packing = Packing(offsets=np.array([0, 2, 3, 5, 6]), indices=np.arange(6), limits=(3, 400))
     return table, packing, Schedule(table=np.array([[[0], [1]], [[2], [3]]]))
 
@@ -141,16 +133,8 @@ def test_baselines_show_what_the_paper_says_of_them():
     r = np.random.default_rng(1)
     v = r.integers(0, 6, 6000)
     t = 256 * v + r.integers(30, 900, 6000)
-    table = SampleTable(
-        num_images=v,
-        num_patches=v,
-        num_tokens=t,
-        patches_sq=v,
-        patches_windowed=v,
-        source=(v > 2).astype(np.int32),
-        source_names=("small", "large"),
-        patch_unit="tiles",
-    )
+    source = (v > 2).astype(np.int32)
+    table = SampleTable.of(v, t, source=source, source_names=("small", "large"), patch_unit="tiles")
     reports = {
         method: report_packing(table, pack_samples(table, limits=(18, 8192), dp=8, method=method))
         for method in ("random", "length_group", "device_group", "isf", "balanced")

@@ -14,10 +14,9 @@ from trimtab.specs import SampleTable
 
 def make_table(n: int, first: int, *, ids=False, unit="patches") -> SampleTable:
     tokens = np.arange(first, first + n, dtype=np.int64)
-    return SampleTable(
-        num_images=np.ones(n, np.int64),
-        num_patches=4 * tokens,
-        num_tokens=tokens,
+    return SampleTable.of(
+        4 * tokens,
+        tokens,
         patches_sq=tokens**2,
         patches_windowed=tokens,
         source=np.arange(n, dtype=np.int32) % 2,

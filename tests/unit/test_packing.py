@@ -19,19 +19,9 @@ from trimtab.specs import SampleTable
 
 
 def make_table(patches, tokens, *, source=None, unit="tiles", ids=None) -> SampleTable:
-    v, t = np.array(patches, np.int64), np.array(tokens, np.int64)
-    src = np.zeros(len(v), np.int32) if source is None else np.array(source, np.int32)
-    return SampleTable(
-        num_images=np.minimum(v, 1),
-        num_patches=v,
-        num_tokens=t,
-        patches_sq=v * v,
-        patches_windowed=v * v,
-        source=src,
-        source_names=tuple(f"set{i}" for i in range(int(src.max(initial=0)) + 1)),
-        patch_unit=unit,
-        ids=ids,
-    )
+    src = np.zeros(len(patches), np.int32) if source is None else np.array(source, np.int32)
+    names = tuple(f"set{i}" for i in range(int(src.max(initial=0)) + 1))
+    return SampleTable.of(patches, tokens, source=src, source_names=names, patch_unit=unit, ids=ids)
 
 
 def random_table(n: int, seed: int, max_patches: int = 9, max_tokens: int = 4096) -> SampleTable:
@@ -319,17 +309,8 @@ def test_costs_follow_the_table_unit():
     assert default_cost(patches) is PATCH_COST
     weights = LinearCost(patches=2.0, patches_sq=3.0, tokens=5.0, tokens_sq=7.0)
     assert weights.of_samples(tiles).tolist() == [2 * 2 + 3 * 4 + 5 * 300 + 7 * 300**2]
-    one_tile = make_table([1025], [0], unit="patches")
-    assert PATCH_COST.of_samples(
-        SampleTable(
-            num_images=one_tile.num_images,
-            num_patches=one_tile.num_patches,
-            num_tokens=one_tile.num_tokens,
-            patches_sq=np.array([1025**2]),
-            patches_windowed=np.array([1025**2]),
-            source=one_tile.source,
-        )
-    )[0] == pytest.approx(TILE_COST.patches, rel=0.01)
+    one_tile = SampleTable.of([1025], [0])
+    assert PATCH_COST.of_samples(one_tile)[0] == pytest.approx(TILE_COST.patches, rel=0.01)
 
 
 def test_a_cost_per_sample_does_what_weights_do():
@@ -346,11 +327,11 @@ def test_a_cost_per_sample_does_what_weights_do():
         ({"order": "any"}, "order 'any' is unknown: choose one of random, tolerance, sorted"),
         ({"oversize": "drop"}, "oversize 'drop' is unknown: choose one of error, alone, skip"),
         ({"limits": (0, 90)}, r"limits \(0, 90\) hold no sample: give max_patches and max_tokens, 1 or more each"),
-        ({"dp": 0}, "dp 0 is not a number of ranks: give 1 or more"),
+        ({"dp": 0}, "dp 0 packs nothing: give 1 or more"),
         ({"num_microbatches": 0}, "dp 1 x 0 micro-batches leaves no place for a pack: give 1 or more of both"),
         ({"fill": 1.5}, "fill 1.5 is not a share of the packs' room: give 0.5 to 1"),
-        ({"num_rounds": 0}, "num_rounds 0 improves nothing: give 1 or more"),
-        ({"batch_size": 0}, "batch_size 0 is less than a sample: give 1 or more"),
+        ({"num_rounds": 0}, "num_rounds 0 packs nothing: give 1 or more"),
+        ({"batch_size": 0}, "batch_size 0 packs nothing: give 1 or more"),
         ({"order": "tolerance", "tolerance": -1.0}, "tolerance -1.0 is not a relative distance: give 0 or more"),
         ({"method": "isf", "iterations": 0}, "ISF with 0 iterations packs nothing: give 1 or more"),
         ({"method": "isf", "filters": (10, 80)}, r"ISF filters \(10, 80\) do not suit the limits \(9, 90\)"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trimtab.balance.aim import NUMBERS
 from trimtab.balance.columns import open_packed, pack_columns
-from trimtab.balance.cost import LinearCost
+from trimtab.balance.cost import LinearCost, price_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
@@ -62,10 +62,7 @@ def test_three_columns_in_any_shards_are_packed_once_within_the_limits(sizes, dp
 
 def test_one_shard_has_the_packs_of_pack_samples():
     v, t = draw_columns(3000)
-    zeros = np.zeros(3000, np.int64)
-    table = SampleTable(
-        num_images=zeros, num_patches=v, num_tokens=t, patches_sq=zeros, patches_windowed=zeros, source=zeros
-    )
+    table = SampleTable.of(v, t)
     for order in ("random", "sorted"):
         for fill in (None, 0.985):
             whole = pack_samples(table, limits=LIMITS, dp=8, cost=COST(v, t), seed=3, epoch=2, fill=fill, order=order)
@@ -135,13 +132,17 @@ def test_packs_lie_in_the_order_in_which_they_run():
     assert packing.indices.dtype == np.int64
 
 
+def test_without_a_cost_a_column_counts_as_a_share_of_its_limit():
+    assert price_columns(None, [np.array([2, 4]), np.array([6, 3])], (4, 3)).tolist() == [2.5, 2.0]
+
+
 def test_all_problems_of_columns_are_named_at_once():
     with pytest.raises(PackingError) as error:
         pack_columns([np.array([1.5]), np.array([-1])], limits=(3, 4), dp=0, fill=2.0, cost=lambda v: v)
     text = str(error.value)
     assert "column 0 holds float64: give whole numbers, limits are exact" in text
     assert "column 1 holds a negative size: give sizes from 0" in text
-    assert "dp 0 is not a number of ranks: give 1 or more" in text
+    assert "dp 0 packs nothing: give 1 or more" in text
     assert "fill 2.0 is not a share of the packs' room" in text
     assert "cost is not a function of 2 columns: give one that takes an array for each limit" in text
     with pytest.raises(PackingError, match=r"limits \(3,\) do not suit 2 columns: give one per column"):
@@ -154,7 +155,7 @@ def test_all_problems_of_columns_are_named_at_once():
         pack_columns([np.array([1, 2])], limits=(3,), cost=lambda v: v.sum())
     with pytest.raises(PackingError, match="oversize 'x' is unknown"):
         pack_columns([np.array([1])], limits=(3,), oversize="x")
-    with pytest.raises(PackingError, match="num_threads 0 does no work: give 1 or more"):
+    with pytest.raises(PackingError, match="num_threads 0 packs nothing: give 1 or more"):
         pack_columns([np.array([1])], limits=(3,), num_threads=0)
 
 

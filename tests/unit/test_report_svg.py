@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.partition.timeline import Timeline
-from trimtab.report import svg
+from trimtab.report import plots, svg
 from trimtab.report.words import count_scale, memory_scale, time_scale
 
 
@@ -50,13 +50,13 @@ def test_first_and_last_tick_stay_inside_the_drawing():
 
 def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
     words = {"limits": (80.0, 40.0), "span": (100.0, 50.0), "title": "t", "css_class": "new"}
-    drawn = svg.scatter(np.array([0.0, 50.0, 80.0]), np.array([50.0, 25.0, 40.0]), **words)
+    drawn = plots.scatter(np.array([0.0, 50.0, 80.0]), np.array([50.0, 25.0, 40.0]), **words)
     dots = re.findall(r'<circle class="dot new" cx="([^"]+)" cy="([^"]+)"', drawn)
     assert dots == [("0%", "20.0"), ("50%", "110.0"), ("80%", "56.0")]  # plotted from 20 px down to 200
     assert 'x1="80%" x2="80%"' in drawn
     assert 'y1="56.0" y2="56.0"' in drawn
-    many = svg.scatter(np.arange(5000.0), np.arange(5000.0), **words)
-    assert many.count("<circle") == svg.MAX_DOTS
+    many = plots.scatter(np.arange(5000.0), np.arange(5000.0), **words)
+    assert many.count("<circle") == plots.MAX_DOTS
 
 
 def test_every_block_is_drawn_where_it_runs():
@@ -130,16 +130,16 @@ def test_only_what_passes_the_cap_is_outlined():
 def test_columns_are_as_high_as_their_ranks_load_however_many(count):
     mean = np.linspace(1.0, 4.0, count)
     values = np.array([0.5 * mean, mean, 1.1 * mean])
-    drawn = svg.columns(values, span=5.0, scale=time_scale([5.0]), label="rank", title="t", css_class="new")
+    drawn = plots.columns(values, span=5.0, scale=time_scale([5.0]), label="rank", title="t", css_class="new")
     assert len(drawn) < 20_000
-    if count <= svg.MAX_COLUMNS:
+    if count <= plots.MAX_COLUMNS:
         heights = [float(x) for x in re.findall(r'<rect class="new"[^>]* height="([\d.]+)"', drawn)]
         assert len(heights) == count
     else:
         path = re.search(r'<path class="new" d="M0 118(.*?)V118Z"', drawn)
         heights = [118 - float(y) for y in re.findall(r"V([\d.]+)h1", path[1])]
-        assert len(heights) == min(count, svg.MAX_RANKS)
-    assert heights[0] == pytest.approx(110 * mean[: -(-count // svg.MAX_RANKS)].mean() / 5, abs=0.2)
+        assert len(heights) == min(count, plots.MAX_RANKS)
+    assert heights[0] == pytest.approx(110 * mean[: -(-count // plots.MAX_RANKS)].mean() / 5, abs=0.2)
     assert heights == sorted(heights)
     assert f"the highest mean is {time_scale([5.0]).text(4.0)}" in drawn
 

@@ -315,14 +315,7 @@ def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
 def samples_of(num_samples: int) -> SampleTable:
     r = np.random.default_rng(0)
     patches = r.integers(1, 30, num_samples)
-    return SampleTable(
-        num_images=np.ones(num_samples, np.int64),
-        num_patches=patches,
-        num_tokens=4 * patches + r.integers(5, 60, num_samples),
-        patches_sq=patches,
-        patches_windowed=patches,
-        source=np.zeros(num_samples, np.int32),
-    )
+    return SampleTable.of(patches, 4 * patches + r.integers(5, 60, num_samples), patches_sq=patches)
 
 
 @settings(max_examples=60, deadline=None)

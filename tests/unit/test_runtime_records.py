@@ -157,13 +157,4 @@ def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
 
 def test_a_table_of_your_own_is_row_for_row(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "data.jsonl", [{"name": "a"}, {"name": "b"}])
-    two = np.ones(2, np.int64)
-    table = SampleTable(
-        num_images=two,
-        num_patches=two,
-        num_tokens=two,
-        patches_sq=two,
-        patches_windowed=two,
-        source=np.zeros(2, np.int32),
-    )
-    assert names(PlannedRecords(table, [file])) == ["a", "b"]
+    assert names(PlannedRecords(SampleTable.of([1, 1], [1, 1]), [file])) == ["a", "b"]

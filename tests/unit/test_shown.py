@@ -16,15 +16,7 @@ from trimtab.shown import html_table
 
 @pytest.fixture(scope="module")
 def details() -> PlanDetails:
-    patches, tokens = np.full(64, 1025), np.full(64, 400)
-    samples = trimtab.SampleTable(
-        num_images=np.ones(64, np.int64),
-        num_patches=patches,
-        num_tokens=tokens,
-        patches_sq=patches**2,
-        patches_windowed=patches**2,
-        source=np.zeros(64, np.int32),
-    )
+    samples = trimtab.SampleTable.of(np.full(64, 1025), np.full(64, 400))
     model, cluster = trimtab.describe("InternVL-Chat-V1-5"), trimtab.parse_cluster("8xA100-80GB")
     return trimtab.make_plan(model, samples, cluster, trimtab.PlanOptions(pp=4, tp=2))
 

@@ -116,6 +116,7 @@ def test_no_image_lies_outside_the_root_of_its_source(tmp_path: Path) -> None:
             "data set 'b' has max_dynamic_patch 6, and images are counted with max_tiles None",
         ),
         ({"a_repeat_time": 0, "b_repeat_time": 0}, "repeat_time is 0 for every data set"),
+        ({"a_annotation": "meta.json"}, "annotation .*meta.json is a list of data sets itself: name files of records"),
         ({"a_annotation": "absent.jsonl"}, r"cannot read .*absent.jsonl: No such file"),
     ],
 )
@@ -150,6 +151,13 @@ def test_each_file_may_have_a_media_root(tmp_path: Path) -> None:
         files.append(write_jsonl(tmp_path / f"{name}.jsonl", [{"image": "x.png", "conversations": talk("<image>")}]))
     roots = [f"{file}={tmp_path / f'pics={file.stem}'}" for file in files]
     assert size(files, media_root=roots).table.num_patches.tolist() == PATCHES[:2]
+    swapped = [f"{files[0]}={tmp_path / 'pics=b'}", f"{files[1]}={tmp_path / 'pics=a'}"]
+    for given, patches in (
+        (roots, PATCHES[:2]),
+        (swapped, PATCHES[1::-1]),
+    ):  # what was kept for other roots is not taken
+        kept = size(files, media_root=given, resume_dir=tmp_path / "kept")
+        assert kept.table.num_patches.tolist() == patches
     mixed = size(files, media_root=[tmp_path / "pics=a", roots[1]])
     assert mixed.table.num_patches.tolist() == PATCHES[:2]
     assert [file.media_root is None for file in mixed.files] == [True, False]
@@ -241,6 +249,14 @@ def test_arrow_streams_files_and_saved_datasets_are_read(tmp_path: Path) -> None
 def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, state: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SampleError, match=sentence):
         size(save_to_disk(tmp_path / "saved", **state))
+
+
+@pytest.mark.parametrize("splits", [[".."], ["."], ["a/b"], "train", [], ["absent"]])
+def test_splits_that_lead_elsewhere_are_refused(tmp_path: Path, splits: object) -> None:
+    save_to_disk(tmp_path / "splits" / "train")
+    (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    with pytest.raises(SampleError, match=r"splits is .*: it must list the names|splits names absent, and"):
+        size(tmp_path / "splits")
 
 
 def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
@@ -368,7 +384,9 @@ def test_names_of_the_hub_are_found_in_the_cache(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = size("org/many")
     assert result.table.source_names == ("ai2d", "chart")
-    assert any("the other splits are not read (validation-00000" in sentence for sentence in result.assumptions)
+    told = [sentence for sentence in result.assumptions if "is read from the hub's cache" in sentence]
+    assert len(told) == 2
+    assert all("the other splits are not read (validation-00000" in sentence for sentence in told)
     for name in (
         "org/many/ai2d",
         "org/many@main/ai2d",
@@ -388,7 +406,9 @@ def test_names_of_the_hub_are_found_in_the_cache(tmp_path: Path, monkeypatch: py
             size(name)
 
 
-def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), tmp_path / name)
     (tmp_path / "README.md").write_text("x")
@@ -398,6 +418,12 @@ def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(tmp_pat
     write_jsonl(tmp_path / "x.jsonl", [])
     with pytest.raises(SampleError, match=r"holds files of several formats \(jsonl, parquet\): name the files to read"):
         size(tmp_path)
+    (tmp_path / "x.jsonl").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert size(".").table.source_names == (tmp_path.stem,)
+    (tmp_path / "train-2.parquet").symlink_to("nowhere")
+    with pytest.raises(SampleError, match=r"cannot read .*train-2.parquet"):
+        size(".")
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
     with pytest.raises(SampleError, match="holds no data: name"):

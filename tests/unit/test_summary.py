@@ -9,7 +9,8 @@ import pytest
 from plans import small_plan
 
 from trimtab.plan.decide.assemble import summarise
-from trimtab.plan.plan import BASELINE, Plan, SettingEstimate
+from trimtab.plan.estimates import BASELINE, SettingEstimate
+from trimtab.plan.plan import Plan
 
 
 def headline(plan: Plan, **changed: dict[str, Any]) -> str:

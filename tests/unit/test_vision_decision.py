@@ -323,7 +323,7 @@ def test_the_report_draws_every_rank_before_and_after(shared):
     part = page[page.index("Images shared among ranks") :]
     panels = re.findall(r"<title>(Not shared|Shared)</title>.*?</svg>", part, re.DOTALL)
     assert panels == ["Not shared", "Shared"]
-    drawn = re.findall(r'class="state" x="0%"[^>]*width="([0-9.]+)%"[^>]*data-t="rank (\d) encodes', part)
+    drawn = re.findall(r'class="state" x="0%"[^>]*width="([0-9.]+)%"[^>]*data-t="rank (\d), encodes', part)
     assert [int(rank) for _, rank in drawn] == [0, 1, 2, 3] * 2
     widths = np.array([float(width) for width, _ in drawn]).reshape(2, 4)
     loads = np.array([[r.tower_without_ms for r in found.ranks], [r.tower_ms for r in found.ranks]])

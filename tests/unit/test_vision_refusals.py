@@ -15,11 +15,12 @@ from vision_cases import CLUSTER, QWEN, TILES, image_samples, table_of, with_vis
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.estimates import VisionEstimate, VisionRankEstimate
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
+from trimtab.plan.plan import VisionDecision
 from trimtab.plan.sharing.choice import VisionChoice
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
@@ -86,7 +87,7 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
         ),
         (
             PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="tp")),
-            "the plan has tp 1, a group of one that shares with nobody: leave it out",
+            "the plan has tp 1, a group of one that shares with no other rank: leave it out",
         ),
     ],
 )

@@ -25,16 +25,7 @@ from trimtab.specs import Packing, SampleTable
 
 
 def lengths(tiles: list[int], tokens: list[int]) -> SampleTable:
-    column = np.array(tiles, np.int64)
-    return SampleTable(
-        num_images=np.minimum(column, 1),
-        num_patches=column,
-        num_tokens=np.array(tokens, np.int64),
-        patches_sq=column,
-        patches_windowed=column,
-        source=np.zeros(len(tiles), np.int32),
-        patch_unit="tiles",
-    )
+    return SampleTable.of(tiles, tokens, patches_sq=np.array(tiles), patch_unit="tiles")
 
 
 def test_packed_and_padded_work_by_hand() -> None:

@@ -27,13 +27,12 @@ def image_samples(num_samples: int = 240, seed: int = 0, most: int = 4, largest:
 
 def table_of(images: list[np.ndarray], rng: np.random.Generator) -> SampleTable:
     num_patches = np.array([x.sum() for x in images], np.int64)
-    return SampleTable(
+    return SampleTable.of(
+        num_patches,
+        num_patches // 4 + rng.integers(20, 800, len(images)),
         num_images=np.array([len(x) for x in images], np.int64),
-        num_patches=num_patches,
-        num_tokens=num_patches // 4 + rng.integers(20, 800, len(images)),
         patches_sq=np.array([(x * x).sum() for x in images], np.int64),
         patches_windowed=64 * num_patches,
-        source=np.zeros(len(images), np.int32),
     )
 
 

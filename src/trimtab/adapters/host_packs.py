@@ -71,7 +71,7 @@ def write_energon_packs(
             record = json.loads(records.read(row))
             said = read_conversation(record)
             if said.videos:
-                raise BadRecordError("video", "it holds videos, and packs carry images alone: leave it out")
+                raise BadRecordError("video", "it holds a video, and these packs carry images alone: leave it out")
             source = sources[int(places_of(planned.samples).file[row])]
             folder = media.of(source.file, source.media_root)
             return record, said, [folder.read(image) for image in said.images]
@@ -126,7 +126,7 @@ def _members(
 
 
 def _question_and_answer(record: dict[str, Any], said: Conversation) -> tuple[str, str]:
-    turns = [(m.role, "".join(x for x in m.content if isinstance(x, str)).strip()) for m in said.messages]
+    turns = [(m.role, "".join(part for part in m.content if isinstance(part, str)).strip()) for m in said.messages]
     if len(said.images) != 1 or [role for role, _ in turns] != ["user", "assistant"]:
         raise SampleError(
             f"sample {record.get('id', '')!r} has {len(said.images)} images and {len(turns)} turns, and "

@@ -74,6 +74,12 @@ class _Host:
     has_switch: bool = False  # of recompute, in its `TrainingArguments`
 
 
+_OWN_DATA = (
+    'remove_unused_columns=False, max_length=None, train_sampling_strategy="sequential", '
+    'dataset_kwargs={{"skip_prepare_dataset": True}}'
+)
+
+
 def _trainer_lines(arguments: str) -> Mapping[int, str]:
     return {
         0: f"arguments = {arguments}(gradient_accumulation_steps={{M}}, per_device_train_batch_size=1)",
@@ -91,23 +97,27 @@ _HOSTS: Mapping[str, _Host] = {
     ),
     "trl": _Host(
         title="TRL",
-        checked_with="its SFTTrainer is the Trainer above; not run",
-        packs='`PlanTrainerMixin` with `PackedCollator`, `dataset_kwargs={"skip_prepare_dataset": True}`',
+        checked_with="TRL 1.16, its SFTTrainer trained on a CPU",
+        packs="`PlanDataset.as_hf` with `collate_packs`",
         lines={
-            stage: line.replace("batch_size=1", 'batch_size=1, dataset_kwargs={{"skip_prepare_dataset": True}}')
+            stage: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
             for stage, line in _trainer_lines("SFTConfig").items()
         },
         has_switch=True,
     ),
     "accelerate": _Host(
         title="Accelerate",
-        checked_with="Accelerate 1.15, two CPU ranks",
+        checked_with="Accelerate 1.15, its loaders on CPU ranks",
         packs="`PlanDataLoader`, not prepared",
-        lines={0: "accelerator = Accelerator(gradient_accumulation_steps={M})"},
+        lines={
+            0: "accelerator = Accelerator(gradient_accumulation_steps={M})",
+            3: "plugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
+            "accelerator = Accelerator(gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
+        },
     ),
     "fsdp2": _Host(
         title="FSDP2",
-        checked_with="torch 2.13, two CPU ranks",
+        checked_with="torch 2.13, recompute under `fully_shard` on CPU ranks",
         packs="`PlanDataLoader`",
         lines={
             3: "for name, module in reversed(list(model.named_modules())):\n"

@@ -138,7 +138,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     if flags.vision_fields:
         beside = (
             "set on the vision tower's config; a launcher that copies the language model's and leaves its split in the "
-            f"copy builds fewer vision layers without a word:\n{flags.vision_python()}"
+            f"copy builds fewer vision layers silently:\n{flags.vision_python()}"
         )
         if "num_attention_heads" in flags.vision_fields:
             beside += "  # padded with zero weights, as Megatron-LM's InternViT does"

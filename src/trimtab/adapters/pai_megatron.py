@@ -157,6 +157,7 @@ def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
 
 
 def _can_run(model: ModelSpec, pp: int) -> Expressible:
+    refuse(_unscripted(model, 1))
     return Expressible(
         forbidden_cuts=unsupported_cuts(model),
         splits=pai_splits(model, pp),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
+from trimtab.balance.packing import find_problems
 from trimtab.errors import PackingError, join_problems
 from trimtab.files import write_atomically
 from trimtab.options import Order
@@ -108,7 +109,8 @@ def pack_columns(
     from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
-    _check(sizes, limits, cost, dp, oversize, fill, num_rounds, shard_samples, num_threads)
+    settings = {"dp": dp, "num_rounds": num_rounds, "shard_samples": shard_samples, "num_threads": num_threads}
+    _check(sizes, limits, cost, find_problems(fill, oversize, **settings))
     n = len(sizes[0])
     bounds = np.array(limits, np.int64)
     large = find_oversize(sizes, bounds)
@@ -135,10 +137,10 @@ def pack_columns(
         starts=starts,
     ).with_aim()
     with ThreadPoolExecutor(num_threads) as pool:
-        counts = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
-    offsets = _make(files, "offsets.npy", sum(map(len, counts)) + 1, np.dtype(np.int64))
+        num_samples = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
+    offsets = _make(files, "offsets.npy", sum(map(len, num_samples)) + 1, np.dtype(np.int64))
     offsets[0] = 0
-    np.cumsum(np.concatenate(counts), out=offsets[1:])
+    np.cumsum(np.concatenate(num_samples), out=offsets[1:])
     result = PackedColumns(
         offsets=offsets, indices=indices, limits=tuple(limits), dp=dp, order=order, seed=seed, oversize=skipped
     )
@@ -219,17 +221,8 @@ def _make(files: _OutputFiles | None, name: str, length: int, dtype: np.dtype[An
 
 
 def _check(
-    sizes: Sequence[Column],
-    limits: tuple[int, ...],
-    cost: ColumnCost | Column | None,
-    dp: int,
-    oversize: str,
-    fill: float | None,
-    num_rounds: int,
-    shard_samples: int,
-    num_threads: int,
+    sizes: Sequence[Column], limits: tuple[int, ...], cost: ColumnCost | Column | None, problems: list[str]
 ) -> None:
-    problems = []
     if not sizes or len(sizes) != len(limits) or any(limit < 1 for limit in limits):
         problems.append(f"limits {limits} do not suit {len(sizes)} columns: give one per column, 1 or more each")
     lengths = {column.shape for column in sizes}
@@ -245,15 +238,6 @@ def _check(
             problems.append(problem)
     elif cost is not None and sizes and np.shape(cost) != sizes[0].shape:
         problems.append(f"cost has shape {np.shape(cost)} for {len(sizes[0])} samples: give one number per sample")
-    if dp < 1:
-        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
-    if oversize not in ("error", "alone", "skip"):
-        problems.append(f"oversize {oversize!r} is unknown: choose one of error, alone, skip")
-    if fill is not None and not 0.5 <= fill <= 1.0:
-        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
-    for name, value in (("num_rounds", num_rounds), ("shard_samples", shard_samples), ("num_threads", num_threads)):
-        if value < 1:
-            problems.append(f"{name} {value} does no work: give 1 or more")
     if problems:
         raise PackingError(join_problems(problems))
 

@@ -53,9 +53,7 @@ def mix_samples(
     >>> import numpy as np
     >>> from trimtab import SampleTable
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> mixture = mix_samples([samples, samples], weights=[3.0, 1.0], num_samples=16)
     >>> np.bincount(mixture.part).tolist()
     [12, 4]

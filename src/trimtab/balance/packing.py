@@ -81,9 +81,7 @@ def pack_samples(
     >>> import numpy as np
     >>> from trimtab import SampleTable
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> packed = pack_samples(samples, limits=(9, 4096), dp=2).packing
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
@@ -143,9 +141,7 @@ def report_packing(
     >>> import numpy as np
     >>> from trimtab import SampleTable
     >>> tiles = np.array([1, 5, 3, 0, 2, 5, 1, 4])
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=tiles,
-    ...                       num_tokens=256 * tiles + 90, patches_sq=tiles, patches_windowed=tiles,
-    ...                       source=np.zeros(8, np.int32), patch_unit="tiles")
+    >>> samples = SampleTable.of(tiles, 256 * tiles + 90, patch_unit="tiles")
     >>> from trimtab import pack_samples
     >>> report_packing(samples, pack_samples(samples, limits=(9, 4096))).num_packs
     3
@@ -169,15 +165,7 @@ def report_packing(
 
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
-    small = SampleTable(
-        num_images=np.ones(40, np.int64),
-        num_patches=np.arange(40, dtype=np.int64) % 5,
-        num_tokens=np.arange(40, dtype=np.int64) + 1,
-        patches_sq=np.ones(40, np.int64),
-        patches_windowed=np.ones(40, np.int64),
-        source=np.zeros(40, np.int32),
-        patch_unit="tiles",
-    )
+    small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
     for method in methods or METHODS:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
 
@@ -201,6 +189,16 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> F
     return column
 
 
+def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
+    """What is wrong with settings that all packers have in common; `counts` must be 1 or more."""
+    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
+    if oversize not in OVERSIZE:
+        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
+    if fill is not None and not 0.5 <= fill <= 1.0:
+        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
+    return problems
+
+
 def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
     from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
 
@@ -221,21 +219,11 @@ def _check(
     num_rounds: int,
     batch_size: float,
 ) -> None:
-    problems = []
+    problems = find_problems(fill, oversize, dp=dp, num_rounds=num_rounds, batch_size=batch_size)
     if method not in METHODS:
         problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")
-    if oversize not in OVERSIZE:
-        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
     if len(limits) != 2 or any(limit < 1 for limit in limits):
         problems.append(f"limits {limits} hold no sample: give max_patches and max_tokens, 1 or more each")
-    if dp < 1:
-        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
-    if fill is not None and not 0.5 <= fill <= 1.0:
-        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
-    if num_rounds < 1:
-        problems.append(f"num_rounds {num_rounds} improves nothing: give 1 or more (default {NUM_ROUNDS})")
-    if batch_size < 1:
-        problems.append(f"batch_size {batch_size} is less than a sample: give 1 or more")
     negative = np.flatnonzero((samples.num_patches < 0) | (samples.num_tokens < 0))
     if len(negative):
         name = samples.sample_id(int(negative[0]))

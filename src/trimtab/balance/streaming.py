@@ -15,6 +15,7 @@ from trimtab.balance.aim import NUMBERS, Aim, Style, choose_aim
 from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.cost import ColumnCost, find_cost_problem, price_columns
 from trimtab.balance.dispatch import ORDERS, TOLERANCE, order_packs
+from trimtab.balance.packing import find_problems
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray
@@ -29,8 +30,8 @@ MAX_SAMPLES = 1 << 18
 class StreamPacker:
     """Rows of dp packs under hard limits from samples as they come.
 
-    Use it where samples arrive one by one and nobody has sized them before; `pack_samples` packs better where all sizes
-    are known.
+    Use it where samples arrive one by one and their sizes are not known before; where all are known, `pack_samples`
+    packs better.
 
     Samples are collected until they fill about `buffer_rows` x dp packs, or are `max_samples`; then all are packed at
     once. Every sample is in exactly one pack; none waits longer than `stream.MAX_AGE` windows; every row has dp packs,
@@ -60,18 +61,13 @@ class StreamPacker:
         num_rounds: int = NUM_ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> None:
-        problems = []
+        problems = find_problems(fill, "error", dp=dp, buffer_rows=buffer_rows, num_rounds=num_rounds)
         if not limits or any(limit < 1 for limit in limits):
             problems.append(f"limits {limits} hold no sample: give one per column, 1 or more each")
-        for name, value in (("dp", dp), ("buffer_rows", buffer_rows), ("num_rounds", num_rounds)):
-            if value < 1:
-                problems.append(f"{name} {value} packs nothing: give 1 or more")
         if max_samples < dp:
             problems.append(f"max_samples {max_samples} does not fill one row of {dp} packs: give dp or more")
         if order not in ORDERS:
             problems.append(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
-        if fill is not None and not 0.5 <= fill <= 1.0:
-            problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
         if cost is not None and (problem := find_cost_problem(cost, len(limits))):
             problems.append(problem)
         if problems:

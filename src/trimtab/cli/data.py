@@ -19,7 +19,7 @@ DataArgument = Annotated[
     list[Path],
     typer.Argument(
         parser=place_of,
-        metavar="DATA...",
+        metavar="DATA",
         help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
         "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
     ),

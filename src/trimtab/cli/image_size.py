@@ -13,7 +13,6 @@ from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, print_json
 from trimtab.errors import ConfigError, ImageError
-from trimtab.options import VideoOptions
 
 
 @verb
@@ -26,7 +25,7 @@ def image_size(
     as_json: JsonOption = False,
 ) -> None:
     """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
-    from trimtab.models.images.clips import NO_CLIPS, clip_rule_of
+    from trimtab.models.images.clips import NO_CLIPS
     from trimtab.specs import Clip
 
     width, height = read_size(size)
@@ -34,10 +33,9 @@ def image_size(
     if frames is None:
         counts = model.image_rule.count(width, height)
     else:
-        rule = clip_rule_of(model, VideoOptions())
-        if rule is None:
+        if model.clip_rule is None:
             raise ConfigError(f"videos of {model.name} cannot be counted: {NO_CLIPS}")
-        counts = rule.count_clip(Clip(width=width, height=height, num_frames=frames, fps=fps)).image
+        counts = model.clip_rule.count_clip(Clip(width=width, height=height, num_frames=frames, fps=fps)).image
     if as_json:
         print_json({"model": model.name, "rule": model.image_rule.name, **asdict(counts)})
         return

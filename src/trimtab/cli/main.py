@@ -57,6 +57,8 @@ _VERBS: dict[str, Callable[..., None]] = {
 }
 for name, function in _VERBS.items():
     app.command(name, cls=Verb)(function)
+for exported in export.app.registered_commands:
+    exported.cls = Verb
 app.add_typer(export.app, name="export")
 
 _INSTALL_HINTS = {

@@ -77,7 +77,7 @@ def pack(
     sizes: Annotated[
         list[Path],
         typer.Argument(
-            parser=place_of, metavar="SIZES...", help="Files of ready-made lengths, or tables that `size` saved."
+            parser=place_of, metavar="SIZES", help="Files of ready-made lengths, or tables that `size` saved."
         ),
     ],
     options: PackOptions,

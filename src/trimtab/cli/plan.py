@@ -1,6 +1,8 @@
 """`trimtab plan`: from a model, a data set and a cluster to one reviewable plan."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.plan.build import Within
     from trimtab.plan.file.details import PlanDetails
     from trimtab.samples.table import SizingResult
-    from trimtab.specs import ModelSpec
+    from trimtab.specs import ModelSpec, Profile
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
 
@@ -76,7 +78,6 @@ def plan(
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
     from trimtab.costs.profile import load_profile
-    from trimtab.errors import PartitionError
     from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
     from trimtab.samples.sources import find_sources
@@ -93,14 +94,7 @@ def plan(
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
-    for number, tried in enumerate(narrowed.tried, start=1):
-        try:
-            tried = replace(tried, profile=saved)
-            details = plan_with_progress(model, sized.table, devices, tried, origin, narrowed.within)
-            break
-        except PartitionError:  # the next ZeRO stage that the framework has
-            if number == len(narrowed.tried):
-                raise
+    details = _first_that_fits(narrowed, saved, partial(plan_with_progress, model, sized.table, devices, origin=origin))
     _refuse_untrainable(details, target)
     paths = write_all(details, out)
     if refining.refine is not None:
@@ -109,7 +103,11 @@ def plan(
         refuse_broken(out)
     if as_json:
         print_json(plan_json(details, paths))
-        return
+    else:
+        _print(details, paths)
+
+
+def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
     from trimtab.plan.decide.mixture import describe_draw
     from trimtab.report.text import print_plan
 
@@ -145,6 +143,21 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 
     can = find_target(target).can
     return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
+
+
+def _first_that_fits(
+    narrowed: _Narrowed, profile: "Profile | None", make: Callable[..., "PlanDetails"]
+) -> "PlanDetails":
+    """The plan of the first options that fit the memory."""
+    from trimtab.errors import PartitionError
+
+    *firsts, last = [replace(tried, profile=profile) for tried in narrowed.tried]
+    for tried in firsts:
+        try:
+            return make(options=tried, within=narrowed.within)
+        except PartitionError:  # the next ZeRO stage that the framework has
+            continue
+    return make(options=last, within=narrowed.within)
 
 
 def _size_for(target: str | None, model: "ModelSpec", data: list[Path], sizing: SizingOptions) -> "SizingResult":

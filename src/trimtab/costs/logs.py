@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from trimtab.specs import (
     Stage,
     stages_between,
 )
+from trimtab.typed_json import parse_json, read_typed
 
 LoggedSchedule = Literal["1F1B", "GPipe"]
 
@@ -40,13 +39,68 @@ MIN_S, MAX_S = 1e-6, 1e7
 
 _MOST = 1e18  # of what a micro-batch holds, and of bytes
 
-_RUN_KEYS = (
-    *("name", "stages", "tp", "dp", "num_microbatches", "work", "iteration_s"),
-    *("stage_s", "peak_bytes", "recompute", "schedule", "partial"),
-)
-_WORK_KEYS = (*WORK_TERMS[1:], "patches_per_image", "tokens_per_sample")
 _COUNTED: tuple[Tower, ...] = ("vision", "language")
 _RANGE = re.compile(r"^(?P<stem>.+)\[(?P<first>\d{1,5})\.\.(?P<last>\d{1,5})\]$")
+
+
+_RANGES = {
+    **dict.fromkeys(("num_microbatches", "tp", "dp"), (1, MAX_COUNT)),
+    **dict.fromkeys(("iteration_s", "stage_s"), (MIN_S, MAX_S)),
+    "peak_bytes": (1, _MOST),
+    "recompute": (0, MAX_COUNT),
+    "stages": (0, math.inf),
+    "work": (0, _MOST),
+}
+"""Least and most of the numbers of each key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """How many blocks of each tower a stage holds."""
+
+    vision: int = 0
+    language: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a micro-batch holds, named as in WORK_TERMS. Squares not given: rows x rows of one image or sample."""
+
+    patches: float = 0.0
+    patches_sq: float | None = None
+    patches_windowed: float | None = None
+    patches_per_image: float | None = None
+    tokens: float = 0.0
+    tokens_sq: float | None = None
+    tokens_windowed: float | None = None
+    tokens_per_sample: float | None = None
+
+    def row(self) -> list[float]:
+        """In WORK_TERMS."""
+        values = {"microbatches": 1.0, **{name: x for name, x in asdict(self).items() if x is not None}}
+        for rows, segment in (("patches", "patches_per_image"), ("tokens", "tokens_per_sample")):
+            square = values.setdefault(f"{rows}_sq", values[rows] * values.get(segment, values[rows]))
+            values.setdefault(f"{rows}_windowed", square)
+        return [values[name] for name in WORK_TERMS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One run as the file has it."""
+
+    name: str
+    stages: tuple[_Blocks, ...] = ()
+    modules: tuple[tuple[str, ...], ...] = ()  # the file's `stages` where they name modules
+    num_microbatches: int
+    work: tuple[_Work, ...]  # one: of the mean micro-batch
+    tp: int = 1
+    dp: int = 1
+    schedule: LoggedSchedule = "1F1B"
+    iteration_s: float | None = None
+    stage_s: tuple[float, ...] | None = None
+    peak_bytes: tuple[float, ...] | None = None
+    recompute: tuple[int, ...] | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,8 +136,8 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     Raises `TrimtabError` with every problem at once.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        data = parse_json(Path(path).read_bytes())
+    except ValueError as error:
         raise TrimtabError(f"{path} is not JSON ({error}): list the runs as docs/published-runs.md shows") from None
     found = data.get("format") if isinstance(data, dict) else None
     entries = data.get("runs") if isinstance(data, dict) else None
@@ -93,14 +147,14 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
             '"runs": [...]} with one run or more'
         )
     problems: list[str] = []
-    runs = [
-        _RunReader(entry, number, problems).read(model, device, settings) for number, entry in enumerate(entries, 1)
-    ]
+    runs = [_read_run(entry, number, model, device, settings, problems) for number, entry in enumerate(entries, 1)]
     names = [run.name for run in runs if run is not None]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{names.count(name)} runs are named {name!r}: give each run a name of its own")
     if problems:
-        raise TrimtabError(f"{path} cannot be used:\n" + join_problems(problems))
+        raise TrimtabError(
+            f"{path} cannot be used (docs/published-runs.md shows what to write):\n" + join_problems(problems)
+        )
     return tuple(run for run in runs if run is not None)
 
 
@@ -137,166 +191,109 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     return model, stages_between([0, *(blocks[end - 1] + 1 for end in ends.tolist()), len(kept)])
 
 
-class _RunReader:
+def _read_run(
+    entry: Any, number: int, model: ModelSpec, device: DeviceSpec, settings: dict[str, Any], problems: list[str]
+) -> LoggedRun | None:
     """One entry of the file; what is wrong with it is appended to `problems`, a sentence each."""
-
-    def __init__(self, entry: Any, number: int, problems: list[str]) -> None:
-        self.entry = entry if isinstance(entry, dict) else {}
-        name = self.entry.get("name")
-        self.name = name if isinstance(name, str) and name else f"run {number}"
-        self.problems = problems
-        if not isinstance(entry, dict):
-            self.wrong(f"it is {type(entry).__name__}, not an object: write its keys and values")
-        for key in sorted(set(self.entry) - set(_RUN_KEYS)):
-            self.wrong(f"the key {key!r} is unknown: use {', '.join(_RUN_KEYS)}")
-
-    def wrong(self, sentence: str) -> None:
-        self.problems.append(f"{self.name}: {sentence}")
-
-    def read(self, model: ModelSpec, device: DeviceSpec, settings: dict[str, Any]) -> LoggedRun | None:
-        before = len(self.problems)
-        if not self.entry:
-            return None
-        M, tp, dp = self.one("num_microbatches", None), self.one("tp", 1), self.one("dp", 1)
-        schedule = self.entry.get("schedule", "1F1B")
-        if schedule not in get_args(LoggedSchedule):
-            self.wrong(f"schedule {schedule!r} cannot be fitted: log runs of {' or '.join(get_args(LoggedSchedule))}")
-        placed = self.stages(model)
-        num_stages = len(placed[1]) if placed else None
-        work = self.work(M)
-        has_step, has_stages = (self.entry.get(key) is not None for key in ("iteration_s", "stage_s"))
-        iteration_s = self.one("iteration_s", None) if has_step else None
-        stage_s, peak_bytes, recomputed = (
-            self.per_stage(key, num_stages) for key in ("stage_s", "peak_bytes", "recompute")
-        )
-        if not has_step and not has_stages:
-            self.wrong("neither iteration_s nor stage_s is given: give the seconds of a step, or of each stage")
-        if len(self.problems) > before or placed is None or work is None or tp is None or dp is None:
-            return None
-        built, stages = placed
-        if recomputed is not None:
-            stages = self.recomputed(built, stages, recomputed)
+    given = dict(entry) if isinstance(entry, dict) else entry
+    name, own, run = f"run {number}", list[str](), None
+    if isinstance(given, dict):
+        name = given["name"] = given.get("name") or name
+        if isinstance(given.get("work"), dict):
+            given["work"] = [given["work"]]
+        if isinstance(given.get("stages"), list) and all(isinstance(stage, list) for stage in given["stages"]):
+            given["modules"] = given.pop("stages")
+    read = read_typed(_Entry, given, "", own, read_number=_read_number)
+    if read is not None:
+        own += _find_problems(read)
+    if not own:
         try:
-            dims = ParallelDims(tp=tp, dp=dp, pp=len(stages))
-            profile = profile_model(built, device, dims=dims, **settings)
+            run = _price(read, model, device, settings)
         except TrimtabError as error:
-            self.wrong(str(error))
-        if len(self.problems) > before:
-            return None
-        return LoggedRun(
-            name=self.name,
-            profile=profile,
-            stages=stages,
-            work=work,
-            iteration_s=None if iteration_s is None else float(iteration_s),
-            stage_s=stage_s,
-            peak_bytes=peak_bytes,
-            schedule=schedule,
+            own.append(str(error))
+    problems += [f"{name}: {problem}" for problem in own]
+    return run
+
+
+def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
+    low, high = _RANGES[place.partition(".")[0]]
+    if low <= value <= high:
+        return kind(value)
+    problems.append(f"{place} is {str(value)[:60]}: give a number from {low:g} to {high:g}")
+    return value
+
+
+def _find_problems(read: _Entry) -> Iterator[str]:
+    """Of values that are sound by themselves."""
+    num_stages = len(read.stages or read.modules)
+    if num_stages == 0:
+        yield (
+            'stages cannot be read: give for each stage its blocks, {"vision": 10, "language": 4}, or a list of its '
+            "module paths"
         )
-
-    def one(self, key: str, absent: int | None) -> Any:
-        """The value of a key, or None and a problem."""
-        value = self.entry.get(key, absent)
-        is_sound, what = _SOUND[key]
-        if is_sound(value):
-            return value
-        self.wrong(f"{key} is {str(value)[:60]}: give {what}")
-        return None
-
-    def per_stage(self, key: str, num_stages: int | None) -> tuple[float, ...] | None:
-        values = self.entry.get(key)
-        if values is None:
-            return None
-        is_sound, what = _SOUND[key]
-        if not isinstance(values, list) or not values or not all(map(is_sound, values)):
-            self.wrong(f"{key} is {str(values)[:60]}: give a list of {what}, one for each stage")
-            return None
-        if num_stages is not None and len(values) != num_stages:
-            self.wrong(f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage")
-            return None
-        return tuple(values)
-
-    def stages(self, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]] | None:
-        given = self.entry.get("stages")
-        if isinstance(given, list) and given and all(isinstance(x, list) for x in given):
-            return self.named_stages(model, given)
-        if not isinstance(given, list) or not given or not all(_is_counts(x) for x in given):
-            self.wrong(
-                'stages cannot be read: give for each stage its blocks, {"vision": 10, "language": 4}, or a list of '
-                "its module paths"
-            )
-            return None
-        try:
-            built, stages = place_blocks(model, given)
-        except TrimtabError as error:
-            self.wrong(str(error))
-            return None
-        if len(built.layers) < len(model.layers) and self.entry.get("partial") is not True:
-            placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
-            self.wrong(
-                f"its stages hold {placed} blocks, and the model declares {declared}: place them all, or say "
-                '"partial": true if the run built fewer'
-            )
-            return None
-        return built, stages
-
-    def named_stages(self, model: ModelSpec, given: list[list[Any]]) -> tuple[ModelSpec, tuple[Stage, ...]] | None:
-        names = [[name for entry in stage for name in _unfold(str(entry))] for stage in given]
-        expected = [layer.name for layer in model.layers]
-        flat = [name for stage in names for name in stage]
-        if flat != expected:
-            odd, wanted = next((a, b) for a, b in itertools.zip_longest(flat, expected) if a != b)
-            self.wrong(
-                f"its stages name {odd or 'nothing more'} where the model continues with {wanted or 'the end'}: name "
-                "every layer once, in forward order"
-            )
-            return None
-        if not all(names):
-            self.wrong("a stage names no module: give every stage one layer or more")
-            return None
-        return model, stages_between([0, *np.cumsum([len(stage) for stage in names]).tolist()])
-
-    def recomputed(self, model: ModelSpec, stages: tuple[Stage, ...], counts: Sequence[float]) -> tuple[Stage, ...]:
-        changed = []
-        for stage, count in zip(stages, counts, strict=True):
-            blocks = [i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"]
-            if count > len(blocks):
-                self.wrong(f"stage {stage.index} recomputes {count} of its {len(blocks)} blocks: give at most those")
-            choice = RecomputeChoice(tier="full", layers=tuple(blocks[: int(count)]))
-            changed.append(replace(stage, recompute=(choice,)) if count else stage)
-        return tuple(changed)
-
-    def work(self, num_microbatches: int | None) -> FloatArray | None:
-        given = self.entry.get("work")
-        rows: list[Any] = given if isinstance(given, list) else [given]
-        if not rows or not all(isinstance(row, dict) for row in rows):
-            self.wrong('work is missing: give what a micro-batch holds, {"patches": 1024, "tokens": 2048, ...}')
-            return None
-        if num_microbatches is not None and isinstance(given, list) and len(rows) != num_microbatches:
-            self.wrong(f"work lists {len(rows)} micro-batches of {num_microbatches}: give each, or one mean object")
-        found = []
-        for row in rows:
-            unknown = sorted(set(row) - set(_WORK_KEYS))
-            bad = sorted(key for key, value in row.items() if key in _WORK_KEYS and not _is_amount(value))
-            if unknown:
-                self.wrong(f"work holds {', '.join(unknown)}: use {', '.join(_WORK_KEYS)}")
-            if bad:
-                self.wrong(f"work's {', '.join(bad)} cannot be read: give numbers, from 0 to {_MOST:g}")
-            if unknown or bad:
-                return None
-            found.append(_work_row(row))
-        matrix = np.array(found)
-        return matrix if isinstance(given, list) else np.repeat(matrix, num_microbatches or 1, axis=0)
+    for key in ("stage_s", "peak_bytes", "recompute"):
+        values = getattr(read, key)
+        if values is not None and len(values) != num_stages:
+            yield f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage"
+    if read.iteration_s is None and read.stage_s is None:
+        yield "neither iteration_s nor stage_s is given: give the seconds of a step, or of each stage"
+    if len(read.work) not in (1, read.num_microbatches):
+        yield f"work lists {len(read.work)} micro-batches of {read.num_microbatches}: give each, or one mean object"
 
 
-def _work_row(row: Mapping[str, float]) -> list[float]:
-    """One micro-batch in WORK_TERMS. Squares not given: rows x rows of one image or sample, or of all in one."""
-    values = {"microbatches": 1.0, **{key: float(value) for key, value in row.items()}}
-    for rows, segment in (("patches", "patches_per_image"), ("tokens", "tokens_per_sample")):
-        amount = values.setdefault(rows, 0.0)
-        square = values.setdefault(f"{rows}_sq", amount * values.get(segment, amount))
-        values.setdefault(f"{rows}_windowed", square)
-    return [values[name] for name in WORK_TERMS]
+def _price(read: _Entry, model: ModelSpec, device: DeviceSpec, settings: dict[str, Any]) -> LoggedRun:
+    built, stages = _place(read, model)
+    if read.recompute is not None:
+        stages = tuple(_recomputed(built, *x) for x in zip(stages, read.recompute, strict=True))
+    dims = ParallelDims(tp=read.tp, dp=read.dp, pp=len(stages))
+    work = np.array([micro_batch.row() for micro_batch in read.work])
+    return LoggedRun(
+        name=read.name,
+        profile=profile_model(built, device, dims=dims, **settings),
+        stages=stages,
+        work=np.repeat(work, read.num_microbatches // len(work), axis=0),
+        iteration_s=read.iteration_s,
+        stage_s=read.stage_s,
+        peak_bytes=read.peak_bytes,
+        schedule=read.schedule,
+    )
+
+
+def _place(read: _Entry, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]]:
+    if read.modules:
+        return model, _named_stages(model, read.modules)
+    built, stages = place_blocks(model, [asdict(blocks) for blocks in read.stages])
+    if len(built.layers) < len(model.layers) and not read.partial:
+        placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
+        raise TrimtabError(
+            f"its stages hold {placed} blocks, and the model declares {declared}: place them all, or say "
+            '"partial": true if the run built fewer'
+        )
+    return built, stages
+
+
+def _named_stages(model: ModelSpec, given: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+    names = [[name for entry in stage for name in _unfold(entry)] for stage in given]
+    expected = [layer.name for layer in model.layers]
+    flat = [name for stage in names for name in stage]
+    if flat != expected:
+        odd, wanted = next((a, b) for a, b in itertools.zip_longest(flat, expected) if a != b)
+        raise TrimtabError(
+            f"its stages name {odd or 'nothing more'} where the model continues with {wanted or 'the end'}: name "
+            "every layer once, in forward order"
+        )
+    if not all(names):
+        raise TrimtabError("a stage names no module: give every stage one layer or more")
+    return stages_between([0, *np.cumsum([len(stage) for stage in names]).tolist()])
+
+
+def _recomputed(model: ModelSpec, stage: Stage, count: int) -> Stage:
+    """The stage with its first `count` blocks recomputed."""
+    blocks = [i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"]
+    if count > len(blocks):
+        raise TrimtabError(f"stage {stage.index} recomputes {count} of its {len(blocks)} blocks: give at most those")
+    choice = RecomputeChoice(tier="full", layers=tuple(blocks[:count]))
+    return replace(stage, recompute=(choice,)) if count else stage
 
 
 def _unfold(entry: str) -> list[str]:
@@ -305,30 +302,3 @@ def _unfold(entry: str) -> list[str]:
     if match is None:
         return [entry]
     return [f"{match['stem']}.{i}" for i in range(int(match["first"]), int(match["last"]) + 1)]
-
-
-def _is_amount(value: Any, least: float = 0, most: float = _MOST) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and _is_amount(value, least, MAX_COUNT)
-
-
-def _is_counts(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(value) <= set(_COUNTED)
-        and all(isinstance(n, int) and _is_amount(n, most=math.inf) for n in value.values())
-    )
-
-
-_COUNT = (partial(_is_count, least=1), f"a whole number from 1 to {MAX_COUNT}")
-_SECONDS = (partial(_is_amount, least=MIN_S, most=MAX_S), f"seconds, from {MIN_S:g} to {MAX_S:g}")
-_SOUND: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("num_microbatches", "tp", "dp"), _COUNT),
-    **dict.fromkeys(("iteration_s", "stage_s"), _SECONDS),
-    "peak_bytes": (partial(_is_amount, least=1), f"bytes, from 1 to {_MOST:g}"),
-    "recompute": (_is_count, "numbers of blocks"),
-}
-"""What a value, or each of a list, must be; and how that is said."""

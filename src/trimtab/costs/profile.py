@@ -109,7 +109,7 @@ def profile_bytes(profile: Profile) -> bytes:
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes `profile_bytes`; the file appears whole or not at all.
+    """Writes `profile_bytes`; the file is complete, or is not there.
 
     Use it to plan with the same costs again: `trimtab plan --profile FILE`.
 

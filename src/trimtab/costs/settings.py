@@ -1,4 +1,4 @@
-"""What decides a layer's cost besides its shape: parallel degrees, number formats, sharding, kernels, efficiencies."""
+"""What decides a layer's cost, its shape aside: parallel degrees, number formats, sharding, kernels, efficiencies."""
 
 from __future__ import annotations
 

@@ -143,13 +143,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _token_work(batch: Batch, token_window: int | None) -> Terms:
     """As a plan counts them: of each sample by itself, and what a window leaves of it."""
     tokens = np.array(batch.lengths * batch.num_rows, dtype=np.int64)
-    none = np.zeros_like(tokens)
-    table = SampleTable(
-        num_images=none,
-        num_patches=none,
-        num_tokens=tokens,
-        patches_sq=none,
-        patches_windowed=none,
-        source=none.astype(np.int32),
-    )
+    table = SampleTable.of(np.zeros_like(tokens), tokens)
     return tuple(table.work(token_window=token_window).sum(axis=0).tolist()[TOKENS:])

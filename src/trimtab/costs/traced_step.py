@@ -58,7 +58,7 @@ def trace_step(
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
-        stack.enter_context(_young_garbage())
+        stack.enter_context(young_garbage())
         stack.enter_context(mode)
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Kept.unpack):
             loss = module(**inputs).loss
@@ -79,13 +79,13 @@ def trace_step(
 
 
 @contextmanager
-def _young_garbage() -> Iterator[None]:
-    """No collection of cycles but those asked for: all that the step makes stays in the youngest generation.
+def young_garbage(generation: int = 0) -> Iterator[None]:
+    """No collection of cycles but those asked for, after one of `generation`: what is made stays in the youngest.
 
     Models leave tensors in cycles of Python objects; whether those still hold memory would be a matter of chance.
     """
     was_enabled = gc.isenabled()
-    gc.collect(0)
+    gc.collect(generation)
     gc.disable()
     try:
         yield

@@ -18,10 +18,11 @@ from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
 from trimtab.models.images.apply import with_limits
-from trimtab.models.images.clips import ask_clips
+from trimtab.models.images.clips import ask_clips, clip_rule_of
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
+from trimtab.options import VideoOptions
 from trimtab.specs import ModelOrigin, ModelSpec
 from trimtab.typed_json import parse_json
 
@@ -77,7 +78,8 @@ def describe(
     if not isinstance(source, Mapping) and not isinstance(preprocessor, Mapping):
         other = None if preprocessor is None else str(preprocessor)
         origin = ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
-    return replace(model, name=name or model.name, image_rule=rule, origin=origin)
+    model = replace(model, name=name or model.name, image_rule=rule, origin=origin)
+    return replace(model, clip_rule=clip_rule_of(model, VideoOptions()))
 
 
 def _read_described(config: Config, settings: Config | None, files: Files, *, whence: str) -> ModelSpec:

@@ -48,7 +48,7 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     nothing spills there.
     Where nothing fits, weights spill in the order of bytes moved per request for each byte freed: the embedding, run
     in host memory row by row; the ViT, copied once; decoder blocks and at last the head, copied for every token.
-    Then layers come back, dearest first, as long as all still fits. Host memory is filled first, disk takes the rest.
+    Then layers come back, the most expensive first, as long as all still fits. Host memory is filled first, then disk.
     `PartitionError` says how much is missing and what would do where even that does not fit.
 
     >>> from trimtab import Workload, describe, parse_machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically
+from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
 from trimtab.plan.decide.budget import MemoryBudget
@@ -19,12 +20,13 @@ from trimtab.plan.decide.expressible import Expressible, best_split
 from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
 from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
-from trimtab.plan.decide.stages import ABOUT_SPLIT, choose_split
+from trimtab.plan.decide.simplest import ChosenSetting
+from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
 from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.sharing.search import choose_vision
+from trimtab.plan.sharing.search import VisionChosen, choose_vision
 from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]
@@ -60,8 +62,7 @@ def make_plan(
     >>> import numpy as np
     >>> from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster
     >>> patches, tokens = np.full(64, 1025), np.full(64, 400)
-    >>> samples = SampleTable(num_images=np.ones(64, np.int64), num_patches=patches, num_tokens=tokens,
-    ...                       patches_sq=patches**2, patches_windowed=patches**2, source=np.zeros(64, np.int32))
+    >>> samples = SampleTable.of(patches, tokens)
     >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("8xA100-80GB")
     >>> made = make_plan(model, samples, cluster, PlanOptions(pp=4, tp=2))
     >>> made.plan.decisions.parallel.dp, made.variants[-1].fits
@@ -82,25 +83,11 @@ def make_plan(
     chosen = choose_setting(
         model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
     )
-    tried = chosen
-    while True:
-        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
-        without = choose_split(case)
-        vision = choose_vision(case, without)
-        case, found = vision.best.case, vision.best.found
-        split = found.split if within is None else best_split(case, within(model, case.setting.dims.pp))
-        if split is not None:
-            break
-        rest = tuple(x for x in tried.considered if x is not tried.best)
-        if not rest:
-            raise PartitionError(
-                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
-                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
-            )
-        tried = replace(tried, considered=rest)
+    settled = _settle(model, epoch, samples_work, cluster, budget, chosen, within)
+    tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options
     variants = compare_variants(
-        case, split.stages, without=without, elsewhere=tried.listed, progress=_step(progress, "simulation")
+        case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
     return assemble_plan(
         case,
@@ -117,12 +104,50 @@ def make_plan(
             *describe_draw(epoch.sources),
             *tried.sentences(),
             *(found.sentences() if within is None else (_NARROWED,)),
-            *vision.sentences(),
+            *settled.vision.sentences(),
             *explain_losses(variants),
             *model.notes,
             *setting.profile.assumptions,
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settled:
+    """The setting that is taken, and the stages at it."""
+
+    tried: ChosenSetting  # those before it left out
+    without: SplitChoice  # where no image is shared
+    vision: VisionChosen
+    split: SplitResult
+
+
+def _settle(
+    model: ModelSpec,
+    epoch: Epoch,
+    samples_work: FloatArray,
+    cluster: ClusterSpec,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+    within: Within | None,
+) -> _Settled:
+    """The best setting; with `within` the best at which something of that fits."""
+    tried = chosen
+    while True:
+        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
+        without = choose_split(case)
+        vision = choose_vision(case, without)
+        case, split = vision.best.case, vision.best.found.split
+        best = split if within is None else best_split(case, within(model, case.setting.dims.pp))
+        if best is not None:
+            return _Settled(tried=tried, without=without, vision=vision, split=best)
+        rest = tuple(x for x in tried.considered if x is not tried.best)
+        if not rest:
+            raise PartitionError(
+                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            )
+        tried = replace(tried, considered=rest)
 
 
 def _pack_case(
@@ -219,8 +244,7 @@ def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     >>> import numpy as np
     >>> from trimtab import SampleTable, check_plan, describe, load_plan, parse_cluster
     >>> tiles = np.arange(200) % 5
-    >>> samples = SampleTable(num_images=np.minimum(tiles, 1), num_patches=1024 * tiles, num_tokens=256 * tiles + 90,
-    ...                       patches_sq=1024**2 * tiles, patches_windowed=1024 * tiles, source=np.zeros(200, np.int32))
+    >>> samples = SampleTable.of(1024 * tiles, 256 * tiles + 90, patches_sq=1024**2 * tiles)
     >>> model, cluster = describe("InternVL-Chat-V1-5"), parse_cluster("4xH200")
     >>> details = make_plan(model, samples, cluster, PlanOptions(dp=1, pp=2, tp=2, num_microbatches=8))
     >>> folder = tempfile.mkdtemp()

@@ -8,8 +8,9 @@ from functools import cached_property
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
+from trimtab.plan.estimates import VisionEstimate
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import VisionDecision, VisionEstimate
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import (
     ClusterSpec,
     FloatArray,

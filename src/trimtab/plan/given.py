@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class GivenRun:
     """What a run of somebody's is made of; None is what a launcher does when nothing is said.
 
+    Use it for `predict_run`. Raises `PlanError` for values that no run can have.
+
     >>> GivenRun(dp=4, pp=2, tp=4, batch=1, global_batch=64, stages="vision-first", recompute="full").pp
     2
     """

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.report.svg import axis, grid, levels, nice_ticks, plot
+from trimtab.report.plots import levels, plot
+from trimtab.report.svg import axis, grid, nice_ticks
 from trimtab.report.words import Scale, count_scale
 from trimtab.specs import FloatArray
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from trimtab.partition.schedules import WEIGHT
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.report import svg
+from trimtab.report import plots, svg
 from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale
 from trimtab.units import format_bytes, format_seconds
@@ -152,7 +152,7 @@ def rank_columns(details: PlanDetails) -> str:
         mean = variant.rank_s[1]
         over = f"the slowest {percent(float(mean.max() / mean.mean()) - 1)} above the mean of {mean.size}"
         look = "new" if variant is details.variants[-1] else "old"
-        drawn = svg.columns(
+        drawn = plots.columns(
             variant.rank_s, span=span, scale=scale, label="rank", title=f"Load of the ranks, {name}", css_class=look
         )
         panels.append(f'<figure><h3>{name} <span class="note">{over}</span></h3>{drawn}</figure>')
@@ -175,7 +175,7 @@ def pack_sizes_section(details: PlanDetails) -> str:
     panels = []
     for heading, variant in shown.items():
         title, look = f"{heading}: patches and tokens of each pack", "new" if heading == "Plan" else "old"
-        drawn = svg.scatter(
+        drawn = plots.scatter(
             variant.pack_patches, variant.pack_tokens, limits=limits, span=span, title=title, css_class=look
         )
         panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")

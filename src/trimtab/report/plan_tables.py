@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trimtab.plan.decide.simplest import complexity
+from trimtab.plan.estimates import Estimates, VisionEstimate
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     balance_rows,

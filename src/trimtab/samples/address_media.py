@@ -25,7 +25,7 @@ class AddressFolder(MediaFolder):
     def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
         """An open file with the content, which goes when it is closed."""
         assert isinstance(image, str), "bytes are carried"
-        address = self._address(image)
+        address = self._address(image, kind)
         try:
             content = address.read_bytes()
         except (OSError, SampleError) as error:
@@ -38,7 +38,7 @@ class AddressFolder(MediaFolder):
             file.seek(0)
             return os.dup(file.fileno())
 
-    def _address(self, name: str) -> Address:
+    def _address(self, name: str, kind: str) -> Address:
         """Root and name as one address, `..` resolved, quoted ones too."""
         scheme, _, root = self._root.partition("://")
         own, mark, inner = name.partition("://")
@@ -48,7 +48,7 @@ class AddressFolder(MediaFolder):
             if not self._allow_outside and (not lies_in or (mark and own != scheme)):
                 raise BadRecordError(
                     "path",
-                    f"image {shorten(name)} lies outside the media folder {self._root}: "
+                    f"{kind} {shorten(name)} lies outside the media folder {self._root}: "
                     "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
                 )
         return Address(f"{own if mark else scheme}:/{posixpath.normpath(path)}")

@@ -64,5 +64,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise BadRecordError("video", f"{name} holds no video stream: {_DAMAGED}")
             yield container, container.streams.video[0]
-    except (av.FFmpegError, ValueError, MemoryError) as error:  # as FFmpeg's readers fail
+    except BadRecordError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, MemoryError) as error:  # as FFmpeg's readers fail
         raise BadRecordError("video", f"{name} cannot be read as a video ({shorten(str(error))}): {_DAMAGED}") from None

@@ -9,8 +9,9 @@ import numpy as np
 
 from trimtab.address import Address
 from trimtab.files import blake2b, write_atomically
+from trimtab.samples.arrays import pack_arrays, unpack_arrays
 from trimtab.samples.chunks import Chunk
-from trimtab.samples.table import UNREADABLE, Part, bad_from_dict, pack_arrays, unpack_arrays
+from trimtab.samples.table import UNREADABLE, Part, bad_from_dict
 
 
 def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
@@ -22,7 +23,7 @@ def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
 
 
 def save_part(path: Path, part: Part) -> None:
-    """Write one finished chunk, whole or not at all."""
+    """Write one finished chunk; the file is complete, or is not there."""
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in values.items() if name not in arrays}

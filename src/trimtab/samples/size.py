@@ -5,64 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-import trimtab
-from trimtab.errors import ImageError, SampleError
-from trimtab.files import blake2b, fingerprint_file
+from trimtab.address import place_of
+from trimtab.errors import SampleError
+from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.images.clips import AskedClips
 from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
-from trimtab.samples.chunks import Chunk, Record
+from trimtab.samples.chunks import Chunk
 from trimtab.samples.headers import MAX_PIXELS
-from trimtab.samples.lengths import SizesAlone, holds_lengths, image_counter, read_length_parts, sizes_in
-from trimtab.samples.media import MediaFolder, MediaFolders
-from trimtab.samples.problems import BadRecordError, BadSample, refuse_bad, shorten
-from trimtab.samples.records import list_chunks, read_chunk
+from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
+from trimtab.samples.problems import refuse_bad, shorten
+from trimtab.samples.records import list_chunks
 from trimtab.samples.resume import chunk_path, load_part, save_part
-from trimtab.samples.rows import Conversation, read_conversation, record_id
+from trimtab.samples.sizer import Sizer, SizerSettings
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
-from trimtab.samples.table import COLUMNS, Part, SizedFile, SizingResult, join_parts, numbers_of
-from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles, read_tokenizer
+from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
+from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
-from trimtab.specs import Clip, ClipRule, ImageCounts, ImageMarkup, ImageRule
+from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
     [Callable[[], Callable[[Chunk], Part]], Iterable[Chunk], int, Callable[[Chunk, Part], None]], Iterator[Part]
 ]
 """How chunks are spread: `map_in_order` over processes here, or another that gives the same results in order."""
-
-_BATCH = 512  # chats encoded together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """What decides a sample's sizes; goes to every worker."""
-
-    image_rule: ImageRule
-    source_key: str | None
-    tokenizer: TokenizerFiles | None
-    media_root: Path | None
-    allow_outside: bool
-    exif: Exif
-    max_pixels: int
-    clip_rule: ClipRule | None
-
-    def key(self) -> str:
-        """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
-        tokenizer = self.tokenizer and replace(self.tokenizer, tokenizer_json=b"", added=())
-        content = blake2b(self.tokenizer.tokenizer_json + repr(self.tokenizer.added).encode()) if self.tokenizer else ""
-        own = replace(self, tokenizer=tokenizer)
-        return repr((trimtab.__version__, own, type(self.image_rule).__name__, content))
 
 
 def size_samples(
@@ -84,7 +58,7 @@ def size_samples(
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
     map_chunks: MapChunks = map_in_order,
-    resume_dir: Path | None = None,
+    resume_dir: Path | str | None = None,
     shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
@@ -113,17 +87,17 @@ def size_samples(
     >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
     [13]
     """
-    sources = find_sources(data, media_root)
+    sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
     files = [source.file for source in sources]
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths(files)
-    _refuse_shard(shard, resume_dir, ready=ready)
+    _refuse_shard(shard, kept_in, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts(files, image_rule)]
     else:
         how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
-        settings = _Settings(
+        settings = SizerSettings(
             image_rule=image_rule,
             source_key=source_key,
             tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
@@ -134,7 +108,7 @@ def size_samples(
             clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+        parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
@@ -209,7 +183,7 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
 
 def _size_conversations(
     sources: Sequence[SourceFile],
-    settings: _Settings,
+    settings: SizerSettings,
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
@@ -235,7 +209,7 @@ _EXIF_ASSUMPTION: dict[Exif, str] = {
 
 def _size_files(
     sources: Sequence[SourceFile],
-    settings: _Settings,
+    settings: SizerSettings,
     workers: int,
     map_chunks: MapChunks,
     resume_dir: Path | None,
@@ -273,9 +247,9 @@ def _size_files(
     return parts
 
 
-def _make_work(settings: _Settings, resume_dir: Path | None) -> Callable[[Chunk], Part]:
+def _make_work(settings: SizerSettings, resume_dir: Path | None) -> Callable[[Chunk], Part]:
     """What a worker does with a chunk: take it from the resume folder, else size it and put it there."""
-    sizer, key = _Sizer(settings), settings.key()
+    sizer, key = Sizer(settings), settings.key()
 
     def work(chunk: Chunk) -> Part:
         if resume_dir is None:
@@ -309,126 +283,3 @@ def _place(part: Part, file: Path, offset: int) -> Part:
     """Lines numbered within the file instead of the chunk, and the file named as the caller did."""
     bad = tuple(replace(sample, file=str(file), line=(sample.line or 0) + offset) for sample in part.bad)
     return replace(part, lines=part.lines + offset, bad=bad)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """One record of a chunk whose images and videos can be read."""
-
-    line: int
-    name: str | None
-    source: str
-    conversation: Conversation
-    images: list[ImageCounts]
-    clips: list[Clip]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """One good record of a chunk, its text yet to be encoded."""
-
-    line: int
-    name: str | None
-    source: str
-    images: list[ImageCounts]  # and videos behind them
-    chat: Rendered
-
-
-class _Sizer:
-    """Sizes chunks; holds the tokenizer, the resolved folders and the counts of image sizes met before."""
-
-    def __init__(self, settings: _Settings) -> None:
-        self._settings = settings
-        self._counter = TokenCounter(settings.tokenizer)
-        self._count_image = image_counter(settings.image_rule)
-        self._clip_rule = settings.clip_rule
-        self._media = MediaFolders(
-            settings.media_root,
-            allow_outside=settings.allow_outside,
-            exif=settings.exif,
-            max_pixels=settings.max_pixels,
-        )
-
-    def size(self, chunk: Chunk) -> Part:
-        """The chunk's samples."""
-        sized: list[_Sized] = []
-        with_videos: list[_Read] = []
-        bad: list[BadSample] = []
-        num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
-        for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
-            num_lines += 1
-            if record.blank:
-                continue
-            name = record.key
-            try:
-                name = record_id(record.value) or record.key
-                read = self._read(record, name, media)
-                if read.clips:
-                    with_videos.append(read)
-                else:
-                    sized.append(self._rendered(read))
-            except BadRecordError as error:
-                bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
-        if with_videos and self._clip_rule is not None:  # one question about all of them
-            self._clip_rule.prepare(clip for read in with_videos for clip in read.clips)
-        for read in with_videos:
-            try:
-                sized.append(self._rendered(read))
-            except BadRecordError as error:
-                bad.append(BadSample.of(chunk.file, read.line, read.name, error.kind, str(error)))
-        if with_videos:
-            sized.sort(key=lambda x: x.line)
-            bad.sort(key=lambda x: x.line or 0)
-        tokens: list[int] = []
-        for first in range(0, len(sized), _BATCH):
-            tokens += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
-        rows = [numbers_of(x.images, num) for x, num in zip(sized, tokens, strict=True)]
-        codes: dict[str, int] = {}
-        source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
-        return Part(
-            numbers=np.array(rows, np.int64).reshape(-1, len(COLUMNS)),
-            image_patches=np.array([image.patches for x in sized for image in x.images], np.int64),
-            lines=np.array([x.line for x in sized], np.int64),
-            ids=tuple(x.name for x in sized) if any(x.name is not None for x in sized) else None,
-            bad=tuple(bad),
-            num_lines=num_lines if chunk.first_line is None else 0,
-            source=source if key is not None else None,
-            source_names=tuple(codes),
-            patch_unit="patches",
-            tokens_exact=self._counter.exact,
-        )
-
-    def _source(self, record: Record) -> str:
-        key = self._settings.source_key
-        if key is None:
-            return ""
-        name = record.value.get(key) if isinstance(record.value, dict) else None
-        if not isinstance(name, str) or not 0 < len(name) <= 80:
-            raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
-        return name
-
-    def _read(self, record: Record, name: str | None, media: MediaFolder) -> _Read:
-        if record.problem is not None:
-            raise record.problem
-        source, conversation = self._source(record), read_conversation(record.value, images=record.images)
-        try:
-            num_images = len(conversation.images)
-            images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
-        except ImageError as error:
-            raise BadRecordError("image", str(error)) from None
-        clips: list[Clip] = []
-        if conversation.videos and not isinstance(self._settings.image_rule, SizesAlone):
-            if self._clip_rule is None:
-                raise BadRecordError("video", f"videos of this model cannot be counted: {NO_CLIPS}")
-            clips = [media.clip(video) for video in conversation.videos]
-        conversation = replace(conversation, images=(), videos=())  # their bytes are not held
-        return _Read(line=record.line, name=name, source=source, conversation=conversation, images=images, clips=clips)
-
-    def _rendered(self, read: _Read) -> _Sized:
-        try:
-            videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
-        except ImageError as error:
-            raise BadRecordError("video", str(error)) from None
-        chat = self._counter.render(read.conversation, read.images, videos)
-        images = [*read.images, *(video.image for video in videos)]
-        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)

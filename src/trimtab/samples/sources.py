@@ -113,23 +113,27 @@ def _names_of(source: SourceFile) -> tuple[str, ...]:
 # -- files and folders ------------------------------------------------------------------------------------------------
 
 
-def _sources_of(name: Path | str) -> Iterator[SourceFile]:
+def _sources_of(name: Path | str, *, listed_in: Path | None = None) -> Iterator[SourceFile]:
     place = place_of(name)
     local = cached_place(place)
     if local is not None:
-        yield from _in_folder(local, place, 0) if local.is_dir() else [SourceFile(file=local, named=place)]
+        told = f"{place} is read from the hub's cache, as far as it is there: {local}"
+        found = _in_folder(local, place, 0) if local.is_dir() else [SourceFile(file=local, named=place)]
+        yield from (replace(source, note=f"{told}; {source.note}" if source.note else told) for source in found)
     elif is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
         yield SourceFile(file=place, named=place)
     elif place.is_dir():
-        yield from _in_folder(place, place, 0)
+        yield from _in_folder(place, place if place.stem.strip(".") else place.resolve(), 0)
     elif place.name.endswith(".json") and (listed := read_meta(place)) is not None:
+        if listed_in is not None:
+            raise SampleError(f"{listed_in}: annotation {place} is a list of data sets itself: name files of records")
         yield from (found for entry in listed for found in _in_meta(entry, place))
     else:
         yield SourceFile(file=place, named=place)
 
 
 def _in_meta(entry: MetaSource, meta: Path) -> Iterator[SourceFile]:
-    for source in _sources_of(entry.annotation):
+    for source in _sources_of(entry.annotation, listed_in=meta):
         yield replace(
             source,
             named=meta,
@@ -149,7 +153,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
         yield from found
         return
     files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
-    files = [name for name in files if entries[name].is_file()]
+    files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is told when it is read
     if files:
         kinds = sorted({str(format_of_name(entries[name])) for name in files})
         if len(kinds) > 1:
@@ -201,16 +205,17 @@ def _beside(folder: Path, name: object, field: str, index: Path) -> Path:
 def _dataset_dict(folder: Path, named: Path, index: Path) -> list[SourceFile]:
     """A `DatasetDict`: a folder for each split."""
     splits = _read_object(index).get("splits")
-    if (
-        not isinstance(splits, list)
-        or not splits
-        or not all(isinstance(x, str) and re.fullmatch(r"[\w.-]+", x) for x in splits)
-    ):
+    named_well = isinstance(splits, list) and all(isinstance(x, str) and re.fullmatch(r"\w[\w.-]*", x) for x in splits)
+    if not splits or not isinstance(splits, list) or not named_well:
         raise SampleError(f"{index}: splits is {shorten(repr(splits))}: it must list the names of the splits' folders")
     kept, note = _without_other_splits(splits, folder)
-    return [
-        replace(source, note=source.note or note) for split in kept for source in _in_folder(folder / split, named, 1)
-    ]
+    sources = []
+    for split in kept:
+        state = folder / split / "state.json"
+        if not state.is_file():
+            raise SampleError(f"{index}: splits names {split}, and {state} is not there: save the data again")
+        sources += _saved_dataset(folder / split, named, state) or []
+    return [replace(source, note=note) for source in sources]
 
 
 def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] | None:

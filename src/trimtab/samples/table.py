@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from trimtab.errors import SampleError
 from trimtab.files import write_atomically
+from trimtab.samples.arrays import Arrays, pack_arrays, pack_strings, unpack_arrays, unpack_strings
 from trimtab.samples.problems import BadKind, BadSample, shorten
 from trimtab.specs import ImageCounts, IntArray, SampleTable
 
@@ -24,7 +23,6 @@ TABLE_VERSION = "1"
 # columns that may be absent
 _PLACE_TYPES: dict[str, type[np.signedinteger[Any]]] = {"file_index": np.int32, "line": np.int64}
 _IMAGES = "image_patches"
-_Arrays = dict[str, npt.NDArray[Any]]
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, zipfile.BadZipFile)
 """What reading a damaged or foreign file of ours may raise."""
@@ -90,7 +88,8 @@ def numbers_of(images: Sequence[ImageCounts], num_tokens: int) -> tuple[int, ...
 def source_names_of(files: Sequence[Path]) -> list[str]:
     """One name a file, the shortest kind that tells the files apart: stem, name, name with folders before it."""
     deepest = max(len(file.parts) for file in files)
-    kinds = [[file.stem for file in files]]
+    # a folder may be called llava-1.5
+    kinds = [[file.name if file.suffix[1:2].isdigit() else file.stem for file in files]]
     kinds += [["/".join(file.parts[-depth:]) for file in files] for depth in range(1, 1 + deepest)]
     named = next((names for names in kinds if len(set(names)) == len(names)), None)
     return named or [f"{file.stem}#{number}" for number, file in enumerate(files, 1)]
@@ -198,7 +197,7 @@ def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
 
 
 def save_sizing(result: SizingResult, path: Path) -> None:
-    """Write table, bad samples and assumptions as .npz; whole or not at all.
+    """Write table, bad samples and assumptions as .npz; the file is complete, or is not there.
 
     The same result gives the same bytes with the same version of numpy.
     """
@@ -222,7 +221,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
         "bad": [asdict(sample) for sample in result.bad],
         **({"files": list(map(_file_row, result.files))} if result.files else {}),
     }
-    arrays: _Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
+    arrays: Arrays = {name: getattr(table, name) for name in COLUMNS} | {"source": table.source}
     arrays |= {name: column for name in _PLACE_TYPES if (column := getattr(table, name)) is not None}
     if table.image_patches is not None:
         arrays[_IMAGES] = table.image_patches
@@ -329,54 +328,3 @@ def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> np
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(f"a column of {array.dtype} is no column of whole numbers")
     return array.astype(dtype, copy=False)
-
-
-def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
-    """An .npz with its metadata as JSON; equal input gives equal bytes."""
-    buffer = io.BytesIO()
-    text = json.dumps(meta, sort_keys=True).encode()
-    np.savez(buffer, allow_pickle=False, meta=np.frombuffer(text, np.uint8), **arrays)
-    return buffer.getvalue()
-
-
-def unpack_arrays(content: bytes) -> tuple[_Arrays, dict[str, Any]]:
-    """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
-    _refuse_inflated(content)
-    with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    meta = json.loads(arrays.pop("meta").tobytes())
-    if not isinstance(meta, dict):
-        raise ValueError("its metadata is no object")
-    return arrays, meta
-
-
-def _refuse_inflated(content: bytes) -> None:
-    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
-
-    We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
-    """
-    advice = "and a table is not compressed"
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        packed = [entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-        if packed:
-            raise ValueError(f"its {len(content)} bytes hold compressed arrays of {sum(packed)}, {advice}")
-        for entry in archive.infolist():
-            with archive.open(entry) as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-            declared = math.prod(shape) * dtype.itemsize
-            if declared > len(content):
-                raise ValueError(f"its {len(content)} bytes declare an array of {declared}, {advice}")
-
-
-def pack_strings(name: str, strings: Sequence[str]) -> _Arrays:
-    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
-    encoded = [text.encode() for text in strings]
-    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
-    return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
-
-
-def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    block, ends = arrays[f"{name}_utf8"].tobytes(), arrays[f"{name}_ends"].tolist()
-    return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]

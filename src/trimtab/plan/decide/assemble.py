@@ -16,17 +16,23 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.decide.work import price_samples
+from trimtab.plan.estimates import (
+    BalanceEstimate,
+    Estimates,
+    SearchedSplit,
+    SettingEstimate,
+    StageEstimate,
+    VariantEstimate,
+)
 from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.yaml import name_table
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
     PLAN_VERSION,
-    BalanceEstimate,
     ClusterInput,
     DataInput,
     Decisions,
-    Estimates,
     Inputs,
     MixedSource,
     ModelInput,
@@ -35,13 +41,9 @@ from trimtab.plan.plan import (
     Plan,
     RecomputeDecision,
     ScheduleDecision,
-    SearchedSplit,
-    SettingEstimate,
     StageDecision,
-    StageEstimate,
     TableFile,
     TrainingInput,
-    VariantEstimate,
 )
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes

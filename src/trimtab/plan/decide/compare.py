@@ -26,14 +26,15 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
 from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
+from trimtab.plan.estimates import BASELINE, SettingEstimate
 from trimtab.plan.file.details import Variant
-from trimtab.plan.plan import BASELINE, SettingEstimate
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, SampleTable, Schedule, Stage
 from trimtab.units import format_number, format_ratio
 
 DEGREES = "the plan's degrees"  # the baseline on them, where it is faster on others
 _SLOWER = 1.005  # a row that takes so much longer than the one above is explained
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
+_TRIED_SAMPLES = 8192  # to tell on which degrees it is fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,18 +146,25 @@ def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstim
         others = [replace(run, name=f"other {BASELINE}") for run in runs if run is not best]
         return [*others, replace(best, name=BASELINE)]
     own = _baseline(case, Baseline(), balanced)
-    runs = [own]
-    for setting in elsewhere:
-        if ParallelDims(dp=setting.dp, pp=setting.pp, tp=setting.tp) != case.setting.dims:
-            run = _baseline(_moved(case, setting), Baseline(), balanced)
-            runs.append(replace(run, packs=f"{run.packs}; on {setting.label}"))
-    best = _fastest(runs, case.cluster)
-    return [own] if best is own else [best, replace(own, name=DEGREES)]
+    moved = [(_moved(case, to), to) for to in elsewhere if _dims(to) != case.setting.dims]
+    # a part of the data says on which degrees it is fast, all of it whether it fits and is faster than ours
+    tried = [(_baseline(there, Baseline(), balanced, most=_TRIED_SAMPLES), there, to) for there, to in moved]
+    tried = [found for found in tried if found[0].fits]
+    for _, there, to in sorted(tried, key=lambda found: _estimate_s(found[0], case.cluster)):
+        run = _baseline(there, Baseline(), balanced)
+        if run.fits:
+            run = replace(run, name=BASELINE, packs=f"{run.packs}; on {to.label}")
+            return [own] if _fastest([own, run], case.cluster) is own else [run, replace(own, name=DEGREES)]
+    return [own]
+
+
+def _dims(setting: SettingEstimate) -> ParallelDims:
+    return ParallelDims(dp=setting.dp, pp=setting.pp, tp=setting.tp)
 
 
 def _moved(case: Case, to: SettingEstimate) -> Case:
     """The same run on other degrees, with as many samples a step."""
-    dims = ParallelDims(dp=to.dp, pp=to.pp, tp=to.tp)
+    dims = _dims(to)
     options = replace(case.options, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
     num_microbatches = max(1, round(case.setting.num_microbatches * case.setting.dims.dp / to.dp))
     if to.schedule == "Interleaved1F1B":
@@ -166,13 +174,18 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     return replace(case, options=options, setting=setting)
 
 
-def _baseline(case: Case, baseline: Baseline, balanced: _Balanced) -> Run:
-    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean."""
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Run:
+    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean.
+
+    `most`: samples, spread over the data set; None: all.
+    """
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
+    per_pack = max(1.0, len(rows) / case.packing.num_packs)
+    if most is not None and len(rows) > most:
+        rows = rows[np.linspace(0, len(rows) - 1, num=most).astype(np.int64)]
     if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
-    per_pack = max(1.0, len(samples) / case.packing.num_packs)
     if baseline.batch is not None or not baseline.is_padded:
         sizes = [baseline.batch or per_pack]
     else:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.plan.case import Setting
+from trimtab.plan.estimates import SettingEstimate
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import SettingEstimate
 from trimtab.units import format_number, round_digits, round_gib
 
 CHOICE_ERROR = 0.05
 """Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
 
 Smaller than that of a time, for what they share cancels. Where one efficiency was fitted to two runs and predicted 64
-others on 8 to 64 devices, the median error was under 3 % and nine tenths were within 7 % (bench/published_dense.py).
+others on 8 to 64 devices, the median error was 2.4 % and nine tenths were within 6.1 % (bench/published_dense.py).
 """
 
 _PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them

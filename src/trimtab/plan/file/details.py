@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.case import Case
-from trimtab.plan.plan import Plan, find_baseline
+from trimtab.plan.estimates import find_baseline
+from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
 

@@ -1,4 +1,4 @@
-"""Plan files: YAML in fixed key order, a row a line, large tables as .npy beside it; written whole or not at all."""
+"""Plan files: YAML in fixed key order, a row a line, large tables as .npy beside it; complete, or not there."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def decision_problems(
         cure = f"choose {other}, or leave it out" if group_degree(other, parallel) > 1 else "leave it out"
         yield (
             f"vision data parallel over {group} was asked for, and the plan has {group} 1, a group of one that shares "
-            f"with nobody: {cure}"
+            f"with no other rank: {cure}"
         )
     elif decision.degree != degree:
         yield (

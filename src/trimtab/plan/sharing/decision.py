@@ -17,7 +17,8 @@ from trimtab.plan.case import Case, SharedVision
 from trimtab.plan.decide.image_sizes import ImageSizes, image_sizes
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
-from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
+from trimtab.plan.estimates import VisionEstimate, VisionRankEstimate
+from trimtab.plan.plan import VisionDecision
 from trimtab.plan.sharing.exchange import (
     Exchange,
     Shares,

@@ -205,11 +205,8 @@ class PlanDataset(Dataset[Any]):
     counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
     errors of this class are filled, any other is raised. Use it between your own data set and `PlanDataLoader`.
 
-    >>> import numpy as np
     >>> from trimtab import SampleTable
-    >>> three, zeros = np.ones(3, np.int64), np.zeros(3, np.int64)
-    >>> samples = SampleTable(num_images=zeros, num_patches=zeros, num_tokens=three, patches_sq=zeros,
-    ...                       patches_windowed=zeros, source=np.zeros(3, np.int32))
+    >>> samples = SampleTable.of([0, 0, 0], [4, 4, 4])
     >>> PlanDataset(["first", "second", "third"], samples)[1]
     'second'
     """

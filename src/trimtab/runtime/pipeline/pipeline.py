@@ -162,10 +162,6 @@ class Pipeline:
             for name, value in self.state_dict().items():
                 value.copy_(state[name])
 
-    def train(self, mode: bool = True) -> None:
-        for stage in self.stages:
-            stage.submod.train(mode)
-
     def gradient_norm(self) -> Tensor:
         """Of all gradients of the whole model together, the same on every rank.
 

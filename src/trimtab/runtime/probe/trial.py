@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.costs.traced_step import young_garbage
 from trimtab.errors import PlanError
 from trimtab.runtime.pipeline import Pipeline
 from trimtab.runtime.pipeline.flow import Batch
@@ -78,7 +79,7 @@ def run_trial(
         watch = stack.enter_context(_Watch(pipeline, meter))
         for parameter in parameters:
             parameter.grad = None
-        stack.enter_context(_young_garbage())
+        stack.enter_context(young_garbage(generation=2))
         stack.enter_context(meter.watch(rank.static(), _tensors_of(batch)))
         try:
             for _ in range(num_steps):
@@ -191,16 +192,3 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def _young_garbage() -> Iterator[None]:
-    """Cycles are collected where we say, so that what is held is no matter of chance."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

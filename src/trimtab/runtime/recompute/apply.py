@@ -87,7 +87,7 @@ def apply(
     "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
     outside of torch (flash_attention_2) and unfused attention run again under each.
 
-    Gradients stay bit for bit the same: the random state is restored for dropout. It holds in training and in eval
+    Gradients are bit-identical: the random state is restored for dropout. It holds in training and in eval
     mode, for whatever gradient can reach: a call in which neither inputs nor weights need one, as in a frozen tower, is
     left alone, and no input is made to need one. As in Transformers, a layer in training mode is handed no key/value
     cache, for it would be filled twice; in eval mode a call with a cache is left alone.

@@ -1,7 +1,7 @@
 """A plan in a Transformers `Trainer`: the sampler it hands on untouched, and the mixin that makes it.
 
 Written against Transformers 5.23, which lets a batch sampler through as it is only if it is a `BatchRebalanceSampler`;
-any other is dealt out to the ranks a second time.
+any other is divided among the ranks a second time.
 """
 
 from __future__ import annotations

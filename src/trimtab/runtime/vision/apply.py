@@ -53,7 +53,7 @@ def vision_dp(
     tower's `forward`.
     Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
     shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
-    gone astray, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
+    at another call, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
     default what NCCL's own watchdog waits.
     """
     problems = []

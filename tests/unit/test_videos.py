@@ -1,0 +1,200 @@
+"""Videos in records and files: what is read of them, and every bad one by name."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
+
+from trimtab.errors import ConfigError, ImageError
+from trimtab.samples.encode import ConversationEncoder
+from trimtab.samples.rows import Slot, read_conversation
+from trimtab.samples.size import size_samples
+from trimtab.samples.tokens import read_tokenizer
+from trimtab.specs import Clip, ClipCounts, ImageCounts
+
+FACTS = {"width": 64, "height": 48, "fps": 10, "num_frames": 20}
+CLIP = Clip(width=64, height=48, num_frames=20, fps=10.0)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|image_pad|>{% elif c.type == 'video' %}<|video_pad|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class EveryTenth:
+    """One frame in ten, three tokens and a time each; a single frame is refused."""
+
+    asked: list = field(default_factory=list)
+
+    def prepare(self, clips):
+        self.asked.append([*clips])
+
+    def count_clip(self, clip):
+        if clip.num_frames == 1:
+            raise ImageError("a video of one frame: give more")
+        num = -(-clip.num_frames // 10)
+        text = "".join(f"<{i}.0 seconds><|vision_start|><|video_pad|><|vision_end|>" for i in range(num))
+        image = ImageCounts(
+            patches=12 * num, tokens=3 * num, tiles=num, patches_sq=144 * num, patches_windowed=144 * num, text=text
+        )
+        return ClipCounts(image=image, placeholder="<|video_pad|>", soft="<|video_pad|>")
+
+
+def part(**fields):
+    return [{"role": "user", "content": [{"type": "video", **fields}, {"type": "text", "text": "what"}]}]
+
+
+@pytest.mark.parametrize(
+    ("record", "sources"),
+    [
+        ({"video": "a.mp4", "conversations": talk("<video>\nwhat")}, ["a.mp4"]),
+        ({"video": "a.mp4", "conversations": talk("<image>\nwhat")}, ["a.mp4"]),
+        ({"videos": ["a.mp4", "b.mp4"], "conversations": talk("<video>", "one", "<video>")}, ["a.mp4", "b.mp4"]),
+        ({"video": ["a.png", "b.png"], "conversations": talk("<video>")}, [("a.png", "b.png")]),
+        ({"videos": [["a.png", "b.png"]], "messages": part()}, [("a.png", "b.png")]),
+        ({"messages": part(video="a.mp4")}, ["a.mp4"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a.mp4"}}]}]},
+            ["a.mp4"],
+        ),
+        ({"messages": part(video=["a.png"], fps=2)}, [("a.png",)]),
+        ({"video": {"bytes": b"x", "path": None}, "conversations": talk("<video>")}, [b"x"]),
+        ({"conversations": talk("the tag <video> of HTML")}, []),
+    ],
+)
+def test_every_spelling_of_a_video_is_read(record, sources):
+    conversation = read_conversation(record)
+    assert [video.source for video in conversation.videos] == sources
+    assert sum(message.content.count(Slot.VIDEO) for message in conversation.messages) == len(sources)
+
+
+@pytest.mark.parametrize(
+    ("facts", "clip"),
+    [
+        (FACTS, CLIP),
+        ({"width": 64, "height": 48, "video_fps": "10", "duration": 2.04}, CLIP),
+        ({**FACTS, "fps": 0}, None),  # not believed: the file's header is read
+        ({"width": 64, "height": 48, "fps": 10}, None),
+    ],
+)
+def test_what_a_record_says_of_its_file_is_believed_if_it_is_all(facts, clip):
+    (video,) = read_conversation({"video": "a.mp4", **facts, "conversations": talk("<video>")}).videos
+    assert video.clip == clip
+
+
+def rows_of(folder):
+    """Records with videos whose size is known without PyAV; then each that is bad, with its kind and reason."""
+    for name in ("a.png", "b.png"):
+        (folder / name).write_bytes(png(64, 48))
+    (folder / "c.png").write_bytes(png(40, 40))
+    (folder / "a.mp4").write_bytes(b"not read")
+    (folder / "folder.mp4").mkdir()
+    good = [
+        {"id": "facts", "video": "a.mp4", **FACTS, "conversations": talk("<video>\nwhat", "a cat")},
+        {"id": "frames", "messages": part(video=["a.png", "b.png"])},
+        {"id": "both", "image": "c.png", "video": "a.mp4", **FACTS, "conversations": talk("<image> or <video>", "no")},
+        {"id": "text", "conversations": talk("what", "a cat")},
+    ]
+    marked = {**FACTS, "conversations": talk("<video>")}
+    bad = [
+        ({"video": "gone.mp4", **marked}, "path", "video gone.mp4 cannot be opened"),
+        ({"video": "../a.mp4", **marked}, "path", "lies outside the media folder"),
+        ({"video": "https://x.org/a.mp4", **marked}, "path", "is on the network"),
+        ({"video": "folder.mp4", **marked}, "video", "is a folder or a device"),
+        ({"video": "a.mp4", **marked, "num_frames": 1}, "video", "a video of one frame"),
+        ({"messages": part(video=["a.png", "c.png"])}, "video", "its frames are 40 x 40 and 64 x 48 pixels"),
+        ({"messages": part(video=["a.png", "gone.png"])}, "path", "image gone.png cannot be opened"),
+        ({"messages": part(video="data:video/mp4;base64,!!")}, "video", "a data: URL is not base64"),
+        ({"video": "a.mp4", **FACTS, "conversations": talk("<video>", "the <|video_pad|>")}, "placeholder", "2 times"),
+    ]
+    return good, bad
+
+
+def test_videos_are_sized_and_encoded_alike_and_every_bad_one_is_named(tmp_path):
+    good, bad = rows_of(tmp_path)
+    folder, rule = write_tokenizer(tmp_path / "model", CHATML), EveryTenth()
+    mixed = [row for pair in zip(good * 3, [row for row, _, _ in bad], strict=False) for row in pair]
+    mixed = [{**row, "id": f"{number}"} for number, row in enumerate(mixed)]
+    data = write_jsonl(tmp_path / "data.jsonl", mixed)
+    result = size_samples(data, image_rule=PixelRule(), clip_rule=rule, tokenizer=folder, on_bad="skip")
+    assert len(result.table) + len(result.bad) == len(mixed), "nothing is lost"
+    assert [(x.line, x.kind) for x in result.bad] == [(2 * i + 2, kind) for i, (_, kind, _) in enumerate(bad)]
+    for found, (_, _, reason) in zip(result.bad, bad, strict=True):
+        assert reason in found.reason
+    assert len(rule.asked) == 1, "one question for a chunk"
+    encoder = ConversationEncoder(read_tokenizer(folder))
+    counts = [
+        ([], [CLIP]),
+        ([], [Clip(width=64, height=48, num_frames=2, fps=None, listed=True)]),
+        ([PixelRule().count(40, 40)], [CLIP]),
+        ([], []),
+    ]
+    for row, record in enumerate(good):
+        images, clips = counts[row]
+        videos = [rule.count_clip(clip) for clip in clips]
+        encoded = encoder.encode(read_conversation(record), images, videos)
+        assert len(encoded.input_ids) == result.table.num_tokens[row]
+        assert result.table.num_patches[row] == sum(x.patches for x in [*images, *(v.image for v in videos)])
+        assert result.table.num_images[row] == len(images) + len(clips)
+        assert encoded.learnt.any() == (row != 1)
+
+
+def test_without_a_tokenizer_or_the_processors_files_that_is_said(tmp_path):
+    good, _ = rows_of(tmp_path)
+    data = write_jsonl(tmp_path / "data.jsonl", good)
+    result = size_samples(data, image_rule=PixelRule(), clip_rule=EveryTenth(), tokenizer=None)
+    assert not result.table.tokens_exact
+    result = size_samples(data, image_rule=PixelRule(), tokenizer=None, on_bad="skip")
+    assert [(x.id, x.kind) for x in result.bad] == [("facts", "video"), ("frames", "video"), ("both", "video")]
+    assert "name the model's folder" in result.bad[0].reason
+
+
+def test_a_header_is_read_by_pyav_which_may_be_missing(tmp_path, monkeypatch):
+    (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42 and nothing more")
+    record = {"video": "a.mp4", "conversations": talk("<video>")}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"PyAV, which is not installed: pip install 'trimtab\[video\]'"):
+        size_samples(tmp_path / "data.jsonl", image_rule=PixelRule(), clip_rule=EveryTenth(), tokenizer=None)
+
+
+def test_files_of_every_container_are_read_and_damaged_ones_are_bad(tmp_path):
+    av = pytest.importorskip("av", reason="PyAV is not installed")
+    from trimtab.samples.containers import read_clip, read_frames
+    from trimtab.samples.problems import BadRecordError
+
+    for suffix, codec in ((".mp4", "mpeg4"), (".webm", "libvpx"), (".mkv", "mpeg4")):
+        path = tmp_path / f"a{suffix}"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream(codec, rate=10)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            for number in range(20):
+                frame = av.VideoFrame(64, 48, "yuv420p")
+                for plane in frame.planes:
+                    plane.update(bytes([12 * number] * plane.buffer_size))
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        with path.open("rb") as file:
+            assert read_clip(file, "a") == CLIP
+        with path.open("rb") as file:
+            frames = read_frames(file, "a", [0, 7, 7, 19])
+        assert frames.shape == (4, 48, 64, 3)
+        assert (frames[1] == frames[2]).all()
+        assert frames[3].mean() > frames[1].mean() + 40, "later frames are brighter"
+        with path.open("rb") as file, pytest.raises(BadRecordError, match="ends before frame 20"):
+            read_frames(file, "a", [3, 20])
+        whole = path.read_bytes()
+        for damaged in (b"", whole[:40], b"x" * len(whole), whole[: len(whole) // 2] + bytes(len(whole) // 2)):
+            path.write_bytes(damaged)
+            try:
+                with path.open("rb") as file:
+                    clip = read_clip(file, "a")
+                with path.open("rb") as file:
+                    read_frames(file, "a", range(clip.num_frames))
+            except BadRecordError:  # and nothing else
+                continue
+            assert damaged[:1] != b"x"
