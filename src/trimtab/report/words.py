@@ -72,7 +72,7 @@ _SAID_SHARE = 0.0005  # 0.0 % is not said
 
 
 def percent(share: float, *, digits: int = 1) -> str:
-    return f"{100.0 * share:.{digits}f} %"
+    return f"{round(100.0 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
 
 
 def signed_percent(share: float) -> str:

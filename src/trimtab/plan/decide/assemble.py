@@ -264,7 +264,12 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     told = estimates.told
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
-    gains = [f"{later.name} {format_ratio(earlier.epoch_s / later.epoch_s)}" for earlier, later in pairwise(compared)]
+    is_cut = len(decisions.stages) > 1
+    gains = [
+        f"{later.name} {format_ratio(earlier.epoch_s / later.epoch_s)}"
+        for earlier, later in pairwise(compared)
+        if is_cut or later.name != "balanced stages"  # of one stage there is nothing to balance
+    ]
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     per_step = num_drawn / decisions.packing.num_steps
     recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
@@ -274,6 +279,8 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     else:
         against = f"does not fit the memory; {told.name}, which fits, {longer}."
     slower = ours.step_ms / told.step_ms
+    rate = f"{ours.samples_per_s:,.0f}" if ours.samples_per_s >= 1000 else f"{ours.samples_per_s:.4g}"
+    imbalance = f"; the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean"
     return (
         (
             f"A step takes {format_ratio(slower)} as long as that of {told.name}, at "
@@ -282,9 +289,8 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
             else ""
         )
         + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}, "
-        f"about {format_number(per_step)} samples a step; "
-        f"the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean. "
-        f"Predicted {ours.samples_per_s:.4g} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
+        f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
+        f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}" + _faster(estimates)
     )
 
