@@ -13,7 +13,7 @@ from trimtab.options import Option, ReadingOptions, same_fields
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
-    from trimtab.specs import ModelSpec
+    from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec
 
 DataArgument = Annotated[
     list[Path],
@@ -25,6 +25,24 @@ DataArgument = Annotated[
     ),
 ]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The devices, and how they are linked."""
+
+    cluster: Annotated[str, Option("Devices, as in 32xA100-80GB.", common=True)]
+    devices_per_node: Annotated[int, Option("Devices of one node.", least=1)] = 8
+    node_link: Annotated[
+        str | None, Option("Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.")
+    ] = None
+
+    def parsed(self, *, beside: "DeviceSpec | None" = None) -> "ClusterSpec":
+        """The cluster; `beside`: one more device to find, of a profile."""
+        from trimtab.costs.devices import parse_cluster
+
+        how = {"devices_per_node": self.devices_per_node, "node_link": self.node_link}
+        return parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

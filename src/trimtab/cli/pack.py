@@ -71,6 +71,12 @@ class PackOptions:
         int | None, Option("With --method isf: times it packs what is left; default: 10.", least=1, most=1000)
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.num_drawn is not None and not self.weights:
+            raise PlanError(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
+        if self.method != "isf" and (self.filters is not None or self.iterations is not None):
+            raise PlanError(f"filters or iterations were given with method {self.method}: they belong to isf")
+
 
 @verb
 def pack(
@@ -95,10 +101,6 @@ def pack(
     from trimtab.samples.read import read_lengths
 
     samples = read_lengths(sizes)
-    if options.num_drawn is not None and not options.weights:
-        raise PlanError(f"num_drawn {options.num_drawn} was asked for without weights: give every source a weight")
-    if options.method != "isf" and (options.filters is not None or options.iterations is not None):
-        raise PlanError(f"filters or iterations were given with method {options.method}: they belong to isf")
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     with told_of_compiling():
         warm_up(options.method)  # not part of the seconds below
@@ -135,14 +137,19 @@ def pack(
         return
     from trimtab.report.tables import print_balance, print_iterations
 
-    for sentence in describe_draw(epoch.sources):
+    for sentence in (*describe_draw(epoch.sources), *_tell_limits(options, limits, samples.patch_unit)):
         print(sentence)
-    if options.limits_by is not None:
-        told = "; ".join(f"{patches:,} {samples.patch_unit} and {tokens:,} tokens" for patches, tokens in limits)
-        print(f"Limits of a pack, by OmniBal's {options.limits_by}: {told}.")
     print_balance(samples, balance, seconds, console())
     if steps:
         print_iterations(steps, console())
+
+
+def _tell_limits(options: PackOptions, limits: list[tuple[int, int]], unit: str) -> list[str]:
+    """A sentence, where they were not given but chosen."""
+    if options.limits_by is None:
+        return []
+    told = "; ".join(f"{patches:,} {unit} and {tokens:,} tokens" for patches, tokens in limits)
+    return [f"Limits of a pack, by OmniBal's {options.limits_by}: {told}."]
 
 
 def _pack(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.check import OWN_LOOP, Framework
-from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions, size_data
+from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, given_command, print_json
@@ -45,7 +45,7 @@ def plan(
     context: typer.Context,
     config: ConfigArgument,
     data: DataArgument,
-    cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
+    cluster: ClusterOptions,
     out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
     target: Annotated[
         Framework | None,
@@ -53,16 +53,6 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
-    devices_per_node: Annotated[
-        int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Plan options")
-    ] = 8,
-    node_link: Annotated[
-        str | None,
-        typer.Option(
-            help="Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.",
-            rich_help_panel="Plan options",
-        ),
-    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -76,7 +66,6 @@ def plan(
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
-    from trimtab.costs.devices import parse_cluster
     from trimtab.costs.profile import load_profile
     from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
@@ -85,8 +74,7 @@ def plan(
     model = images.describe(config)
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    beside = None if saved is None else saved.device
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link, beside=beside)
+    devices = cluster.parsed(beside=None if saved is None else saved.device)
     sized = _size_for(target, model, data, sizing)
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions, size_data
+from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, print_json
@@ -51,25 +51,20 @@ def predict(
     *,
     config: ConfigArgument,
     data: DataArgument,
-    cluster: Annotated[str, typer.Option(help="Devices, as in 32xA100-80GB.")],
+    cluster: ClusterOptions,
     beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
     as_json: JsonOption = False,
     run: GivenRun,
     launcher: LauncherOptions,
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.", rich_help_panel="Given")] = 8,
-    node_link: Annotated[
-        str | None, typer.Option(help="Ports of a node and their rate, as in 8x400Gb.", rich_help_panel="Given")
-    ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
 ) -> None:
     """Predict step time, memory and idle of a run you already have on DATA; nothing is decided."""
-    from trimtab.costs.devices import parse_cluster
     from trimtab.plan.predict import predict_run
 
     model = images.describe(config)
     run = launcher.completing(run, model)
-    devices = parse_cluster(cluster, devices_per_node=devices_per_node, node_link=node_link)
+    devices = cluster.parsed()
     sized = size_data(model, data, sizing)
     found = predict_run(model, sized.table, devices, run)
     change = None

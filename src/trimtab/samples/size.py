@@ -122,18 +122,29 @@ def size_samples(
         )
         for source, file_parts in zip(sources, parts, strict=True)
     ]
+    return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
+
+
+def _result(
+    sources: Sequence[SourceFile],
+    parts: list[list[Part]],
+    on_bad: Literal["error", "skip"],
+    assumptions: Sequence[str],
+    image_rule: str | None,
+) -> SizingResult:
+    """What was sized as one table; `image_rule`: by which, None for lengths that were there."""
     every = [part for file_parts in parts for part in file_parts]
     bad, num_read = [sample for part in every for sample in part.bad], sum(part.num_read for part in every)
     if on_bad == "error" or len(bad) == num_read:
         refuse_bad(bad, num_read)
     if not num_read:
-        raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
+        raise SampleError(f"no sample in {', '.join(str(x.file) for x in sources)}: name files that hold some")
     return SizingResult(
         table=join_parts([source.label for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
-        image_rule=None if ready else write_rule(image_rule),
-        files=() if ready else tuple(map(_sized_file, sources)),
+        image_rule=image_rule,
+        files=() if image_rule is None else tuple(map(_sized_file, sources)),
     )
 
 

@@ -275,49 +275,58 @@ def _price_limits(
         if options.fills_pipeline and options.schedule == "1F1B" and num_microbatches < dims.pp:
             reason = reason or _unfilled(num_microbatches, dims.pp)
             continue
-        work_mean = tried.mean * tried.samples_per_pack
-        work_mean[MICROBATCHES] = 1.0
-        problem = split_problem(
-            model,
-            profile,
-            options,
-            budget,
-            work_mean=work_mean,
-            work_max=limit_work(
-                tried.extremes, tried.max_patches, tried.max_tokens, joined=joins_samples(options.attention)
-            ),
-            num_microbatches=num_microbatches,
-        )
         try:
-            split = split_stages(problem)
+            priced.append(_price_packs(model, cluster, options, profile, budget, tried, num_microbatches))
         except PartitionError as error:
             reason = reason or error
-            continue
-        times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
-        line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
-        setting = Setting(
-            dims=dims,
-            max_patches=tried.max_patches,
-            max_tokens=tried.max_tokens,
-            num_microbatches=num_microbatches,
-            profile=profile,
-        )
-        useful = dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
-        step_s = line.makespan_s + rank_step_s(problem, split.stages)
-        priced.append(
-            Priced(
-                setting=setting,
-                options=options,
-                step_s=step_s,
-                samples_per_s=useful / step_s,
-                samples_per_pack=tried.samples_per_pack,
-                peak_bytes=split.peak_bytes,
-            )
-        )
     if not priced:
         assert reason is not None, "there is at least one pair of limits"
         raise reason
     return _smallest_good(priced)
+
+
+def _price_packs(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    profile: Profile,
+    budget: MemoryBudget,
+    tried: TriedLimits,
+    num_microbatches: int,
+) -> Priced:
+    """Packs of one size: the exact split for them, simulated; `PartitionError` where they do not fit."""
+    work_mean = tried.mean * tried.samples_per_pack
+    work_mean[MICROBATCHES] = 1.0
+    problem = split_problem(
+        model,
+        profile,
+        options,
+        budget,
+        work_mean=work_mean,
+        work_max=limit_work(
+            tried.extremes, tried.max_patches, tried.max_tokens, joined=joins_samples(options.attention)
+        ),
+        num_microbatches=num_microbatches,
+    )
+    split = split_stages(problem)
+    times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
+    line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
+    useful = profile.dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
+    step_s = line.makespan_s + rank_step_s(problem, split.stages)
+    return Priced(
+        setting=Setting(
+            dims=profile.dims,
+            max_patches=tried.max_patches,
+            max_tokens=tried.max_tokens,
+            num_microbatches=num_microbatches,
+            profile=profile,
+        ),
+        options=options,
+        step_s=step_s,
+        samples_per_s=useful / step_s,
+        samples_per_pack=tried.samples_per_pack,
+        peak_bytes=split.peak_bytes,
+    )
 
 
 def _smallest_good(priced: Sequence[Priced]) -> Priced:
