@@ -45,7 +45,7 @@ def test_the_options_that_matter_stand_first() -> None:
     named = set(re.findall(r"^  (--[a-z-]+)", first[1], re.M))
     assert named == {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--help"}
     groups = re.findall(r"^(\w[\w ]+):$", help_of("plan"), re.M)
-    assert groups[:3] == ["Arguments", "Options", "Plan"]
+    assert groups[:4] == ["Arguments", "Options", "Cluster", "Plan"]
     assert "Vision" in groups
 
 
