@@ -18,7 +18,8 @@ HEAD = """# On a GPU
 Figures that only a device can give, written by `python -m bench.gpu.page` from the lines under `bench/gpu/results`. Any
 owner of a CUDA device can add theirs: in a clone, with trimtab, torch, Transformers and accelerate installed,
 
-```console
+<!-- not run: it needs a GPU -->
+```sh
 python -m bench.gpu --minutes 30        # kernels, costs, gain: as far as they get
 python -m bench.gpu                     # goes on where it was cut off
 python -m bench.gpu --tiny --device cpu # the same code on tiny models, on any machine

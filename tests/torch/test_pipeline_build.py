@@ -256,7 +256,7 @@ STAGES = (("a", "b"), ("c",), ("d",), ("e",))
         ({"schedule": "GPipe", "num_chunks": 2}, r"GPipe runs one chunk a device, 2 were asked for"),
         (
             {"schedule": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 3},
-            r"deals micro-batches in rounds of 2",
+            r"runs micro-batches in rounds of 2",
         ),
         (
             {"num_microbatches": 3},
