@@ -15,7 +15,17 @@ from trimtab.options import (
     option_problems,
     same_fields,
 )
-from trimtab.plan.options import ATTENTION, DTYPE, FREEZE, FUSED_KERNELS, MEMORY, OPTIMIZER, SEED, PlanOptions
+from trimtab.plan.options import (
+    ATTENTION,
+    DTYPE,
+    FREEZE,
+    FUSED_KERNELS,
+    MEMORY,
+    OPTIMIZER,
+    SEED,
+    PlanOptions,
+    batch_problems,
+)
 
 if TYPE_CHECKING:
     from trimtab.specs import ParallelDims
@@ -71,11 +81,7 @@ class GivenRun:
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
-        if self.num_microbatches is not None and self.global_batch is not None:
-            problems.append(
-                f"num_microbatches {self.num_microbatches} and global_batch {self.global_batch} were both given, and "
-                "each follows from the other: give one of them"
-            )
+        problems += batch_problems(self.num_microbatches, self.global_batch)
         if self.batch is not None and (self.max_patches or self.max_tokens):
             problems.append(
                 f"batch {self.batch} was given with limits of a pack: give --batch for batches of so many samples, or "

@@ -159,11 +159,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
-        if self.num_microbatches is not None and self.global_batch is not None:
-            problems.append(
-                f"num_microbatches {self.num_microbatches} and global_batch {self.global_batch} were both given, and "
-                "each follows from the other: give one of them"
-            )
+        problems += batch_problems(self.num_microbatches, self.global_batch)
         problems += weight_problems(self.weights)
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
@@ -220,6 +216,16 @@ class PlanOrigin:
     data_files: "tuple[DataFile, ...]" = ()
     num_skipped: int = 0
     assumptions: tuple[str, ...] = ()
+
+
+def batch_problems(num_microbatches: int | None, global_batch: int | None) -> list[str]:
+    """A sentence where a step's size was given twice."""
+    if num_microbatches is None or global_batch is None:
+        return []
+    return [
+        f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from the "
+        "other: give one of them"
+    ]
 
 
 def weight_problems(weights: Weights) -> list[str]:
