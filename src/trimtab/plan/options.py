@@ -223,8 +223,8 @@ def batch_problems(num_microbatches: int | None, global_batch: int | None) -> li
     if num_microbatches is None or global_batch is None:
         return []
     return [
-        f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from the "
-        "other: give one of them"
+        f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from "
+        "the other: give one of them"
     ]
 
 
