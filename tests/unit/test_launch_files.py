@@ -36,6 +36,10 @@ def test_megatrons_flags_from_the_command_line_and_from_a_file(tmp_path):
     assert from_megatron(str(file), MODEL) == expected
 
 
+def test_state_is_whole_without_the_distributed_optimizer():
+    assert from_megatron(FLAGS.replace("--use-distributed-optimizer ", ""), MODEL).zero_stage == 0
+
+
 @pytest.mark.parametrize(
     ("more", "field", "value"),
     [

@@ -65,3 +65,18 @@ def test_counts_of_samples_have_no_exponent(plan: Plan) -> None:
     packing = replace(plan.decisions.packing, num_steps=1)
     told = summarise(many, replace(plan.decisions, packing=packing), plan.estimates)
     assert "about 2,048 samples a step" in told
+
+
+def test_of_one_stage_no_word_is_said_of_stages(plan: Plan) -> None:
+    rows = plan.estimates.variants
+    balanced = replace(
+        plan, estimates=replace(plan.estimates, variants=(*rows[:2], replace(rows[1], name="balanced stages"), rows[2]))
+    )
+    several = headline(balanced, first={"fits": True}, last={"samples_per_s": 12345.6})
+    assert "slowest stage" in several
+    assert "balanced stages" in several
+    assert "Predicted 12,346 samples/s" in several
+    whole = replace(balanced, decisions=replace(balanced.decisions, stages=balanced.decisions.stages[:1]))
+    alone = headline(whole, first={"fits": True})
+    assert "stage" not in alone.replace("equal layers", "")
+    assert "balanced packs" in alone
