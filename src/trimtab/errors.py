@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
+from typing import get_args
 
 
 class TrimtabError(ValueError):
@@ -77,7 +79,7 @@ class UnsupportedPlanError(PlanError):
     """
 
 
-def refuse_type(name: str, value: object, kind: type, made_by: str) -> None:
+def refuse_type(name: str, value: object, kind: type | UnionType, made_by: str) -> None:
     """One sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
 
     >>> refuse_type("cluster", "32xH100", dict, 'parse_cluster("32xH100")')
@@ -85,9 +87,8 @@ def refuse_type(name: str, value: object, kind: type, made_by: str) -> None:
     trimtab.errors.TrimtabError: cluster was given as str, and a dict is wanted: give parse_cluster("32xH100")
     """
     if not isinstance(value, kind):
-        raise TrimtabError(
-            f"{name} was given as {type(value).__name__}, and a {kind.__name__} is wanted: give {made_by}"
-        )
+        wanted = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
+        raise TrimtabError(f"{name} was given as {type(value).__name__}, and a {wanted} is wanted: give {made_by}")
 
 
 def join_problems(problems: Sequence[str], *, limit: int = 20) -> str:

@@ -67,6 +67,12 @@ def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
         (lambda x: trimtab.report_packing(x.samples, 2), "result was given as int, and a PackResult is wanted"),
         (lambda _: trimtab.parse_machine(2), "machine was given as int, and a str is wanted"),
         (lambda _: trimtab.find_device(8), "name was given as int, and a str is wanted"),
+        (lambda _: trimtab.load_plan(3), "plan was given as int, and a Path or str is wanted: give the path of a"),
+        (
+            lambda x: trimtab.size_samples(3, image_rule=x.model.image_rule, tokenizer=None),
+            "data was given as int, and",
+        ),
+        (lambda x: trimtab.size_samples([3], image_rule=x.model.image_rule, tokenizer=None), "data was given as int"),
         (lambda _: trimtab.describe(8), "int does not describe a model: give a config.json, its folder or its content"),
     ],
 )

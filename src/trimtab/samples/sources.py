@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trimtab.address import Address, place_of
-from trimtab.errors import SampleError
+from trimtab.errors import SampleError, refuse_type
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
@@ -49,9 +49,11 @@ class SourceFile:
 
 def find_sources(data: Path | str | Sequence[Path | str], media_root: MediaRoot = None) -> list[SourceFile]:
     """The files of records behind what the user named, in its order; `SampleError` where there are none."""
-    named = [data] if isinstance(data, Path | str) else list(data)
+    named = list(data) if isinstance(data, Sequence) and not isinstance(data, str) else [data]
     if not named:
         raise SampleError("no data file was named: name at least one")
+    for one in named:
+        refuse_type("data", one, Path | str, "the path of a data file")
     found = [source for one in named for source in _sources_of(one)]
     return state_roots(found, media_root)
 

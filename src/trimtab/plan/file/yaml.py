@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import PlanError, join_problems
+from trimtab.errors import PlanError, join_problems, refuse_type
 from trimtab.files import blake2b
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
 from trimtab.typed_json import ReadNumber, read_typed
@@ -169,6 +169,7 @@ def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
 
 def read_file(path: Path | str, what: str, *, wrote: str) -> tuple[str, str]:
     """Path and text of a file of this kind ("plan"), or of `plan.yaml` in a folder; `wrote` is the command for it."""
+    refuse_type(what, path, Path | str, f"the path of a {what}.yaml")
     path = Path(path)
     path = path / f"{what}.yaml" if path.is_dir() else path
     if not path.is_file():

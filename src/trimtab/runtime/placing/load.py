@@ -11,7 +11,7 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 
-from trimtab.errors import ConfigError, PartitionError, join_problems
+from trimtab.errors import ConfigError, PartitionError, join_problems, refuse_type
 from trimtab.models.asking.internvl_chat import forget_published_names
 from trimtab.placement.device_bytes import DeviceKey
 from trimtab.placement.placed import Placement
@@ -44,6 +44,7 @@ def load_placed(
     Reads safetensors alone, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
     device. Runs no code of the folder.
     """
+    refuse_type("path", path, Path | str, "the folder of a model")
     folder = Path(path)
     if placement is None:
         placement = {"": 0 if torch.accelerator.is_available() else "cpu"}
