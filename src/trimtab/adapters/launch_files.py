@@ -5,7 +5,6 @@ What says nothing about time or memory is passed over. What would change both an
 
 from __future__ import annotations
 
-import json
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from trimtab.errors import PlanError, join_problems
 from trimtab.plan.given import GivenRun
 from trimtab.specs import ModelSpec
+from trimtab.typed_json import parse_json
 
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -66,7 +66,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
 
 def from_deepspeed(path: Path) -> GivenRun:
     """DeepSpeed's JSON; what it leaves to the launcher ("auto") stays open."""
-    read = _object(path, json.loads, "DeepSpeed configuration")
+    read = _object(path, parse_json, "DeepSpeed configuration")
     problems: list[str] = []
     zero = read.get("zero_optimization", {})
     given: dict[str, Any] = {
@@ -92,7 +92,7 @@ def from_deepspeed(path: Path) -> GivenRun:
 
 def from_torchtitan(path: Path) -> GivenRun:
     """torchtitan's job file; its data-parallel state is sharded (FSDP) as far as `data_parallel_shard_degree` says."""
-    read = _object(path, tomllib.loads, "torchtitan job")
+    read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
     problems: list[str] = []
     parallel, training = read.get("parallelism", {}), read.get("training", {})
     for name in ("context_parallel_degree", "expert_parallel_degree"):
@@ -208,10 +208,10 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
     return found
 
 
-def _object(path: Path, parse: Callable[[str], Any], what: str) -> dict[str, Any]:
+def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, Any]:
     try:
-        read = parse(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        read = parse(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"
         ) from None

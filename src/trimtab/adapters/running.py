@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier, ScheduleName, Tower
-from trimtab.partition.schedules import check_schedule
+from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import (
     Expressible,
@@ -23,7 +23,7 @@ from trimtab.plan.decide.expressible import (
     replan,
 )
 from trimtab.plan.decide.stages import epoch_s
-from trimtab.plan.decide.work import packed_work, select_rows
+from trimtab.plan.decide.work import above_all, packed_work, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
@@ -215,7 +215,7 @@ def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:
     """Predicted time of the data set in micro-batches of one sample, as many samples a step, over that of the plan."""
     dims, drawn = case.setting.dims, np.sort(case.packing.indices)
     per_pack = len(drawn) / case.packing.num_packs
-    unit = dims.pp if case.options.schedule == "Interleaved1F1B" else 1
+    unit = microbatch_unit(case.options.schedule, dims.pp)
     num_microbatches = max(1, round(case.setting.num_microbatches * per_pack / unit)) * unit
     singles = pack_samples(
         select_rows(case.samples, drawn),
@@ -223,7 +223,7 @@ def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:
         num_microbatches=num_microbatches,
         method="random",
         batch_size=1,
-        limits=(int(case.samples.num_patches.max()) + 1, int(case.samples.num_tokens.max()) + 1),
+        limits=above_all(case.samples),
         seed=case.options.seed,
     )
     alone = replace(

@@ -146,10 +146,9 @@ class SplitProblem:
 
         # 2. Bytes of every stage at the largest one, and of every device at its worst moment.
         once = splits_backward(schedule)  # then nothing computed again comes on top
-        held = [stage_bytes(profile, stage, most[None], once=once) for stage in stages]
-        saved, whole, transient = map(np.concatenate, zip(*held, strict=True))
+        saved, whole, transient = (x[:, 0] for x in stages_bytes(profile, stages, most[None], once=once))
         peaks = peak_saved_bytes(saved, schedule, **shape, pending_bytes=whole)
-        state = np.array([sum(layer.state_bytes for layer in profile.layers[x]) for x in own])
+        state = state_bytes(profile, stages)
         return SplitResult(
             stages=tuple(stages),
             forward_s=tuple(stage_forward.tolist()),
@@ -197,6 +196,17 @@ def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool)
         enters_with = np.maximum(work @ np.array(entry), 0.0)
         saved, whole = saved + enters_with, whole + enters_with
     return StageBytes(saved=saved, whole=np.maximum(saved, whole), transient=transient)
+
+
+def stages_bytes(profile: Profile, stages: Sequence[Stage], work: FloatArray, *, once: bool) -> StageBytes:
+    """`stage_bytes` of all stages, (S, n) each."""
+    held = [stage_bytes(profile, stage, work, once=once) for stage in stages]
+    return StageBytes(*map(np.array, zip(*held, strict=True)))
+
+
+def state_bytes(profile: Profile, stages: Sequence[Stage]) -> FloatArray:
+    """(S,) parameters, gradients, optimizer state."""
+    return np.array([sum(layer.state_bytes for layer in profile.layers[x.start : x.stop]) for x in stages])
 
 
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:

@@ -62,6 +62,11 @@ def devices_of_stages(schedule: ScheduleName, *, num_devices: int, num_chunks: i
     return np.array([device_of_stage(schedule, s, **shape) for s in range(num_devices * num_chunks)], np.int64)
 
 
+def microbatch_unit(schedule: str, num_devices: int) -> int:
+    """Micro-batches of a step come in multiples of this: interleaved schedules take one for each device at a time."""
+    return num_devices if schedule == "Interleaved1F1B" else 1
+
+
 def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_microbatches: int) -> None:
     """Raises `PartitionError` for a schedule that cannot run."""
     if schedule not in get_args(ScheduleName):
@@ -83,7 +88,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
             f"ZBVZeroBubble runs two chunks a device, one on the way down and one on the way up, {num_chunks} were "
             "asked for: give num_chunks=2 or schedule='ZBH1'"
         )
-    if schedule == "Interleaved1F1B" and num_microbatches % num_devices:
+    if num_microbatches % microbatch_unit(schedule, num_devices):
         raise PartitionError(
             f"Interleaved1F1B runs micro-batches in rounds of {num_devices}, one a pipeline device, and "
             f"{num_microbatches} is no multiple: take {_nearest_multiples(num_microbatches, num_devices)} of them, "

@@ -25,7 +25,7 @@ from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import Run, simulate_run
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import join_samples, joins_samples, packed_work, padded_work
+from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, padded_work
 from trimtab.plan.file.details import Variant
 from trimtab.plan.given import GivenRun
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
@@ -164,10 +164,11 @@ def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResul
         needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --max-tokens"
         raise PlanError(f"method {method} makes {needs}")
     samples = epoch.samples
-    largest = int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1
     made = pack_samples(
         samples,
-        limits=(run.max_patches or int(samples.num_patches.sum()) + 1, run.max_tokens) if run.max_tokens else largest,
+        limits=(run.max_patches or int(samples.num_patches.sum()) + 1, run.max_tokens)
+        if run.max_tokens
+        else above_all(samples),
         dp=dims.dp,
         num_microbatches=_num_microbatches(run, dims),
         method=method,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.estimates import Estimates, VisionEstimate
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.details import PlanDetails, Variant
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     balance_rows,
@@ -18,6 +21,7 @@ from trimtab.report.words import (
     signed_percent,
     time_scale,
 )
+from trimtab.specs import ModelSpec
 from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
 
 SEARCHED_NOTE = (
@@ -116,13 +120,20 @@ def searched_table(details: PlanDetails) -> Table:
 
 
 def stages_table(details: PlanDetails, *, most: int) -> Table:
-    """One row per stage; of more than `most` the first and the last ones."""
-    plan, num = details.variants[-1], len(details.variants[-1].stages)
+    """One row per stage of the plan; of more than `most` the first and the last ones."""
+    modules = {stage.stage: stage.modules for stage in details.plan.decisions.stages}
+    return variant_stages(details.model, details.variants[-1], most=most, modules=modules)
+
+
+def variant_stages(
+    model: ModelSpec, plan: Variant, *, most: int, modules: Mapping[int, Sequence[str]] = MappingProxyType({})
+) -> Table:
+    """The same of any variant; `modules`: their paths by stage, which the page shows."""
+    num = len(plan.stages)
     total = plan.stage_forward_s + plan.stage_backward_s
     mean, slowest = float(total.mean()), max(float(total.max()), 1e-30)
     scale = time_scale([*plan.stage_forward_s.tolist(), *plan.stage_backward_s.tolist()])
     memory = memory_scale(m.total_bytes for m in plan.memory)
-    modules = {stage.stage: stage.modules for stage in details.plan.decisions.stages}
     columns = (
         *numeric("Stage"),
         Column("Layers", look="wide"),
@@ -137,7 +148,7 @@ def stages_table(details: PlanDetails, *, most: int) -> Table:
                 rows.append(("…", f"{len(hidden)} more stages", *[""] * (len(columns) - 2)))
             continue
         device = plan.timeline.device_of(i)
-        layers = describe_layers(details.model, stage)
+        layers = describe_layers(model, stage)
         where = f"rank {device}" if num > plan.timeline.num_devices else ""
         spent = float(total[i])
         rows.append(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Console
 from rich.text import Text
 
 from trimtab.plan.predict import Prediction
-from trimtab.report.table import Cells, Column, Table, numeric, print_table
-from trimtab.report.words import (
-    clean,
-    describe_layers,
-    describe_recompute,
-    idle_sentence,
-    memory_scale,
-    signed_percent,
-    time_scale,
-)
+from trimtab.report.plan_tables import variant_stages
+from trimtab.report.table import print_table
+from trimtab.report.text import MAX_STAGE_ROWS
+from trimtab.report.words import clean, idle_sentence
 from trimtab.units import format_bytes, format_number, format_seconds
 
 
@@ -41,40 +37,10 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     )
 
 
-def stages_table(found: Prediction) -> Table:
-    """One row per stage, bytes those of its device."""
-    ran = found.variant
-    total = ran.stage_forward_s + ran.stage_backward_s
-    mean = float(total.mean())
-    scale = time_scale([*ran.stage_forward_s.tolist(), *ran.stage_backward_s.tolist()])
-    memory = memory_scale(x.total_bytes for x in ran.memory)
-    rows: list[Cells] = [
-        (
-            str(stage.index),
-            describe_layers(found.model, stage),
-            describe_recompute(stage),
-            scale.number(float(ran.stage_forward_s[stage.index])),
-            scale.number(float(ran.stage_backward_s[stage.index])),
-            signed_percent(float(total[stage.index]) / mean - 1) if mean > 0 else "",
-            memory.number(ran.memory[ran.timeline.device_of(stage.index)].total_bytes),
-        )
-        for stage in ran.stages
-    ]
-    return Table(
-        title="Stages, at the mean micro-batch; memory at the largest",
-        columns=(
-            *numeric("Stage"),
-            Column("Layers"),
-            Column("Recompute"),
-            *numeric(f"Forward,\n{scale.unit}", f"Backward,\n{scale.unit}", "Against\nmean", f"Memory,\n{memory.unit}"),
-        ),
-        rows=rows,
-    )
-
-
 def print_prediction(found: Prediction, console: Console) -> None:
     """Sentences, then the stages."""
     for sentence in prediction_sentences(found):
         console.print(Text(clean(sentence)))
     console.print()
-    print_table(stages_table(found), console)
+    stages = variant_stages(found.model, found.variant, most=MAX_STAGE_ROWS)
+    print_table(replace(stages, title="Stages, at the mean micro-batch; memory at the largest"), console)

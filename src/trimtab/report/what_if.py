@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.partition.schedules import splits_backward
+from trimtab.partition.schedules import microbatch_unit, splits_backward
 from trimtab.plan.case import Case
 from trimtab.plan.decide.what_if import CappedSplit, capped_splits
 from trimtab.plan.file.details import PlanDetails, Variant
@@ -25,8 +25,7 @@ def what_if_section(details: PlanDetails) -> str:
         return ""
     splits = capped_splits(case, details.variants[-1].stages)
     own, dims = case.problem.num_microbatches, case.setting.dims
-    # interleaved schedules take micro-batches in multiples of the pipeline's devices
-    unit = dims.pp if case.problem.schedule == "Interleaved1F1B" else 1
+    unit = microbatch_unit(case.problem.schedule, dims.pp)
     most = min(max(4 * own, 4 * dims.pp), max(own, _MOST_BLOCKS // len(details.variants[-1].stages))) // unit * unit
     caps = len(splits) - 1
     sliders = (

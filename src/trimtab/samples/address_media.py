@@ -11,8 +11,8 @@ from urllib.parse import unquote
 from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.options import Exif
-from trimtab.samples.media import MediaFolder
-from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.media import MediaFolder, outside_media, unreadable_media
+from trimtab.samples.problems import shorten
 
 
 class AddressFolder(MediaFolder):
@@ -29,10 +29,7 @@ class AddressFolder(MediaFolder):
         try:
             content = address.read_bytes()
         except (OSError, SampleError) as error:
-            cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            raise BadRecordError(
-                "path", f"{kind} {shorten(image)} cannot be read below {self._root}: {cause}; check media_root"
-            ) from None
+            raise unreadable_media(f"{kind} {shorten(image)}", "read", self._root, error) from None
         with tempfile.TemporaryFile() as file:
             file.write(content)
             file.seek(0)
@@ -46,9 +43,5 @@ class AddressFolder(MediaFolder):
         for spelling in (path, unquote(path)):
             lies_in = f"{posixpath.normpath(spelling)}/".startswith(f"/{root.rstrip('/')}/".replace("//", "/"))
             if not self._allow_outside and (not lies_in or (mark and own != scheme)):
-                raise BadRecordError(
-                    "path",
-                    f"{kind} {shorten(name)} lies outside the media folder {self._root}: "
-                    "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
-                )
+                raise outside_media(f"{kind} {shorten(name)}", self._root)
         return Address(f"{own if mark else scheme}:/{posixpath.normpath(path)}")

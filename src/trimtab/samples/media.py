@@ -138,10 +138,7 @@ class MediaFolder:
         try:
             return self._open(name)
         except (OSError, ValueError) as error:
-            cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            raise BadRecordError(
-                "path", f"{kind} {shorten(name)} cannot be opened below {self._root}: {cause}; check media_root"
-            ) from None
+            raise unreadable_media(f"{kind} {shorten(name)}", "opened", self._root, error) from None
 
     def _open(self, name: str) -> int:
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
@@ -165,12 +162,23 @@ class MediaFolder:
 
     def _inside(self, real: str, name: str) -> str:
         if real != self._root and not real.startswith(self._root.rstrip(os.sep) + os.sep):
-            raise BadRecordError(
-                "path",
-                f"{shorten(name)} lies outside the media folder {self._root}: "
-                "set media_root to a folder above it, or allow_outside (--allow-outside) if you trust the data set",
-            )
+            raise outside_media(shorten(name), self._root)
         return real
+
+
+def unreadable_media(what: str, done: str, root: str, error: Exception) -> BadRecordError:
+    """A file of a media folder that cannot be "opened" or "read"."""
+    cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return BadRecordError("path", f"{what} cannot be {done} below {root}: {cause}; check media_root")
+
+
+def outside_media(what: str, root: str) -> BadRecordError:
+    """A name that leads out of its media folder."""
+    return BadRecordError(
+        "path",
+        f"{what} lies outside the media folder {root}: set media_root to a folder above it, or allow_outside "
+        "(--allow-outside) if you trust the data set",
+    )
 
 
 def _carried(image: str | bytes) -> bytes | None:

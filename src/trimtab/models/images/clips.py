@@ -89,6 +89,7 @@ def clip_rule_of(model: ModelSpec, sampling: VideoOptions) -> ClipRule | None:
     clips, images = model.clip_rule, model.image_rule
     if not isinstance(clips, AskedClips):
         return clips
-    side = images.window_side if isinstance(images, SmartResize) else None
-    windows = None if side is None or not isinstance(images, SmartResize) else (images.merge_size, side)
+    windows = None
+    if isinstance(images, SmartResize) and images.window_side is not None:
+        windows = images.merge_size, images.window_side
     return replace(clips, windows=windows, sampling=sampling)

@@ -16,6 +16,7 @@ import numpy as np
 from trimtab.balance.packing import pack_samples
 from trimtab.options import RecomputeMode
 from trimtab.partition.baselines import even_stages, full_recompute
+from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.partition.timeline import Timeline
@@ -25,7 +26,7 @@ from trimtab.plan.decide.idle import split_idle
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
-from trimtab.plan.decide.work import PATCHES, TOKENS, packed_work, padded_work, select_rows
+from trimtab.plan.decide.work import PATCHES, TOKENS, above_all, packed_work, padded_work, select_rows
 from trimtab.plan.estimates import BASELINE, SettingEstimate
 from trimtab.plan.file.details import Variant
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, SampleTable, Schedule, Stage
@@ -167,8 +168,8 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     dims = _dims(to)
     options = replace(case.options, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
     num_microbatches = max(1, round(case.setting.num_microbatches * case.setting.dims.dp / to.dp))
-    if to.schedule == "Interleaved1F1B":
-        num_microbatches = -(-num_microbatches // to.pp) * to.pp
+    unit = microbatch_unit(to.schedule, to.pp)
+    num_microbatches = -(-num_microbatches // unit) * unit
     profile = profile_setting(case.model, case.cluster, options, dims)
     setting = replace(case.setting, dims=dims, num_microbatches=num_microbatches, profile=profile)
     return replace(case, options=options, setting=setting)
@@ -237,13 +238,11 @@ def _batched(
 ) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     problem = case.problem
-    # interleaved schedules take micro-batches in multiples of the pipeline's devices
-    unit = problem.num_stages if problem.schedule == "Interleaved1F1B" else 1
+    unit = microbatch_unit(problem.schedule, problem.num_stages)
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
-    largest = (int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1)
     made = pack_samples(
         samples,
-        limits=largest if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
+        limits=above_all(samples) if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
         dp=problem.profile.dims.dp,
         num_microbatches=num_microbatches,
         method=baseline.method,

@@ -23,6 +23,7 @@ from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, 
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import ScheduleName, same_fields
+from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
@@ -350,5 +351,5 @@ def _num_microbatches(
     if global_batch is None:
         assert options.num_microbatches is not None
         return options.num_microbatches
-    unit = dims.pp if options.schedule == "Interleaved1F1B" else 1
+    unit = microbatch_unit(options.schedule, dims.pp)
     return max(1, round(global_batch / (dims.dp * samples_per_pack * unit))) * unit

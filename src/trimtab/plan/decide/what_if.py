@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from trimtab.errors import PartitionError
-from trimtab.partition.assess import stage_bytes
+from trimtab.partition.assess import stages_bytes, state_bytes
 from trimtab.partition.schedules import splits_backward
 from trimtab.partition.simulate import block_costs
 from trimtab.partition.stages import split_stages
@@ -53,9 +51,9 @@ def _capped(case: Case, stages: Sequence[Stage], cap_bytes: float) -> CappedSpli
     problem = case.problem
     costs = block_costs(times_of(problem.work_mean[None], stages, problem.profile, case.cluster), problem.schedule)
     once = splits_backward(problem.schedule)
-    held = [stage_bytes(problem.profile, stage, problem.work_max[None], once=once) for stage in stages]
-    saved, whole, transient = map(np.concatenate, zip(*held, strict=True))
-    layers = problem.profile.layers
+    saved, whole, transient = (
+        x[:, 0] for x in stages_bytes(problem.profile, stages, problem.work_max[None], once=once)
+    )
     return CappedSplit(
         cap_bytes=cap_bytes,
         seconds=costs.seconds[:, :, 0],
@@ -64,5 +62,5 @@ def _capped(case: Case, stages: Sequence[Stage], cap_bytes: float) -> CappedSpli
         saved_bytes=saved,
         whole_bytes=whole,
         transient_bytes=transient,
-        state_bytes=np.array([sum(layer.state_bytes for layer in layers[x.start : x.stop]) for x in stages]),
+        state_bytes=state_bytes(problem.profile, stages),
     )

@@ -110,6 +110,11 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
     )
 
 
+def above_all(samples: SampleTable) -> tuple[int, int]:
+    """Limits of patches and tokens that no sample reaches: for batches that know none."""
+    return int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1
+
+
 def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
     """The table with only these rows, in this order."""
     return replace(

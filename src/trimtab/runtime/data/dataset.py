@@ -24,11 +24,9 @@ _COUNTERS = 256  # one for each worker process that may count at the same time
 class PlanBatchSampler(Sampler[list[int]]):
     """Micro-batches of one rank as lists of sample rows, an epoch at a time; [] is an empty pack.
 
-    Use it as `DataLoader(data, batch_sampler=...)` in a plain loop.
-
-    Used as `DataLoader(data, batch_sampler=...)`. Already per rank: nothing may deal its batches out again. In an
-    Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration begins where
-    `set_epoch` or `load_state_dict` put it, and ends with that epoch.
+    Use it as `DataLoader(data, batch_sampler=...)` in a plain loop. Already per rank: nothing may deal its batches out
+    again. In an Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration
+    begins where `set_epoch` or `load_state_dict` put it, and ends with that epoch.
 
     >>> import numpy as np
     >>> from trimtab.runtime.data.tables import hold_tables
@@ -203,7 +201,7 @@ class PlanDataset(Dataset[Any]):
 
     `on_error="raise"` names the sample; `"filler"` puts `make_filler` of the same size in its place, which no loss
     counts, logs the sample's id and the reason at level WARNING, and counts it in `num_fillers`. `fill_for`: only
-    errors of this class are filled, any other is raised. Use it between your own data set and `PlanDataLoader`.
+    errors of this class are filled, any other is raised.
 
     >>> from trimtab import SampleTable
     >>> samples = SampleTable.of([0, 0, 0], [4, 4, 4])
