@@ -18,6 +18,7 @@ FLOORS = {
     "files": 0,
     "options": 0,
     "units": 0,
+    "parallel": 0,
     "shown": 0,
     "typed_json": 0,
     "specs": 0,

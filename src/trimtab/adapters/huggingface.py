@@ -147,8 +147,11 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
             f"{len(stages)} stages were planned, and {host.title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
-    if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for {host.title}: plan with cp 1")
+    problems += [
+        f"{axis} {degree} was planned, which this export cannot say for {host.title}: plan with {axis} 1"
+        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
+        if degree > 1
+    ]
     refuse(problems)
     warnings = []
     if dims.tp > 1:

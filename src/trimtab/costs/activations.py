@@ -12,6 +12,8 @@ from trimtab.costs.flops import layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
+_ROUTING_KERNELS = 12  # router's softmax and choice, counts and places of the rows of each expert, both permutations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -95,8 +97,11 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     """
     w, share = settings.item_bytes, settings.row_share(layer.tower)
     total = w * layer.hidden_size / share
-    for product in layer_matmuls(layer, settings.dims.tp):
-        total += w * product.out_width * product.visits / (share if product.reduced else 1)
+    for product in layer_matmuls(layer, settings.dims):
+        busiest = settings.busiest_experts if product.name.startswith("expert ") else 1.0
+        total += w * product.out_width * product.visits * busiest / (share if product.reduced else 1)
+    if layer.mlp is not None and layer.mlp.num_experts is not None and settings.dims.ep > 1:
+        total += w * layer.hidden_size * settings.visits(layer.mlp)  # rows of other devices
     if layer.attention is not None and settings.attention != "eager":
         total += attention_result_bytes(layer.attention, settings)
     return total
@@ -197,10 +202,10 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
     w, kept = settings.item_bytes, []
     if m.num_experts is None:
         return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
-    visits = m.experts_per_token or 1
-    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * visits))  # softmax; indices and weights
+    visits, k = settings.visits(m), m.experts_per_token or 1
+    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * k))  # softmax; indices and weights
     kept.append(Kept(name="expert input", row_bytes=w * layer.hidden_size * visits, for_weights=True))
-    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.tp, settings)
+    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.expert_tp, settings)
     kept.append(Kept(name="expert result", row_bytes=w * layer.hidden_size * visits))  # weighed by the router
     if m.shared_intermediate_size:
         kept += _kept_by_activation("shared", m, m.shared_intermediate_size / settings.dims.tp, settings)
@@ -272,7 +277,19 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
         per_value = _activation_bytes(m, w, fused=fused)
         moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
+        if m.num_experts is not None:
+            moved.append(_permutation(layer, m, settings))
     return moved
+
+
+def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
+    """Rows copied to where their experts read them, results weighed and added where the rows came from.
+
+    Rows that came from several devices, for several experts, are sorted by expert and their results sorted back.
+    """
+    copied = settings.item_bytes * layer.hidden_size * settings.visits(m)
+    sorts = 2 if settings.dims.ep > 1 and m.num_experts != settings.dims.ep else 0
+    return Traffic(name="permutation", row_bytes=(4 + 2 * sorts) * copied, num_kernels=_ROUTING_KERNELS)
 
 
 def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.costs.activations import (
     attention_result_bytes,
@@ -14,9 +14,10 @@ from trimtab.costs.activations import (
     uses_dense_pairs,
 )
 from trimtab.costs.curves import Line
-from trimtab.costs.flops import layer_matmuls, local_heads, pair_flops
+from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
+from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import added_bytes, bytes_per_param, local_params, step_seconds, tied_copy_params
+from trimtab.costs.state import added_bytes, bytes_per_param, shares_of, step_seconds
 from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
@@ -99,11 +100,10 @@ def cost_layer(
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.of(layer, device, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
-    rows = seconds.forward.row + seconds.traffic + seconds.collectives
+    rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.ring + seconds.experts
     pairs = seconds.attention + seconds.pair_traffic
-    forward = columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
-    if layer.tower == "audio":
-        forward = columns.terms()
+    silent = layer.tower == "audio"
+    forward = columns.terms() if silent else columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
     backward = weight = columns.terms()
     if runs_backward and gradients.weights:
@@ -112,7 +112,8 @@ def cost_layer(
         products = _backward_products(seconds, layer, gradients)
         backward = columns.terms(
             rows=products.row
-            + 2 * seconds.traffic
+            + 2 * (seconds.traffic + seconds.ring)
+            + seconds.experts
             + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
             once=products.once
@@ -128,9 +129,8 @@ def cost_layer(
     if runs_backward and layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, columns, again)
     transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
-    params = local_params(layer, settings.dims.tp)
-    if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
-        params = tied_copy_params(layer, settings.dims.tp)
+    shares = shares_of(layer, device, settings)
+    params = sum(share.params for share in shares)
     gathered = columns.terms(once=_gathered_bytes(params, settings))
     transients = tuple(_add(moment, gathered) for moment in transients)
     return LayerCost(
@@ -140,13 +140,16 @@ def cost_layer(
         forward_s=forward,
         backward_s=backward,
         output_bytes=_output_bytes(layer, columns, settings),
-        state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
+        state_bytes=sum(
+            share.params * bytes_per_param(settings, trainable=gradients.weights, replicas=share.replicas)
+            for share in shares
+        ),
         num_params=params,
         tiers=tuple(tiers),
         transient_bytes=transients[0],
         other_transient_bytes=transients[1] if len(transients) > 1 else (),
         group=group,
-        step_s=step_seconds(params, device, settings) if gradients.weights else 0.0,
+        step_s=sum(step_seconds(share, device, settings) for share in shares) if gradients.weights else 0.0,
         weight_s=weight,
     )
 
@@ -155,17 +158,18 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     """Rows count in "patches" or "tokens"; pairs in the squares, or the windowed squares where a window cuts them.
 
     Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`. Even those count each sample's square,
-    for no work term holds the square of a whole pack: a lower bound for packs of several samples.
+    for no work term holds the square of a whole pack: a lower bound for packs of several samples. Rows and pairs of the
+    language model are those of one of cp devices.
     """
     tower = "tokens" if layer.tower == "language" else "patches"
     a = layer.attention
-    dense = uses_dense_pairs(layer, settings)
+    dense, shared = uses_dense_pairs(layer, settings), settings.token_share(layer.tower)
     windowed = a is not None and a.window is not None and not dense
     return WorkColumns(
         rows=WORK_TERMS.index(tower),
         pairs=WORK_TERMS.index(f"{tower}_windowed" if windowed else f"{tower}_sq"),
-        rows_per_unit=layer.rows_per_input,
-        pair_share=0.5 if a is not None and a.causal and not dense and layer.measured is None else 1.0,
+        rows_per_unit=layer.rows_per_input / shared,
+        pair_share=(0.5 if a is not None and a.causal and not dense and layer.measured is None else 1.0) / shared,
     )
 
 
@@ -198,8 +202,9 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
         return _Workspace(rows=0.0, once=0.0), _Workspace(rows=0.0, once=0.0)
     f, leaving = m.intermediate_size / settings.dims.tp, h / settings.row_share(layer.tower)
     if m.num_experts is not None:
-        v = m.experts_per_token or 1
-        last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * m.num_experts)
+        v, f = settings.visits(m), m.intermediate_size / settings.dims.expert_tp
+        own = m.num_experts / settings.dims.ep
+        last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * own)
         return last, _Workspace(rows=w * (leaving + 3 * v * h), once=0.0)
     separate = m.gated or (m.quick_gelu and not settings.fused_kernels)
     last = _Workspace(rows=w * (leaving + f), once=w * f * h)
@@ -216,6 +221,8 @@ class _LayerSeconds:
     weights: Line  # backward: gradients of the weights, added to what earlier micro-batches left
     traffic: float
     collectives: float  # sums over tp, or their halves under sequence parallel
+    ring: float  # keys and values to the other ranks of cp
+    experts: float  # dispatch and combine of ep and etp
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
@@ -230,24 +237,29 @@ class _LayerSeconds:
 
     @classmethod
     def of(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
-        e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
+        e, w, dims, tp = settings.efficiency_on(device), settings.item_bytes, settings.dims, settings.dims.tp
         # fp32 products run as TF32, at half the bf16 rate on every device of the table
         peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
-        matmuls, traffic = layer_matmuls(layer, tp), layer_traffic(layer, settings)
+        matmuls, traffic = busiest_matmuls(layer, settings), layer_traffic(layer, settings)
         num_collectives = sum(p.reduced for p in matmuls) if tp > 1 else 0
         if tp > 1 and layer.kind in ("embed", "head") and layer.tower == "language":
             num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
         ring = 2.0 * row * (tp - 1) / tp / link
-        gather, params = 0.0, local_params(layer, tp)
+        gather, shares = 0.0, shares_of(layer, device, settings) if layer.num_params else ()
         if settings.zero_stage == 3:
-            dp_link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
-            gather = params * w * (dp - 1) / dp / dp_link
+            gather = sum(x.params * w * (x.replicas - 1) / x.replicas / (x.bytes_per_s * e.link) for x in shares)
+        between = (settings.cp_bytes_per_s or device.link_bytes_per_s) * e.link
+        all_to_all, gathered = all_to_all_bytes(layer, settings), expert_tp_bytes(layer, settings)
+        of_experts = all_to_all / ((settings.ep_bytes_per_s or device.link_bytes_per_s) * e.link) + gathered / link
+        num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)
+        ring_sent = ring_bytes(layer, settings)
+        num_messages += dims.cp - 1 if ring_sent else 0
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
         backward = {p.name: p.backward_line(e, peak) for p in matmuls}
-        added = params * added_bytes(settings) / bandwidth
+        added = sum(x.params for x in shares) * added_bytes(settings) / bandwidth
         return cls(
             forward=sum((p.forward_line(e, peak) for p in matmuls), Line()),
             inputs=sum((line for name, line in backward.items() if name not in entering), Line()),
@@ -255,13 +267,24 @@ class _LayerSeconds:
             weights=sum((p.weight_line(e, peak) for p in matmuls), Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
+            ring=ring_sent / between,
+            experts=of_experts,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             kernels=count_kernels(traffic, layer) * KERNEL_S,
-            waits=num_collectives * COLLECTIVE_S,
+            waits=num_messages * COLLECTIVE_S,
             gather=gather,
         )
+
+
+def busiest_matmuls(layer: LayerSpec, settings: CostSettings) -> tuple[Matmul, ...]:
+    """`layer_matmuls` of the device whose experts have most rows."""
+    more = settings.busiest_experts
+    return tuple(
+        replace(p, visits=p.visits * more) if more > 1 and p.name.startswith("expert ") else p
+        for p in layer_matmuls(layer, settings.dims)
+    )
 
 
 def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Gradients) -> Line:
@@ -273,9 +296,9 @@ def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Grad
 
 
 def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
-    """Of the rows that leave, per device: split over tp only under sequence parallel."""
+    """Of the rows that leave, per device: split over cp, over tp only under sequence parallel."""
     values = [0.0] * NUM_WORK_TERMS
-    share = settings.row_share(layer.tower)
+    share = settings.row_share(layer.tower) * settings.token_share(layer.tower)
     values[columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
     return tuple(values)
 
@@ -307,7 +330,7 @@ def _recompute_tiers(
         )
     ]
     if layer.attention is not None and not eager:
-        rows = seconds.forward.row + seconds.traffic + seconds.collectives
+        rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.experts
         tiers.append(
             RecomputeTier(
                 name="attention",

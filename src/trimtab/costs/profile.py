@@ -11,7 +11,8 @@ from typing import Any
 
 from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
-from trimtab.costs.flops import find_tp_problems
+from trimtab.costs.exchange import document_multiple, find_cp_problems
+from trimtab.costs.flops import find_ep_problems, find_tp_problems
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, write_atomically
@@ -21,6 +22,7 @@ from trimtab.specs import (
     DeviceSpec,
     LayerSpec,
     ModelSpec,
+    ParallelDims,
     Profile,
     RecomputeTier,
     Stage,
@@ -57,7 +59,7 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
-    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
+    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
     if problems:
         raise PartitionError(join_problems(problems))
     frozen = settings.frozen_towers
@@ -90,6 +92,11 @@ def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower]) -> list[int]
     return [numbers[kind] for kind in kinds]
 
 
+def has_experts(model: ModelSpec) -> bool:
+    """Whether any of its layers has routed experts."""
+    return any(layer.mlp is not None and layer.mlp.num_experts is not None for layer in model.layers)
+
+
 def is_unpriced(layer: LayerSpec) -> bool:
     """Whether no formula knows the layer and nothing has measured it."""
     if layer.measured is not None:
@@ -104,7 +111,11 @@ def layers_fingerprint(model: ModelSpec) -> str:
 
 def profile_bytes(profile: Profile) -> bytes:
     """`profile` as JSON: same profile, same bytes."""
-    text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False)
+    content = {"format": FORMAT, **asdict(profile)}
+    for axis in _LATER_DEGREES:
+        if content["dims"][axis] == getattr(ParallelDims(), axis):
+            del content["dims"][axis]
+    text = json.dumps(content, indent=1, allow_nan=False)
     return f"{text}\n".encode()
 
 
@@ -152,7 +163,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         "",
         problems,
         read_number=_read_number,
-        optional=lambda field: field.default is None,
+        optional=lambda field: field.default is None or field.name in _LATER_DEGREES,
         unknown=unknown,
     )
     problems += [f"{place}: unknown" for place in unknown if place not in _NO_MORE_READ]
@@ -174,13 +185,17 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     return profile
 
 
-def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
-    """Sentences on tp, once for each kind of layer."""
-    problems, seen = [], set()
+def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
+    """Sentences on tp, cp and the experts' degrees, once for each kind of layer."""
+    problems, seen = list[str](), set()
+    if max(dims.ep, dims.etp or 1) > 1 and not has_experts(model):
+        problems.append(f"ep {dims.ep}, etp {dims.etp} was asked for, and {model.name} has no experts: leave both out")
     for layer in model.layers:
         if layer.alike not in seen:
             seen.add(layer.alike)
-            problems += find_tp_problems(layer, tp)
+            problems += find_tp_problems(layer, dims.tp)
+            problems += find_cp_problems(layer, dims.cp)
+            problems += find_ep_problems(layer, dims)
     return problems
 
 
@@ -237,6 +252,17 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"Work of {len(measured)} layers, {measured[0]} the first, is what Transformers' own code was seen to do "
             "(matrix products and kept bytes); kernels made for such layers do and keep less."
         )
+    if settings.dims.is_folded:
+        said.append(
+            f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
+            "mean's rows; rows are sent once for each of their experts, not overlapped with computing: an upper bound."
+        )
+    if settings.dims.cp > 1:
+        said.append(
+            f"Documents are padded to multiples of {document_multiple(settings.dims)} tokens and cut in zig-zag among "
+            f"cp {settings.dims.cp}; keys and values go round, not overlapped with computing: an upper bound. Every "
+            "device of cp runs the whole vision tower."
+        )
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
     if settings.frozen_towers:
@@ -247,6 +273,8 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
 
 
 _ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
+_LATER_DEGREES = ("ep", "etp")
+"""Not in files of earlier profiles: left out where they divide nothing."""
 _NO_MORE_READ = ("device.host_bytes_per_s", "device.host_memory_bytes")
 """Of profiles made when layers could be offloaded."""
 

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from math import ceil
 
-from trimtab.costs.flops import layer_matmuls
+from trimtab.costs.flops import layer_matmuls, num_expert_params
 from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
 from trimtab.specs import DeviceSpec, LayerSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Parameters of a layer on one device, and with whom it shares their gradients and state."""
+
+    params: float
+    replicas: int  # devices that hold the same parameters
+    bytes_per_s: float  # to the next of them
+
+
+def shares_of(layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> tuple[Share, ...]:
+    """Dense weights, then routed experts where their copies are elsewhere (`ParallelDims.expert_replicas`)."""
+    dims, params = settings.dims, local_params(layer, settings.dims.tp)
+    if layer.kind == "head" and params == 0.0 and dims.pp > 1:
+        params = tied_copy_params(layer, dims.tp)
+    link = settings.dp_bytes_per_s or device.link_bytes_per_s
+    experts = num_expert_params(layer)
+    if experts == 0 or not dims.is_folded:
+        return (Share(params=params, replicas=dims.replicas, bytes_per_s=link),)
+    return (
+        Share(params=params - experts / dims.tp, replicas=dims.replicas, bytes_per_s=link),
+        Share(
+            params=experts / (dims.ep * dims.expert_tp),
+            replicas=dims.expert_replicas,
+            bytes_per_s=settings.expert_dp_bytes_per_s or device.link_bytes_per_s,
+        ),
+    )
+
+
 def local_params(layer: LayerSpec, tp: int) -> float:
-    """Parameters of `layer` on one of `tp` devices.
+    """Parameters of `layer` on one of `tp` devices, its experts divided among them too (`shares_of` knows others).
 
     Weights of matrix products are divided as in `layer_matmuls` (padded heads and copied key/value heads included),
     and with them the biases of column-parallel products; the token embedding by rows of the vocabulary. Norms, biases
@@ -33,21 +62,21 @@ def tied_copy_params(layer: LayerSpec, tp: int) -> float:
     return float(sum(p.in_width * p.out_width for p in layer_matmuls(layer, tp)))
 
 
-def bytes_per_param(settings: CostSettings, *, trainable: bool) -> float:
-    """Bytes for each parameter of the device's share, by ZeRO stage over the dp ranks.
+def bytes_per_param(settings: CostSettings, *, trainable: bool, replicas: int | None = None) -> float:
+    """Bytes for each parameter of the device's share, by ZeRO stage over the devices that hold it; None: dp x cp.
 
     Mixed precision (bf16, fp16): weight 2 + gradient (fp32 4, as Megatron-Core accumulates; or 2) + fp32 master 4
     + optimizer state (AdamW 8): 18 unsharded, 6 + 12/dp under ZeRO-1, 2 + 16/dp under ZeRO-2, 18/dp under ZeRO-3.
     fp32 needs no master copy. Frozen: the weight alone. Runs of Qwen2-VL-7B logged at ZeRO-0 show 18.03-18.14.
     Not counted: communication buckets, allocator rounding.
     """
-    weight = float(settings.item_bytes)
+    weight, replicas = float(settings.item_bytes), replicas or settings.dims.replicas
     if not trainable:
-        return weight / settings.dims.dp if settings.zero_stage == 3 else weight
+        return weight / replicas if settings.zero_stage == 3 else weight
     grad = float(ITEM_BYTES[settings.grad_dtype])
     master = 4.0 if settings.item_bytes < 4 else 0.0
     parts = ((weight, 3), (grad, 2), (master + OPTIMIZER_BYTES[settings.optimizer], 1))
-    return sum(part / (settings.dims.dp if settings.zero_stage >= stage else 1) for part, stage in parts)
+    return sum(part / (replicas if settings.zero_stage >= stage else 1) for part, stage in parts)
 
 
 def added_bytes(settings: CostSettings) -> float:
@@ -61,23 +90,23 @@ def added_bytes(settings: CostSettings) -> float:
     return 2.0 * ITEM_BYTES[settings.grad_dtype] + (-own if settings.fused_kernels else own)
 
 
-def step_seconds(params: float, device: DeviceSpec, settings: CostSettings) -> float:
-    """Seconds once a step for `params` trained parameters of one device: gradient exchange, then the optimizer.
+def step_seconds(share: Share, device: DeviceSpec, settings: CostSettings) -> float:
+    """Seconds once a step for a share of trained parameters: gradient exchange, then the optimizer.
 
     A ring of N ranks moves (N - 1)/N of the bytes for a reduce-scatter and as many for an all-gather. ZeRO 0 does both
     with gradients; ZeRO 1 and 2 reduce-scatter gradients and gather the updated weights; ZeRO 3 does both within the
     micro-batches, where it is priced. The optimizer is bound by memory: it reads and writes moments and master copy
     of the rank's share, reads the gradient and writes the weight. Nothing overlaps. Not counted: gradient norm.
     """
-    dp, weight, grad = settings.dims.dp, ITEM_BYTES[settings.dtype], ITEM_BYTES[settings.grad_dtype]
+    N, weight, grad = share.replicas, ITEM_BYTES[settings.dtype], ITEM_BYTES[settings.grad_dtype]
     exchanged = {0: 2 * grad, 1: grad + weight, 2: grad + weight, 3: 0}[settings.zero_stage]
     e = settings.efficiency_on(device)
-    link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
+    link = share.bytes_per_s * e.link
     master = 4.0 if weight < 4 else 0.0
     touched = 2 * (master + OPTIMIZER_BYTES[settings.optimizer]) + grad + weight
-    share = params / (dp if settings.zero_stage >= 1 else 1)
-    exchange_s = (dp - 1) / dp * params * exchanged / link
-    return exchange_s + share * touched / (device.memory_bytes_per_s * e.memory)
+    own = share.params / (N if settings.zero_stage >= 1 else 1)
+    exchange_s = (N - 1) / N * share.params * exchanged / link
+    return exchange_s + own * touched / (device.memory_bytes_per_s * e.memory)
 
 
 def _column_biases(layer: LayerSpec, tp: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from trimtab.errors import PlanError, join_problems
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     DType,
     Optimizer,
@@ -82,6 +83,8 @@ FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
 )
+ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
+IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
 SEED = Option("Same seed, same result.")
 
 
@@ -98,6 +101,9 @@ class PlanOptions:
     dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
     tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
+    etp: Annotated[int | None, ETP] = None
     num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
         None
     )
@@ -137,6 +143,7 @@ class PlanOptions:
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
     search: Annotated[

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     Order,
     Oversize,
@@ -117,6 +118,7 @@ class TrainingInput:
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
+    expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
@@ -137,6 +139,8 @@ class ParallelDecision:
     pp: int
     tp: int
     cp: int
+    ep: int = 1  # of experts, among the dp x cp x tp devices of a stage
+    etp: int | None = None  # none, and no such key: as many as tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,8 @@ def _decisions(details: PlanDetails) -> str:
         ("Pipeline parallel", f"{parallel.pp}"),
         ("Tensor parallel", f"{parallel.tp}"),
         ("Context parallel", f"{parallel.cp}"),
+        *((("Expert parallel", f"{parallel.ep}"),) if parallel.ep > 1 else ()),
+        *((("Tensor parallel of an expert", f"{parallel.etp}"),) if parallel.etp is not None else ()),
         ("Schedule", esc(schedule.name)),
         ("Micro-batches", f"{schedule.num_microbatches} per rank and step"),
         ("Virtual stages", f"{schedule.num_chunks} per device"),

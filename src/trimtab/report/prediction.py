@@ -12,12 +12,12 @@ from trimtab.report.plan_tables import variant_stages
 from trimtab.report.table import print_table
 from trimtab.report.text import MAX_STAGE_ROWS
 from trimtab.report.words import clean, idle_sentence
-from trimtab.units import format_bytes, format_number, format_seconds
+from trimtab.units import format_bytes, format_degrees, format_number, format_seconds
 
 
 def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
-    dims, ran = found.dims, found.variant
+    ran = found.variant
     time_band, memory_band = found.profile.time_error, found.profile.memory_error
     peak, cap = max(memory.total_bytes for memory in ran.memory), found.memory_cap_bytes
     fits = "IT DOES NOT FIT"
@@ -25,7 +25,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         fits = "it fits" if peak * (1 + memory_band) <= cap else "it fits, by less than the error of the figure"
     steps = len(ran.step_s)
     return (
-        f"{found.cluster.num_devices} {found.cluster.device.name} as dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, "
+        f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
         f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
         f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.p95_step_s)} or more in "
         f"one of 20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "

@@ -48,7 +48,7 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_number, format_ratio, format_seconds, round_digits, round_gib
+from trimtab.units import format_degrees, format_number, format_ratio, format_seconds, round_digits, round_gib
 
 _LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"
@@ -262,7 +262,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
     compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     baseline, *_, ours = compared
     told = estimates.told
-    degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
+    degrees = format_degrees(parallel)
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
     is_cut = len(decisions.stages) > 1
     gains = [
