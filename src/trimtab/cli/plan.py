@@ -129,7 +129,9 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
         return _Narrowed(tried=within_choices(options, can_train(model), target))
     from trimtab.adapters.frameworks import find_target
 
-    can = find_target(target).can
+    framework = find_target(target)
+    framework.refuse_lora(options.lora)
+    can = framework.can
     return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import ceil
 
+from trimtab.costs.adapters import NF4_BYTES, adapt_layer, quantised_params
 from trimtab.costs.flops import layer_matmuls
 from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
 from trimtab.specs import DeviceSpec, LayerSpec
@@ -48,6 +50,35 @@ def bytes_per_param(settings: CostSettings, *, trainable: bool) -> float:
     master = 4.0 if settings.item_bytes < 4 else 0.0
     parts = ((weight, 3), (grad, 2), (master + OPTIMIZER_BYTES[settings.optimizer], 1))
     return sum(part / (settings.dims.dp if settings.zero_stage >= stage else 1) for part, stage in parts)
+
+
+def adapter_settings(settings: CostSettings) -> CostSettings:
+    """Under which what is trained is trained: fp32 for adapters whose weights are, else `settings`."""
+    if settings.lora is None or settings.lora.weights == "same":
+        return settings
+    return replace(settings, dtype="fp32", grad_dtype="fp32")
+
+
+def state_bytes(layer: LayerSpec, params: float, settings: CostSettings, *, trainable: bool) -> float:
+    """Of `params` weights of `layer` on this device, with gradients and optimizer state; under LoRA the frozen weights,
+    those of linear layers in 4 bits where they are quantised, and the adapters with all that training them takes."""
+    if settings.lora is None:
+        return params * bytes_per_param(settings, trainable=trainable)
+    adapters = sum(x.num_params for x in adapt_layer(layer, settings.lora, settings.dims.tp))
+    sharded = settings.dims.dp if settings.zero_stage == 3 else 1
+    frozen = _frozen_bytes(layer, params, settings) / sharded
+    return frozen + adapters * bytes_per_param(adapter_settings(settings), trainable=True)
+
+
+def stored_bytes(layer: LayerSpec, params: float, settings: CostSettings) -> float:
+    """Weights of `layer` as they lie in memory: what ZeRO-3 gathers. With `params` 0 those of its adapters alone."""
+    adapters = sum(x.num_params for x in adapt_layer(layer, settings.lora, settings.dims.tp))
+    return _frozen_bytes(layer, params, settings) + adapters * adapter_settings(settings).item_bytes
+
+
+def _frozen_bytes(layer: LayerSpec, params: float, settings: CostSettings) -> float:
+    quantised = min(params, quantised_params(layer, settings.lora, settings.dims.tp))
+    return (params - quantised) * settings.item_bytes + quantised * NF4_BYTES
 
 
 def added_bytes(settings: CostSettings) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import (
     Attention,
     DType,
@@ -20,6 +21,7 @@ from trimtab.plan.options import (
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
+    LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
@@ -76,6 +78,7 @@ class GivenRun:
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.lora import Lora
 from trimtab.options import (
     Attention,
     Order,
@@ -117,6 +118,7 @@ class TrainingInput:
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
+    lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
