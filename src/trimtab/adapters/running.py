@@ -102,8 +102,8 @@ class Target:
         if self.lora:
             known = " or ".join(map(str, self.lora))
             raise UnsupportedPlanError(
-                f"LoRA over weights of {lora.bits} bits was asked for, and {self.title} is told it over {known}: plan "
-                f"with bits={self.lora[0]}, or for another framework"
+                f"LoRA over weights of {lora.bits} bits was asked for, and {self.title} is told it over {known}: leave "
+                "bits out, or plan for another framework"
             )
         raise UnsupportedPlanError(
             f"LoRA ({lora}) was asked for, and the export to {self.title} has no words for it: plan without --lora, or "

@@ -64,6 +64,7 @@ def layer_linears(layer: LayerSpec) -> tuple[Linear, ...]:
     if layer.kind not in ("block", "projector") or layer.measured is not None:
         return ()
     products = {p.name: p for p in layer_matmuls(layer, 1) if p.name in _NAMES}
+    fused: tuple[Linear, ...] = ()
     if layer.attention is not None and layer.attention.fused_qkv:
         joined = sum(products.pop(name).out_width for name in "qkv")
         o = products.pop("o")
@@ -71,8 +72,6 @@ def layer_linears(layer: LayerSpec) -> tuple[Linear, ...]:
             Linear(name="attn.qkv", in_width=layer.hidden_size, out_width=round(joined)),
             Linear(name="attn.proj", in_width=round(o.in_width), out_width=round(o.out_width)),
         )
-    else:
-        fused = ()
     names = _NAMES if layer.mlp is None or layer.mlp.gated else {**_NAMES, "up": "mlp.fc1", "down": "mlp.fc2"}
     return fused + tuple(
         Linear(name=names[p.name], in_width=round(p.in_width), out_width=round(p.out_width)) for p in products.values()
