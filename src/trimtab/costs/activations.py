@@ -170,13 +170,12 @@ def adapter_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, 
     Where inputs are cast (`casts_inputs`): to fp32 and back. bitsandbytes' layers copy their result before.
     """
     adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), settings.item_bytes
-    casts = 8 + 2 * w if casts_inputs(settings) else 0
-    adds = (7 if quantised_params(layer, settings.lora, 1) else 5) * w
+    casts, copies = casts_inputs(settings), quantised_params(layer, settings.lora, 1) > 0
     return tuple(
         Traffic(
             name="adapter",
-            row_bytes=adds * x.out_width + casts * x.in_width,
-            num_kernels=adds // w - 3 + 2 * bool(casts),
+            row_bytes=(5 + 2 * copies) * w * x.out_width + (8 + 2 * w) * casts * x.in_width,
+            num_kernels=2 + copies + 2 * casts,
         )
         for x in adapters
     )

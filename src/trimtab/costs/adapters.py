@@ -143,18 +143,21 @@ def _names(target: str, layer: LayerSpec, name: str) -> bool:
 
 def _on_device(layer: LayerSpec, rank: int, tp: int) -> list[Adapted]:
     """Linear layers at their widths on one device, each with the products that its widths say it computes."""
+    linears = layer_linears(layer)
     left, local = list(layer_matmuls(layer, 1)), {p.name: p for p in layer_matmuls(layer, tp)}
+    runs: dict[str, Sequence[Matmul]] = {}
+    for linear in sorted(linears, key=lambda x: -x.out_width):  # joined ones first; q before o, as modules have them
+        runs[linear.name] = _matching(linear, left)
+        left = [p for p in left if p not in runs[linear.name]]
     found = []
-    for linear in layer_linears(layer):
-        run = _matching(linear, left)
-        left = [p for p in left if p not in run]
-        first = local[run[0].name] if run else None
+    for linear in linears:
+        run = [local[p.name] for p in runs[linear.name]]
         found.append(
             Adapted(
                 name=linear.name,
                 products=tuple(p.name for p in run),
-                in_width=linear.in_width if first is None else first.in_width,
-                out_width=linear.out_width / tp if first is None else sum(local[p.name].out_width for p in run),
+                in_width=run[0].in_width if run else linear.in_width,
+                out_width=sum(p.out_width for p in run) if run else linear.out_width / tp,
                 rank=rank,
             )
         )
