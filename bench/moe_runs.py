@@ -62,9 +62,7 @@ def text_model(name: str) -> ModelSpec:
             causal=True,
             qk_norm=m.get("qk_norm", False),
         ),
-        mlp=MlpSpec(
-            intermediate_size=m["expert"], gated=True, num_experts=m["experts"], experts_per_token=m["chosen"]
-        ),
+        mlp=MlpSpec(intermediate_size=m["expert"], gated=True, num_experts=m["experts"], experts_per_token=m["chosen"]),
         norm="rms_norm",
     )
     assert block.attention is not None

@@ -9,6 +9,7 @@ from typing import get_args
 from trimtab.costs.curves import Efficiency as Efficiency
 from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import EXPERT_IMBALANCE
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
@@ -32,6 +33,7 @@ class CostSettings:
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
     frozen_towers: frozenset[Tower] = frozenset()
+    lora: Lora | None = None  # adapters alone are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     expert_dp_bytes_per_s: float | None = None  # the same between copies of experts
     cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
@@ -23,6 +24,7 @@ from trimtab.plan.options import (
     FREEZE,
     FUSED_KERNELS,
     IMBALANCE,
+    LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
@@ -80,6 +82,7 @@ class GivenRun:
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 

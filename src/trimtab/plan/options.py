@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
@@ -85,6 +86,9 @@ FREEZE = Option(
 )
 ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+LORA = Option(
+    "Train LoRA adapters alone, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None
+)
 SEED = Option("Same seed, same result.")
 
 
@@ -144,6 +148,7 @@ class PlanOptions:
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
     search: Annotated[
@@ -180,6 +185,7 @@ class PlanOptions:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
         if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
             problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
+        problems += lora_problems(self.lora, self.frozen_towers)
         if problems:
             raise PlanError(join_problems(problems))
 
@@ -232,6 +238,16 @@ def batch_problems(num_microbatches: int | None, global_batch: int | None) -> li
     return [
         f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from "
         "the other: give one of them"
+    ]
+
+
+def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
+    """A sentence for each tower that was to have adapters and to be frozen with them."""
+    return [
+        f"tower {tower!r} was to be frozen (--freeze) and to have adapters (--lora): LoRA freezes its weights by "
+        "itself, leave one of the two out"
+        for tower in (() if lora is None else lora.towers)
+        if tower in frozen
     ]
 
 
