@@ -76,13 +76,11 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
         return tuple(kept)
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (
-            Kept(
-                name="head input", row_bytes=w * layer.hidden_size / settings.row_share(layer.tower), for_weights=True
-            ),
-            Kept(name="logits", row_bytes=w * product.out_width),  # the model's output object holds them
-            Kept(name="log-softmax", row_bytes=4 * product.out_width),
-        )
+        width = layer.hidden_size / settings.row_share(layer.tower)
+        kept = [Kept(name="head input", row_bytes=w * width, for_weights=True)]
+        if not settings.fused_kernels:  # the model's output object holds them; Megatron-Core's loss frees them
+            kept.append(Kept(name="logits", row_bytes=w * product.out_width))
+        return (*kept, Kept(name="log-softmax", row_bytes=4 * product.out_width))
     if layer.kind == "norm":
         return tuple(_kept_by_norm(layer, layer.hidden_size, settings, share=settings.row_share(layer.tower)))
     if layer.tower == "vision":  # patch embedding: the pixels

@@ -379,8 +379,10 @@ def _transients(
     Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
     again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
-    before and behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random
-    states (16 bytes a layer on a GPU), the vision tower's gather under vision data parallel.
+    before and behind the softmax, 8 bytes for each vocabulary entry and token. Fused, the softmax becomes its own
+    gradient: beside it (kept) that gradient as the head's product takes it, then, the softmax gone, the gradients of
+    weight and input. Not counted: projectors, norms, random states (16 bytes a layer on a GPU), the vision tower's
+    gather under vision data parallel.
     """
     if layer.kind == "block":
         scores = [0.0] * NUM_WORK_TERMS
@@ -395,7 +397,10 @@ def _transients(
         )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (columns.terms(rows=8.0 * product.out_width),)
+        V, h, w = product.out_width, layer.hidden_size, settings.item_bytes
+        if not settings.fused_kernels:
+            return (columns.terms(rows=8.0 * V),)
+        return columns.terms(rows=w * V), columns.terms(rows=(w - 4.0) * V + w * h, once=w * h * V)
     return (columns.terms(),)
 
 

@@ -14,6 +14,7 @@ from trimtab.costs.adapters import NF4_BYTES, adapt_layer, count_adapters, refus
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.exchange import document_multiple, find_cp_problems
 from trimtab.costs.flops import find_ep_problems, find_tp_problems
+from trimtab.costs.memory_band import FORMULAS_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, write_atomically
@@ -36,9 +37,6 @@ FORMAT = "trimtab-profile 1.2"
 
 TIME_ERROR = 0.30
 """Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
-
-MEMORY_ERROR = 0.10
-"""A margin for CUDA context, buffers and fragmentation, stated and not measured; kept bytes alone miss by far less."""
 
 
 def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
@@ -77,7 +75,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
         dims=settings.dims,
         dtype=settings.dtype,
         time_error=TIME_ERROR,
-        memory_error=MEMORY_ERROR,
+        memory_error=FORMULAS_ERROR,
         assumptions=tuple(_list_assumptions(model, device, settings)),
         attention=settings.attention,
         fused_kernels=settings.fused_kernels,

@@ -77,6 +77,11 @@ WEIGHTS = Option(
 
 # of every run that is priced
 MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
+RISK = Option(
+    "Accepted chance that the fullest device needs more memory than it has; a larger one fills more.",
+    read=parse_share,
+    shown="5%",
+)
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
 DTYPE = Option("Of weights and activations.")
 ATTENTION = Option("Attention as it will run.")
@@ -131,10 +136,8 @@ class PlanOptions:
         "auto"
     )
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
-    reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
-        0.06  # context, communication buffers, allocator rounding
-    )
-    reserve_bytes: int | None = None  # the same in bytes, instead of the share
+    risk: Annotated[float, RISK] = 0.05
+    reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
     zero_stage: Annotated[
         int | None,
         Option("ZeRO sharding; default: 1, or 3 where plain data parallel is then taken.", least=0, most=3),
@@ -176,8 +179,7 @@ class PlanOptions:
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         problems += self.vision.problems()
-        if not 0 <= self.reserve < 1:
-            problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
+        problems += risk_problems(self.risk)
         problems += self._schedule_problems()
         problems += [problem for text in self.baselines for problem in parse_baseline(text).problems(text)]
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
@@ -229,6 +231,13 @@ class PlanOrigin:
     data_files: "tuple[DataFile, ...]" = ()
     num_skipped: int = 0
     assumptions: tuple[str, ...] = ()
+
+
+def risk_problems(risk: float) -> list[str]:
+    """A sentence where `risk` is no chance."""
+    if 0 < risk < 1:
+        return []
+    return [f"risk {risk} was asked for, and it is a chance: give one above 0 and below 1, as in 5%"]
 
 
 def batch_problems(num_microbatches: int | None, global_batch: int | None) -> list[str]:

@@ -99,7 +99,8 @@ class ClusterInput:
     node_link_bytes_per_s: float
     latency_s: float
     memory_bytes: int
-    reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
+    risk: float | None = None  # accepted chance that the fullest device needs more; null: reserve_bytes stay free
+    reserve_bytes: int | None = None
     device_figures: DeviceSpec | None = None  # of a device from the user's own file; null: a table or profile has them
 
 

@@ -172,7 +172,8 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
         if memory.total_bytes > problem.memory_bytes:
             yield (
                 f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
-                f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
+                f"{format_bytes(problem.memory_bytes)} that may be expected: recompute more of its layers, or "
+                "run `trimtab plan` again"
             )
 
 
