@@ -13,7 +13,7 @@ from trimtab.costs.activations import (
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.curves import Line
+from trimtab.costs.curves import Line, product_rates
 from trimtab.costs.flops import layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import added_bytes, bytes_per_param, local_params, step_seconds, tied_copy_params
@@ -84,7 +84,7 @@ def cost_layer(
     """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
 
     forward = products (`product_line`) + attention + elementwise traffic / (bandwidth x efficiency) + start of each
-        kernel + tensor-parallel collectives, one after the other (none overlaps another).
+        kernel + tensor-parallel collectives, one after the other (none overlaps another but by `tp_overlap`).
     backward = products once for the inputs and once for the weights (`weight_line`), whose gradient is added to what
         earlier micro-batches left + attention x 2.5 (fused: scores computed again; unfused 2) + twice the traffic
         + collectives; its part for the weights alone is their products.
@@ -231,8 +231,8 @@ class _LayerSeconds:
     @classmethod
     def of(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
         e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
-        # fp32 products run as TF32, at half the bf16 rate on every device of the table
-        peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
+        stays = settings.in_8_bits and layer.kind != "block"  # head, projector and patch embedding: bf16
+        products, peak = product_rates(e, device.peak_flops, "bf16" if stays else settings.dtype)
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
         matmuls, traffic = layer_matmuls(layer, tp), layer_traffic(layer, settings)
         num_collectives = sum(p.reduced for p in matmuls) if tp > 1 else 0
@@ -240,23 +240,23 @@ class _LayerSeconds:
             num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
-        ring = 2.0 * row * (tp - 1) / tp / link
+        ring = 2.0 * row * (tp - 1) / tp / link / (tp if settings.tp_overlap else 1)
         gather, params = 0.0, local_params(layer, tp)
         if settings.zero_stage == 3:
             dp_link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
             gather = params * w * (dp - 1) / dp / dp_link
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
-        backward = {p.name: p.backward_line(e, peak) for p in matmuls}
+        backward = {p.name: p.backward_line(products, peak) for p in matmuls}
         added = params * added_bytes(settings) / bandwidth
         return cls(
-            forward=sum((p.forward_line(e, peak) for p in matmuls), Line()),
+            forward=sum((p.forward_line(products, peak) for p in matmuls), Line()),
             inputs=sum((line for name, line in backward.items() if name not in entering), Line()),
             entering=sum((line for name, line in backward.items() if name in entering), Line()),
-            weights=sum((p.weight_line(e, peak) for p in matmuls), Line(once=added)),
+            weights=sum((p.weight_line(products, peak) for p in matmuls), Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
-            attention=pair_flops(layer, tp) / (peak * e.attention),
+            attention=pair_flops(layer, tp) / (min(peak, device.peak_flops) * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             kernels=count_kernels(traffic, layer) * KERNEL_S,
             waits=num_collectives * COLLECTIVE_S,

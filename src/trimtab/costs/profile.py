@@ -11,6 +11,8 @@ from typing import Any
 
 from trimtab.costs.activations import uses_dense_pairs
 from trimtab.costs.analytic import cost_layer, find_gradients
+from trimtab.costs.curves import efficiency_of
+from trimtab.costs.devices import DEVICES
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
@@ -58,6 +60,7 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
     problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
+    problems += _precision_problems(device, settings)
     if problems:
         raise PartitionError(join_problems(problems))
     frozen = settings.frozen_towers
@@ -174,6 +177,17 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     return profile
 
 
+def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]:
+    """Products of 8 bits that the device has not, or whose rate nobody has published."""
+    if not settings.in_8_bits or getattr(settings.efficiency_on(device), settings.dtype) is not None:
+        return []
+    have = [name for name, other in DEVICES.items() if getattr(efficiency_of(other), settings.dtype) is not None]
+    return [
+        f"dtype {settings.dtype} was asked for, and no rate of such products on {device.name} is known: use bf16, or "
+        f"one of {', '.join(have)}"
+    ]
+
+
 def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
     """Sentences on tp, once for each kind of layer."""
     problems, seen = [], set()
@@ -237,6 +251,10 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"Work of {len(measured)} layers, {measured[0]} the first, is what Transformers' own code was seen to do "
             "(matrix products and kept bytes); kernels made for such layers do and keep less."
         )
+    if settings.tp_overlap and tp > 1:
+        said.append(f"Of tensor-parallel messages one part in {tp} is waited for: switch overlap on in your launcher.")
+    if settings.in_8_bits:
+        said.append(f"Products of the blocks are {settings.dtype.upper()}: switch it on in your launcher.")
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
     if settings.frozen_towers:

@@ -30,6 +30,7 @@ class CostSettings:
     packed: bool = True  # several samples share one row of tokens, which SDPA can only do with a mask
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
+    tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
     frozen_towers: frozenset[Tower] = frozenset()
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
@@ -58,6 +59,11 @@ class CostSettings:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether blocks multiply 8-bit copies of bf16 weights and activations."""
+        return self.dtype in ("fp8", "mxfp8")
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
         """What kernels reach on `device`: as given, else as published benchmarks show."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 from trimtab.errors import PlanError, join_problems
 from trimtab.options import (
     Attention,
-    DType,
     Optimizer,
     Option,
     PackMethod,
+    Precision,
     ScheduleName,
     Tower,
     option_problems,
@@ -23,6 +23,7 @@ from trimtab.plan.options import (
     MEMORY,
     OPTIMIZER,
     SEED,
+    TP_OVERLAP,
     PlanOptions,
     batch_problems,
 )
@@ -72,9 +73,10 @@ class GivenRun:
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
     zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
-    dtype: Annotated[DType | None, DTYPE] = None
+    dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0

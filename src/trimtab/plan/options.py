@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 from trimtab.errors import PlanError, join_problems
 from trimtab.options import (
     Attention,
-    DType,
     Optimizer,
     Option,
     Order,
     Oversize,
     PlanMethod,
+    Precision,
     RecomputeMode,
     Tower,
     option_problems,
@@ -76,9 +76,10 @@ WEIGHTS = Option(
 # of every run that is priced
 MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
-DTYPE = Option("Of weights and activations.")
+DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
 ATTENTION = Option("Attention as it will run.")
 FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
 )
@@ -133,9 +134,10 @@ class PlanOptions:
         Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
     ] = "simplest"
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
-    dtype: Annotated[DType, DTYPE] = "bf16"
+    dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
