@@ -71,6 +71,7 @@ class Run:
     early_stop: bool = False  # recompute stops before a block's last product
     figures: Mapping[str, float] = field(default_factory=dict)  # of the device, where they are not the table's
     devices_per_node: int = 8
+    node_gbit: float | None = None  # Gbit/s of a node's ports together; None: as the device's vendor describes it
     tp_overlap: bool = False
 
     @property
@@ -86,14 +87,20 @@ class Run:
     def cluster(self) -> ClusterSpec:
         found = parse_cluster(f"{self.gpus}x{self.device}", devices_per_node=min(self.gpus, self.devices_per_node))
         found = replace(found, device=replace(found.device, **self.figures))
-        if self.device == "A100-40GB":
-            found = replace(found, node_link_bytes_per_s=25e9)
+        if self.node_gbit is not None:
+            found = replace(found, node_link_bytes_per_s=self.node_gbit * 1e9 / 8 / found.devices_per_node)
         return found
 
 
 @cache
 def _data() -> Any:
     return json.loads(DATA.read_text())
+
+
+def groups() -> list[dict[str, Any]]:
+    """As the file has them."""
+    found: list[dict[str, Any]] = _data()["groups"]
+    return found
 
 
 def _read(group: dict[str, Any], row: dict[str, Any]) -> Run:
@@ -216,7 +223,7 @@ class Fit:
 def fits() -> dict[str, Fit]:
     """Every group's, in the order of the file."""
     found: dict[str, Fit] = {}
-    for group in _data()["groups"]:
+    for group in groups():
         runs = [_read(group, dict(zip(group["columns"], row, strict=True))) for row in group["rows"]]
         shares = found.get(group.get("shares_of"))
         found[group["name"]] = _fit(runs) if any(run.is_fitted for run in runs) else _apply(runs, shares)

@@ -11,6 +11,7 @@ from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
+from trimtab.options import DType, Precision
 from trimtab.specs import DeviceSpec, ParallelDims, Tower
 
 OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
@@ -38,8 +39,8 @@ class CostSettings:
     def __post_init__(self) -> None:
         problems: list[str] = []
         for what, value, known in (
-            ("dtype", self.dtype, ITEM_BYTES),
-            ("grad_dtype", self.grad_dtype, ITEM_BYTES),
+            ("dtype", self.dtype, get_args(Precision)),
+            ("grad_dtype", self.grad_dtype, get_args(DType)),
             ("optimizer", self.optimizer, OPTIMIZER_BYTES),
             ("attention", self.attention, get_args(Attention)),
         ):
