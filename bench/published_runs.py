@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -235,7 +236,7 @@ def _words(rows: Sequence[Row]) -> str:
     return f"{len(rows)} blind rows, median {_percent(np.median(errors), 1)}, widest {_percent(widest, sign='+')}"
 
 
-def _percent(share: float, digits: int = 0, *, sign: str = "") -> str:
+def _percent(share: float | np.floating[Any], digits: int = 0, *, sign: str = "") -> str:
     return f"{100 * float(share):{sign}.{digits}f} %"
 
 
