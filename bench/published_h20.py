@@ -18,10 +18,12 @@ import numpy as np
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import Calibration, predict_step
 from trimtab.costs.logs import LoggedRun, place_blocks
+from trimtab.costs.minima import find_minima
+from trimtab.costs.observed import Observed
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitProblem
-from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
+from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, simulate_logged
 from trimtab.specs import ModelSpec, ParallelDims, evaluate
 from trimtab.units import MIB
 
@@ -277,6 +279,33 @@ def triples(runs: Sequence[H20Run]) -> list[Triple]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+    """A run that others calibrate."""
+
+    run: H20Run
+    logged_s: float
+    error: float
+
+
+def held_out() -> list[HeldOut]:
+    """Each run from the others of its vision width and tp; one that is alone there from those of width 4,096."""
+    found = []
+    steady = [x for x in h20_runs() if x.has_steady_time]
+    for left in steady:
+        others = [x for x in steady if x.group == left.group and x is not left]
+        if len(others) < 3:
+            others = [x for x in steady if x.group == (4096, left.group[1])]
+        runs = [x.run for x in others]
+        terms = default_terms(runs)
+        theta = find_minima([Observed.of(run, terms) for run in runs], terms, simulate_logged)[0]
+        logged = left.run.iteration_s
+        assert logged is not None, "every log has its times"
+        seconds = Observed.of(left.run, terms).step(theta, simulate_logged)
+        found.append(HeldOut(run=left, logged_s=logged, error=seconds / logged - 1))
+    return sorted(found, key=lambda x: (-x.run.group[0], x.run.group[1]))
+
+
 def print_h20() -> None:
     runs = h20_runs()
     wrong = [
@@ -336,3 +365,7 @@ def print_h20() -> None:
             for warning in triple.calibration.warnings:
                 print(f"    warned: {warning}")
     print()
+
+
+if __name__ == "__main__":
+    print_h20()

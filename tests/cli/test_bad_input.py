@@ -44,7 +44,10 @@ CASES = [
     ([*PREDICT], "not said what a micro-batch holds"),
     ([*PREDICT, "--from-deepspeed", "{text}"], "is no DeepSpeed configuration"),
     ([*PREDICT, "--from-torchtitan", "{missing}"], "missing.jsonl"),
-    ([*PREDICT, "--from-megatron", "--fp8-format hybrid"], "fp8-format hybrid is not priced"),
+    (
+        [*PREDICT, "--from-megatron", "--encoder-pipeline-model-parallel-size 2"],
+        "encoder-pipeline-model-parallel-size 2 is not priced",
+    ),
     ([*PREDICT, "--from-megatron", "--bf16", "--from-deepspeed", "{empty}"], "one launcher: give one of them"),
     ([*A100, "--memory", "1GiB"], "do not fit"),
     ([*A100, "--risk", "much"], "share"),

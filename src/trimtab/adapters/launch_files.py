@@ -58,6 +58,9 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     given["recompute"] = _megatron_recompute(said, pp, problems)
     given["zero_stage"] = 1 if "use-distributed-optimizer" in said else 0
     given["dtype"] = "bf16" if "bf16" in said else "fp16" if "fp16" in said else "fp32"
+    if said.get("fp8-format", "") not in ("", "0"):
+        given["dtype"] = "mxfp8" if said.get("fp8-recipe") == "mxfp8" else "fp8"
+    given["tp_overlap"] = "tp-comm-overlap" in said
     given["fused_kernels"] = said.get("transformer-impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
@@ -132,7 +135,7 @@ _MEGATRON_NUMBERS = {
     "num-virtual-stages-per-pipeline-rank": "num_chunks",
     "num-layers-per-virtual-pipeline-stage": "virtual_layers",
 }
-_MEGATRON_UNPRICED = (*("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout", "fp8-format"),)
+_MEGATRON_UNPRICED = ("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout")
 
 
 def _flags(text: str) -> dict[str, str]:

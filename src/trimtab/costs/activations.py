@@ -333,6 +333,8 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         if settings.attention == "eager":
             # scores written; scaled; masked; softmax to fp32; cast; read
             moved.append(Traffic(name="scores", pair_bytes=heads.query * (6 * w + (w + 4) + (4 + w)), num_kernels=5))
+    if settings.in_8_bits:
+        moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:
         width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
         per_value = _activation_bytes(m, w, fused=fused)
@@ -350,6 +352,18 @@ def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffi
     copied = settings.item_bytes * layer.hidden_size * settings.visits(m)
     sorts = 2 if settings.dims.ep > 1 and m.num_experts != settings.dims.ep else 0
     return Traffic(name="permutation", row_bytes=(4 + 2 * sorts) * copied, num_kernels=_ROUTING_KERNELS)
+
+
+def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
+    """8-bit copies of what enters products: bf16 read, a copy for the product and one for its weights' gradient.
+
+    Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
+    its blocks differ between the two copies). Copies of weights are not counted: once a step where they are kept.
+    """
+    inputs = {p.name.split()[-1]: p.in_width * p.visits for p in layer_matmuls(layer, settings.dims)}
+    fused = settings.fused_kernels and settings.dtype == "fp8"
+    own = {name: width for name, width in inputs.items() if name in ({"o"} if fused else {"q", "o", "up", "down"})}
+    return Traffic(name="casts", row_bytes=4.0 * sum(own.values()), num_kernels=len(own))
 
 
 def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:

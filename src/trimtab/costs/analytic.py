@@ -15,7 +15,7 @@ from trimtab.costs.activations import (
     uses_dense_pairs,
 )
 from trimtab.costs.adapters import NF4_BYTES, Adapted, adapt_layer, quantised_params
-from trimtab.costs.curves import Line
+from trimtab.costs.curves import Line, product_rates
 from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
 from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
@@ -88,7 +88,7 @@ def cost_layer(
     """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
 
     forward = products (`product_line`) + attention + elementwise traffic / (bandwidth x efficiency) + start of each
-        kernel + tensor-parallel collectives, one after the other (none overlaps another).
+        kernel + tensor-parallel collectives, one after the other (none overlaps another but by `tp_overlap`).
     backward = products once for the inputs and once for the weights (`weight_line`), whose gradient is added to what
         earlier micro-batches left + attention x 2.5 (fused: scores computed again; unfused 2) + twice the traffic
         + collectives; its part for the weights alone is their products.
@@ -252,8 +252,9 @@ class _LayerSeconds:
     @classmethod
     def of(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
         e, w, dims, tp = settings.efficiency_on(device), settings.item_bytes, settings.dims, settings.dims.tp
-        # fp32 products run as TF32, at half the bf16 rate on every device of the table
-        peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
+        stays = settings.in_8_bits and layer.kind != "block"  # head, projector and patch embedding: bf16
+        products, peak = product_rates(e, device.peak_flops, "bf16" if stays else settings.dtype)
+        plain_peak = min(peak, device.peak_flops)  # of adapters and attention, which 8-bit recipes leave alone
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
         matmuls = busiest_matmuls(layer, settings)
         traffic = (*layer_traffic(layer, settings), *adapter_traffic(layer, settings))
@@ -262,7 +263,7 @@ class _LayerSeconds:
             num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
-        ring = 2.0 * row * (tp - 1) / tp / link
+        ring = 2.0 * row * (tp - 1) / tp / link / (tp if settings.tp_overlap else 1)
         shares = shares_of(layer, device, settings, trainable=True) if layer.num_params else ()
         adapters = adapt_layer(layer, settings.lora, tp)
         factors = [factor for x in adapters for factor in x.factors]
@@ -277,24 +278,27 @@ class _LayerSeconds:
         ring_sent = ring_bytes(layer, settings)
         num_messages += dims.cp - 1 if ring_sent else 0
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
-        backward = [(p.name in entering, p.backward_line(e, peak)) for p in matmuls]
+        backward = [(p.name in entering, p.backward_line(products, peak)) for p in matmuls]
         for adapter, (a, b) in ((x, x.factors) for x in adapters):  # the gradient of A asks for that of B's rows
-            backward += [(False, b.backward_line(e, peak)), (_enters(adapter, entering), a.backward_line(e, peak))]
+            enters = _enters(adapter, entering)
+            backward += [(False, b.backward_line(e, plain_peak)), (enters, a.backward_line(e, plain_peak))]
+        weights = [p.weight_line(products, peak) for p in matmuls]
+        if settings.lora is not None:
+            weights = [p.weight_line(e, plain_peak) for p in factors]
         added = sum(x.trained for x in shares) * added_bytes(adapter_settings(settings)) / bandwidth
         unpacked = quantised_params(layer, settings.lora, tp)
+        forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(e, plain_peak) for p in factors]
         return cls(
-            forward=sum((p.forward_line(e, peak) for p in (*matmuls, *factors)), Line()),
+            forward=sum(forward, Line()),
             inputs=sum((line for enters, line in backward if not enters), Line()),
             entering=sum((line for enters, line in backward if enters), Line()),
-            weights=sum(
-                (p.weight_line(e, peak) for p in (matmuls if settings.lora is None else factors)), Line(once=added)
-            ),
+            weights=sum(weights, Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
             ring=ring_sent / between,
             experts=of_experts,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
-            attention=pair_flops(layer, tp) / (peak * e.attention),
+            attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             kernels=count_kernels(traffic, layer) * KERNEL_S,
             waits=num_messages * COLLECTIVE_S,

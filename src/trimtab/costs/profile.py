@@ -12,6 +12,8 @@ from typing import Any
 from trimtab.costs.activations import casts_inputs, uses_dense_pairs
 from trimtab.costs.adapters import NF4_BYTES, adapt_layer, count_adapters, refuse_unknown_targets
 from trimtab.costs.analytic import cost_layer, find_gradients
+from trimtab.costs.curves import efficiency_of
+from trimtab.costs.devices import DEVICES
 from trimtab.costs.exchange import document_multiple, find_cp_problems
 from trimtab.costs.flops import find_ep_problems, find_tp_problems
 from trimtab.costs.memory_band import FORMULAS_ERROR
@@ -60,6 +62,7 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
     problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
+    problems += _precision_problems(device, settings)
     if problems:
         raise PartitionError(join_problems(problems))
     frozen, lora = settings.frozen_towers, settings.lora
@@ -190,6 +193,17 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     return profile
 
 
+def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]:
+    """Products of 8 bits that the device has not, or whose rate nobody has published."""
+    if not settings.in_8_bits or getattr(settings.efficiency_on(device), settings.dtype) is not None:
+        return []
+    have = [name for name, other in DEVICES.items() if getattr(efficiency_of(other), settings.dtype) is not None]
+    return [
+        f"dtype {settings.dtype} was asked for, and no rate of such products on {device.name} is known: use bf16, or "
+        f"one of {', '.join(have)}"
+    ]
+
+
 def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
     """Sentences on tp, cp and the experts' degrees, once for each kind of layer."""
     problems, seen = list[str](), set()
@@ -268,6 +282,10 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"cp {settings.dims.cp}; keys and values go round, not overlapped with computing: an upper bound. Every "
             "device of cp runs the whole vision tower."
         )
+    if settings.tp_overlap and tp > 1:
+        said.append(f"Of tensor-parallel messages one part in {tp} is waited for: switch overlap on in your launcher.")
+    if settings.in_8_bits:
+        said.append(f"Products of the blocks are {settings.dtype.upper()}: switch it on in your launcher.")
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
     if settings.frozen_towers:

@@ -8,10 +8,10 @@ from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
-    DType,
     Optimizer,
     Option,
     PackMethod,
+    Precision,
     ScheduleName,
     Tower,
     option_problems,
@@ -28,6 +28,7 @@ from trimtab.plan.options import (
     MEMORY,
     OPTIMIZER,
     SEED,
+    TP_OVERLAP,
     PlanOptions,
     batch_problems,
 )
@@ -77,9 +78,10 @@ class GivenRun:
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
     zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
-    dtype: Annotated[DType | None, DTYPE] = None
+    dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     lora: Annotated[Lora | None, LORA] = None

@@ -13,12 +13,12 @@ from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
-    DType,
     Optimizer,
     Option,
     Order,
     Oversize,
     PlanMethod,
+    Precision,
     RecomputeMode,
     Tower,
     option_problems,
@@ -83,9 +83,10 @@ RISK = Option(
     shown="5%",
 )
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
-DTYPE = Option("Of weights and activations.")
+DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
 ATTENTION = Option("Attention as it will run.")
 FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
 )
@@ -146,9 +147,10 @@ class PlanOptions:
         Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
     ] = "simplest"
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
-    dtype: Annotated[DType, DTYPE] = "bf16"
+    dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     lora: Annotated[Lora | None, LORA] = None
