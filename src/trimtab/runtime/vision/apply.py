@@ -49,8 +49,8 @@ def vision_dp(
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
     which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
-    `at` None: the functions `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the
-    tower's `forward`.
+    `at` None: the functions `get_image_features` and `get_video_features` of the instance, or of a tower alone its
+    `forward`.
     Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
     shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
     at another call, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
