@@ -92,14 +92,14 @@ _HOSTS: Mapping[str, _Host] = {
     "transformers": _Host(
         title="Transformers",
         checked_with="Transformers 5.23, its own models and `TrainingArguments`",
-        packs="`PlanTrainerMixin` with `PackedCollator`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines=_trainer_lines("TrainingArguments"),
         has_switch=True,
     ),
     "trl": _Host(
         title="TRL",
         checked_with="TRL 1.16, its SFTTrainer trained on a CPU",
-        packs="`PlanDataset.as_hf` with `collate_packs`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines={
             stage: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
             for stage, line in _trainer_lines("SFTConfig").items()
