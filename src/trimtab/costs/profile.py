@@ -14,7 +14,7 @@ from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.flops import find_tp_problems
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
-from trimtab.files import blake2b, write_atomically
+from trimtab.files import blake2b, read_small, write_atomically
 from trimtab.options import Tower
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -130,7 +130,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Use it for a profile that was timed, traced or fitted elsewhere; `save_profile` has an example.
     """
-    return profile_from_bytes(Path(path).read_bytes(), origin=str(path))
+    return profile_from_bytes(read_small(Path(path)), origin=str(path))
 
 
 def profile_from_bytes(content: bytes, *, origin: str) -> Profile:

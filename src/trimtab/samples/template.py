@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
 from trimtab.typed_json import parse_json
 
 
@@ -39,9 +40,8 @@ def find_template(tokenizer: Path) -> str | None:
 def read_template(path: Path) -> str | None:
     """The Jinja text of a .jinja file, or of the `chat_template` field of a JSON file; None if the field is absent."""
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
-            return text
+            return read_small(path).decode("utf-8")
         template = read_json_object(path).get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template {path}: {error}; name a .jinja or .json file") from None
@@ -56,7 +56,7 @@ def read_template(path: Path) -> str | None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; download it again") from None
     if not isinstance(value, dict):

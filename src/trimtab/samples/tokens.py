@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
 from trimtab.models.families.known import MARKUPS
 from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
@@ -27,6 +28,7 @@ characters a token, which is why bytes are counted. It has no error band: name a
 """
 
 _PLAIN = ImageMarkup(placeholder="<image>", soft="<image>")  # where neither model nor tokenizer names a token
+_MAX_TOKENIZER_BYTES = 256 << 20
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,7 +67,7 @@ def read_tokenizer(
     """
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     try:
-        content = path.read_bytes()
+        content = read_small(path, most_bytes=_MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise ConfigError(
             f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json or the folder that holds it"
