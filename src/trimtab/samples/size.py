@@ -23,7 +23,7 @@ from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
-from trimtab.samples.resume import chunk_path, load_part, save_part
+from trimtab.samples.resume import ChunkFile, load_part, save_part
 from trimtab.samples.sizer import Sizer, SizerSettings
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
@@ -277,12 +277,12 @@ def _make_work(settings: SizerSettings, resume_dir: Path | None, most_bad: int |
     def work(chunk: Chunk) -> Part:
         if resume_dir is None:
             return sizer.size(chunk, most_bad)
-        path = chunk_path(resume_dir, chunk, key)
-        part = load_part(path)
+        file = ChunkFile.of_chunk(resume_dir, chunk, key)
+        part = load_part(file)
         if part is None:
             part = sizer.size(chunk, most_bad)
             if most_bad is None or len(part.bad) <= most_bad:  # else it is not whole
-                save_part(path, part)
+                save_part(file, part)
         return part
 
     return work
