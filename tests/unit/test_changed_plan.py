@@ -114,6 +114,6 @@ def test_a_plan_changed_by_hand_does_not_keep_its_old_claims(folder):
 def test_a_key_that_stands_twice_is_an_error(folder):
     """As a merge leaves it that keeps both sides."""
     text = (folder / "plan.yaml").read_text()
-    (folder / "plan.yaml").write_text(text.replace("  recompute:", "  recompute: []\n  recompute:"))
+    (folder / "plan.yaml").write_text(text.replace("\n  recompute:", "\n  recompute: []\n  recompute:"))
     with pytest.raises(PlanError, match="key 'recompute' stands twice"):
         load_plan(folder)
