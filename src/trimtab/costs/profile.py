@@ -19,7 +19,7 @@ from trimtab.costs.flops import find_ep_problems, find_tp_problems
 from trimtab.costs.memory_band import FORMULAS_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
-from trimtab.files import blake2b, write_atomically
+from trimtab.files import blake2b, read_small, write_atomically
 from trimtab.lora import Lora
 from trimtab.options import Tower
 from trimtab.specs import (
@@ -149,7 +149,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Use it for a profile that was timed, traced or fitted elsewhere; `save_profile` has an example.
     """
-    return profile_from_bytes(Path(path).read_bytes(), origin=str(path))
+    return profile_from_bytes(read_small(Path(path)), origin=str(path))
 
 
 def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
