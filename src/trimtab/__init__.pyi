@@ -22,7 +22,6 @@ from trimtab.balance.packing import (
     report_packing as report_packing,
 )
 from trimtab.balance.mixture import mix_samples as mix_samples
-from trimtab.balance.streaming import StreamPacker as StreamPacker
 from trimtab.balance.columns import (
     pack_columns as pack_columns,
     open_packed as open_packed,
