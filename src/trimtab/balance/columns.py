@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.packing import find_problems
@@ -81,7 +80,6 @@ def pack_columns(
     epoch: int = 0,
     oversize: str = "error",
     fill: float | None = None,
-    num_rounds: int = NUM_ROUNDS,
     tolerance: float = TOLERANCE,
     shard_samples: int = SHARD_SAMPLES,
     num_threads: int = 1,
@@ -109,7 +107,7 @@ def pack_columns(
     from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
-    settings = {"dp": dp, "num_rounds": num_rounds, "shard_samples": shard_samples, "num_threads": num_threads}
+    settings = {"dp": dp, "shard_samples": shard_samples, "num_threads": num_threads}
     _check(sizes, limits, cost, find_problems(fill, oversize, **settings))
     n = len(sizes[0])
     bounds = np.array(limits, np.int64)
@@ -131,7 +129,6 @@ def pack_columns(
         seed=seed,
         epoch=epoch,
         aim=fill,
-        num_rounds=num_rounds,
         tolerance=tolerance,
         indices=np.asarray(indices),
         starts=starts,
