@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from published_h20 import load
+from published_models import composed_config
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import TermFit, apply_terms
 from trimtab.costs.logs import place_blocks
@@ -94,7 +95,7 @@ def omnibal_setting(
     exchange_in_node: bool = False,
 ) -> Setting:
     """exchange_in_node: gradients go over NVLink, as tp x dp fill a node in every row; else over the network."""
-    model = describe(f"{row['vision']} + {row['language']}")
+    model = describe(composed_config(row["vision"], row["language"]))
     dims = ParallelDims(tp=row["tp"], pp=row["pp"], dp=dp or row["dp"])
     profile = profile_model(
         model,

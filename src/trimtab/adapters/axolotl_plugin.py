@@ -12,7 +12,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan
 
 
-class PlannedPacks(BasePlugin):
+class PlannedPacks(BasePlugin):  # type: ignore[misc]  # a class of axolotl, which has no types
     """The packs of the plan folder that the first entry of `datasets` names, its recompute and its frozen towers."""
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:  # noqa: ARG002  # as axolotl calls it

@@ -137,11 +137,9 @@ def _settings(details: PlanDetails) -> str:
 def _stages(details: PlanDetails) -> str:
     plan = details.variants[-1]
     total = plan.stage_forward_s + plan.stage_backward_s
-    over = float(total.max() / total.mean() - 1) if total.any() else 0.0
-    note = (
-        "Times of the mean pack, recompute counted in the backward; memory is that of the stage's rank. "
-        f"The slowest stage is {percent(over)} above the mean."
-    )
+    note = "Times of the mean pack, recompute counted in the backward; memory is that of the stage's rank."
+    if len(total) > 1 and total.any():
+        note += f" The slowest stage is {percent(float(total.max() / total.mean()) - 1)} above the mean."
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
 
 
