@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
-from trimtab.options import RecomputedTier, ScheduleName, Tower
+from trimtab.options import Dispatcher, RecomputedTier, ScheduleName, Tower
 from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import (
@@ -42,6 +42,7 @@ class Decided:
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
+    dispatcher: Dispatcher = "alltoall"
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
@@ -104,6 +105,7 @@ def decided(found: ReloadedPlan) -> Decided:
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
+        dispatcher=case.options.dispatcher,
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
     )

@@ -7,6 +7,7 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     DType,
     Optimizer,
     Option,
@@ -19,6 +20,7 @@ from trimtab.options import (
 from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
+    DISPATCHER,
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
@@ -80,6 +82,7 @@ class GivenRun:
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 

@@ -12,6 +12,7 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     DType,
     Optimizer,
     Option,
@@ -85,6 +86,7 @@ FREEZE = Option(
 )
 ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
 SEED = Option("Same seed, same result.")
 
 
@@ -144,6 +146,7 @@ class PlanOptions:
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
     search: Annotated[

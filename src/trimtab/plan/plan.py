@@ -12,6 +12,7 @@ from typing import Literal
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Order,
     Oversize,
     PlanMethod,
@@ -119,6 +120,7 @@ class TrainingInput:
     radius: int = 3  # of OmniBal's search
     top: int = 10
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
+    dispatcher: Dispatcher = "alltoall"
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
