@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import TrimtabError
+from trimtab.lora import Lora
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 from trimtab.parallel import ParallelDims as ParallelDims
@@ -88,6 +89,15 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One `nn.Linear` of a layer: what an adapter is put beside."""
+
+    name: str  # path inside its layer: "self_attn.q_proj"; empty: the layer itself
+    in_width: int
+    out_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One module that a pipeline stage holds whole."""
 
@@ -114,11 +124,13 @@ class LayerSpec:
     extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
     beside: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go where it goes
     bare: bool = field(default=False, repr=False)  # a parameter without a module of its own
+    # as Transformers builds them; None: not asked, so those that its shapes make (`costs.adapters`)
+    linears: tuple[Linear, ...] | None = field(default=None, repr=False, compare=False)
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for two layers that cost the same, whatever their names."""
-        unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "beside", "bare")
+        unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "beside", "bare", "linears")
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in unlike)
 
 
@@ -551,6 +563,7 @@ class Profile:
     attention: Literal["flash", "sdpa", "eager"] = "flash"
     fused_kernels: bool = False
     frozen_towers: tuple[Tower, ...] = ()
+    lora: Lora | None = None  # None: weights are trained themselves
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
     optimizer: str | None = None  # whose state was measured; None: state follows the plan's
     zero_stage: int | None = None  # at which it was measured

@@ -61,15 +61,15 @@ def test_a_model_of_four_experts_over_two_devices_holds_what_is_counted_by_hand(
 def test_what_all_devices_hold_once_is_the_model(dims):
     layer, s = expert_block(), settings(**dims)
     devices = s.dims.dp * s.dims.cp * s.dims.tp
-    assert sum(devices * x.params / x.replicas for x in shares_of(layer, A100, s)) == layer.num_params
+    assert sum(devices * x.params / x.replicas for x in shares_of(layer, A100, s, trainable=True)) == layer.num_params
 
 
 def test_experts_of_tensor_parallel_devices_are_divided_by_ep_alone_where_etp_is_1():
     layer = expert_block()
-    dense, experts = shares_of(layer, A100, settings(dp=2, tp=2, ep=4, etp=1))
+    dense, experts = shares_of(layer, A100, settings(dp=2, tp=2, ep=4, etp=1), trainable=True)
     assert experts.params == 24_576
     assert (dense.replicas, experts.replicas) == (2, 1)
-    assert dense.params == shares_of(layer, A100, settings(tp=2))[0].params - 4 * 24_576 / 2
+    assert dense.params == shares_of(layer, A100, settings(tp=2), trainable=True)[0].params - 4 * 24_576 / 2
 
 
 def test_expert_degrees_that_do_not_divide_a_stage_are_refused():

@@ -17,6 +17,7 @@ FLOORS = {
     "address": 0,
     "files": 0,
     "options": 0,
+    "lora": 0,
     "units": 0,
     "parallel": 0,
     "shown": 0,

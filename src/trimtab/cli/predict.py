@@ -88,6 +88,7 @@ def predict(
 
 def _figures(found: "Prediction") -> dict[str, object]:
     ran = found.variant
+    peak = max(memory.total_bytes for memory in ran.memory)
     return {
         "dp": found.dims.dp,
         "pp": found.dims.pp,
@@ -103,12 +104,13 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "epoch_s": ran.epoch_s,
         "fits": ran.fits,
         "peak_bytes": [memory.total_bytes for memory in ran.memory],
-        "memory_bytes": found.memory_cap_bytes,
+        "memory_bytes": found.budget.total_bytes,
+        "misfit_chance": found.budget.band.misfit_chance(peak / found.budget.total_bytes),
         "stage_forward_s": ran.stage_forward_s.tolist(),
         "stage_backward_s": ran.stage_backward_s.tolist(),
         "stage_layers": [stage.stop - stage.start for stage in ran.stages],
         "idle_share": ran.idle_share,
         "idle": ran.idle,
         "time_error": found.profile.time_error,
-        "memory_error": found.profile.memory_error,
+        "memory_error": found.budget.band.half_width,
     }

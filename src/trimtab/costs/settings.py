@@ -10,7 +10,8 @@ from typing import get_args
 from trimtab.costs.curves import Efficiency as Efficiency
 from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
-from trimtab.options import EXPERT_IMBALANCE, Dispatcher
+from trimtab.lora import Lora
+from trimtab.options import EXPERT_IMBALANCE, Dispatcher, DType, Precision
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
 from trimtab.specs import DeviceSpec, MlpSpec, ParallelDims, Tower
@@ -32,7 +33,9 @@ class CostSettings:
     packed: bool = True  # several samples share one row of tokens, which SDPA can only do with a mask
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
+    tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
     frozen_towers: frozenset[Tower] = frozenset()
+    lora: Lora | None = None  # adapters alone are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     expert_dp_bytes_per_s: float | None = None  # the same between copies of experts
     cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens
@@ -44,8 +47,8 @@ class CostSettings:
     def __post_init__(self) -> None:
         problems: list[str] = []
         for what, value, known in (
-            ("dtype", self.dtype, ITEM_BYTES),
-            ("grad_dtype", self.grad_dtype, ITEM_BYTES),
+            ("dtype", self.dtype, get_args(Precision)),
+            ("grad_dtype", self.grad_dtype, get_args(DType)),
             ("optimizer", self.optimizer, OPTIMIZER_BYTES),
             ("attention", self.attention, get_args(Attention)),
             ("dispatcher", self.dispatcher, get_args(Dispatcher)),
@@ -71,6 +74,11 @@ class CostSettings:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether blocks multiply 8-bit copies of bf16 weights and activations."""
+        return self.dtype in ("fp8", "mxfp8")
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
         """What kernels reach on `device`: as given, else as published benchmarks show."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PartitionError, PlanError, refuse_type
-from trimtab.files import write_atomically
+from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
@@ -254,10 +254,11 @@ def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """
     refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
-    for name, content in details.tables.items():
-        write_atomically(folder / name, content)
     path = folder / "plan.yaml"
-    write_atomically(path, plan_to_yaml(details.plan))
+    with written_together():
+        for name, content in details.tables.items():
+            write_atomically(folder / name, content)
+        write_atomically(path, plan_to_yaml(details.plan))
     return path
 
 

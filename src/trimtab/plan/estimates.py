@@ -13,7 +13,10 @@ BASELINE = "baseline"  # the name of the variant that a plan is told against
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up)."""
+    """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up).
+
+    `reserve_gib` is what is expected beside the counted bytes: context, the allocator's slack.
+    """
 
     stage: int
     forward_ms: float
@@ -129,7 +132,7 @@ class SettingEstimate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
-    memory_error: float
+    memory_error: float  # of the expected bytes below: 5 % of devices need more, 5 % less
     step_ms: float
     epoch_s: float
     samples_per_s: float
@@ -137,6 +140,8 @@ class Estimates:
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
+    memory_share: float | None = None  # of its memory that the fullest device is expected to fill; null: an older plan
+    misfit_chance: float | None = None  # that it needs more than it has
     vision_data_parallel: VisionEstimate | None = None
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open

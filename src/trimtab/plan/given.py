@@ -4,14 +4,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
     Dispatcher,
-    DType,
     Optimizer,
     Option,
     PackMethod,
+    Precision,
     ScheduleName,
     Tower,
     option_problems,
@@ -25,9 +26,11 @@ from trimtab.plan.options import (
     FREEZE,
     FUSED_KERNELS,
     IMBALANCE,
+    LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
+    TP_OVERLAP,
     PlanOptions,
     batch_problems,
 )
@@ -77,12 +80,14 @@ class GivenRun:
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
     zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
-    dtype: Annotated[DType | None, DTYPE] = None
+    dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
+    lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 

@@ -40,10 +40,10 @@ class Prediction:
 
     model: ModelSpec
     cluster: ClusterSpec
-    profile: Profile  # its `time_error` and `memory_error` are the bands of what is said here
+    profile: Profile  # its `time_error` is the band of the seconds here, `budget.band` that of the bytes
     num_samples: int
     num_microbatches: int
-    memory_cap_bytes: int
+    budget: MemoryBudget
     variant: Variant
 
     @property
@@ -116,7 +116,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         profile=profile,
         num_samples=len(made.packing.indices),
         num_microbatches=problem.num_microbatches,
-        memory_cap_bytes=budget.total_bytes,
+        budget=budget,
         variant=simulate_run(ran, cluster),
     )
 

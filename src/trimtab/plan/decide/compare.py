@@ -282,6 +282,13 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _B
     return _Balanced(stages=best.stages, rules=("balanced", rule))
 
 
+def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
+    """The plan's own row, without those it is compared with."""
+    held = None if case.vision is None else case.without_vision().work
+    run = Run(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
+    return simulate_run(replace(run, stages=tuple(stages)), case.cluster)
+
+
 def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table

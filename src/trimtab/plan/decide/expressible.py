@@ -168,7 +168,7 @@ def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int
 
 def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
     # without the cap where recompute is not per layer: ladders and the memory check decide together
-    free = replace(case, budget=replace(case.budget, total_bytes=2**62))
+    free = replace(case, budget=replace(case.budget, fill_bytes=2.0**62))
     if can.splits is not None:
         num_layers = len(case.model.layers)
         for cuts in can.splits:
@@ -224,7 +224,7 @@ def mean_step_s(case: Case, stages: Sequence[Stage]) -> float:
 
 
 def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Predicted peak of every pipeline rank, reserve included."""
+    """Expected peak of every pipeline rank."""
     memory = case.problem.assess(_as_priced(case.setting.profile, stages)).memory
     return tuple(device.total_bytes for device in memory)
 

@@ -14,8 +14,8 @@ from trimtab.units import format_bytes, format_number, round_digits, round_gib
 CHOICE_ERROR = 0.05
 """Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
 
-Smaller than that of a time, for what they share cancels. Where one efficiency was fitted to two runs and predicted 64
-others on 8 to 64 devices, the median error was 2.4 % and nine tenths were within 6.1 % (bench/published_dense.py).
+Smaller than that of a time, for what they share cancels. Where shares fitted to two sizes of one source predict its
+other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published_text.py).
 """
 
 _PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them

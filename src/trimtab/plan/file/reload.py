@@ -140,6 +140,8 @@ def options_of(plan: Plan) -> PlanOptions:
     kept: dict[str, Any] = {}
     for record in records:  # what a plan keeps under an option's own name
         kept |= same_fields(record, PlanOptions)
+    if kept["risk"] is None:
+        del kept["risk"]
     kept |= {
         "profile": None,
         "schedule": decisions.schedule.name,
