@@ -11,12 +11,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import deepspeed, huggingface, megatron_bridge, ms_swift, pai_megatron, torchtitan
+from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron, torchtitan
+from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
-from trimtab.adapters.running import Exported
+from trimtab.adapters.running import Exported, degree_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -248,9 +249,11 @@ def test_degrees_of_experts_and_contexts_are_told_and_read_back(dims):
 def test_hosts_without_these_degrees_refuse_them():
     model = make_model(experts=8)
     given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, ep=4))
-    for adapter in (deepspeed, huggingface):
-        with pytest.raises(UnsupportedPlanError, match=r"ep 4 was planned, .*: plan with ep 1"):
-            adapter.export(given, None)
+    without = find_target("deepspeed").can(model, 2).degrees
+    assert degree_problems(given.dims, "DeepSpeed", without) == [
+        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with --ep 1"
+    ]
+    assert degree_problems(given.dims, "Megatron-Core", find_target("megatron").can(model, 2).degrees) == []
     titan = replace(model, family="qwen3_5_moe")
     folded = replace(given, model=titan, dims=ParallelDims(dp=4, pp=2, ep=2, etp=2))
     with pytest.raises(UnsupportedPlanError, match=r"torchtitan's experts are whole on their devices: .* --etp 1"):

@@ -159,6 +159,16 @@ def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[s
     return problems
 
 
+def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> list[str]:
+    """A sentence for each degree beside dp, pp and tp that the framework does not have."""
+    planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
+    return [
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with --{axis} 1"
+        for axis, degree in planned.items()
+        if degree > 1 and axis not in degrees
+    ]
+
+
 def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
     """The recompute of frameworks that run whole blocks again, and nothing else."""
     return ("full",) if layer.kind == "block" else ()
@@ -211,11 +221,12 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     """
     case, planned = found.case, found.stages
     target.refuse_lora(case.options.lora)
-    said = []
+    can, said = target.can(case.model, case.setting.dims.pp), []
+    refuse(degree_problems(case.setting.dims, target.title, can.degrees))
     try:
         exported = target.export(decided(found), None)
     except UnsupportedPlanError:
-        best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
+        best = best_expressible(case, can)
         exported = target.export(decided(found), math.inf if best is None else relative_time(case, best, planned))
     if target.own_setting is not None:
         exported = target.own_setting(found, exported)
