@@ -95,12 +95,12 @@ def find_sources(folder: Path) -> dict[str, Source]:
 
 def exported(name: str, family: str = "qwen2_5_vl") -> Mapping[str, object]:
     """The fields of an export that recomputes, shards and splits."""
-    model = make_model(family=family)
+    model = make_model(family=family, experts=8)
     block = model.indices("language", "block")[0]
     chosen = {0: [RecomputeChoice(tier="full", layers=(*model.indices("vision", "block"), block))]}
     stages = by_counts(model, 6, 6, recompute=chosen)
-    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2)
-    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096), None).fields
+    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2, ep=2, etp=1)
+    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep"), None).fields
 
 
 def missing(given: set[str], known: set[str], where: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ import pytest
 from trimtab.adapters import megatron_bridge, ms_swift
 from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
+from trimtab.options import Dispatcher
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
 
 pytestmark = pytest.mark.integration
@@ -52,7 +53,25 @@ def decided(tier: str | None, *, zero_stage: int = 1, num_chunks: int = 1) -> De
     )
 
 
+def of_experts(dispatcher: Dispatcher, **dims: int) -> Decided:
+    model = describe("Qwen3-VL-30B-A3B")
+    stages = stages_between((0, model.indices("language", "block")[20], len(model.layers)))
+    dims = ParallelDims(dp=4, pp=2, **dims)
+    return Decided(
+        model=model,
+        stages=stages,
+        dims=dims,
+        schedule="1F1B",
+        num_microbatches=8,
+        dispatcher=dispatcher,
+        max_tokens=8192,
+    )
+
+
 CASES = [
+    of_experts("alltoall", ep=4),
+    of_experts("deepep", tp=2, cp=2, ep=8, etp=1),
+    of_experts("alltoall", tp=2, etp=2),
     decided(None),
     decided(None, zero_stage=0),
     decided("full"),
@@ -114,14 +133,18 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = TransformerConfig(
-            num_layers=28,
+            num_layers=len(decided.model.indices("language", "block")),
             hidden_size=3584,
             num_attention_heads=28,
             num_query_groups=4,
             pipeline_dtype=torch.bfloat16,
+            num_moe_experts=128 if decided.model is not MODEL else None,
+            add_bias_linear=False,
             **model,
         )
     assert config.pipeline_model_parallel_layout is not None
+    assert (config.context_parallel_size, config.expert_model_parallel_size) == (decided.dims.cp, decided.dims.ep)
+    assert config.expert_tensor_parallel_size == decided.dims.expert_tp
 
 
 @pytest.mark.parametrize("decided", CASES)

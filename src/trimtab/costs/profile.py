@@ -274,7 +274,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
     if settings.dims.is_folded:
         said.append(
             f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
-            "mean's rows; rows are sent once for each of their experts, not overlapped with computing: an upper bound."
+            f"mean's rows; rows are sent by {settings.dispatcher}, not overlapped with computing: an upper bound."
         )
     if settings.dims.cp > 1:
         said.append(

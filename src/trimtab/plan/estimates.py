@@ -125,7 +125,7 @@ class SettingEstimate:
     def label(self) -> str:
         """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
         chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
-        sharded = f", ZeRO-{self.zero_stage}" if self.dp > 1 and self.zero_stage else ""
+        sharded = f", ZeRO-{self.zero_stage}" if self.dp * self.cp > 1 and self.zero_stage else ""
         return format_degrees(self) + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
 
 

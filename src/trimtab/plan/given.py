@@ -8,6 +8,7 @@ from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Optimizer,
     Option,
     PackMethod,
@@ -20,6 +21,7 @@ from trimtab.options import (
 from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
+    DISPATCHER,
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
@@ -84,6 +86,7 @@ class GivenRun:
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0

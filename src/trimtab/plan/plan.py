@@ -13,6 +13,7 @@ from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Order,
     Oversize,
     PlanMethod,
@@ -121,6 +122,7 @@ class TrainingInput:
     radius: int = 3  # of OmniBal's search
     top: int = 10
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
+    dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
