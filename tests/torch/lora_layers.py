@@ -12,7 +12,7 @@ from trimtab.models.asking.layers import read_linears
 
 
 class AdaptedLinear(nn.Module):
-    """`peft.tuners.lora.layer.Linear` without dropout; tests/integration/test_lora.py sets it beside the original."""
+    """`peft.tuners.lora.layer.Linear` without dropout; tests/torch/test_lora_peft.py sets it beside the original."""
 
     def __init__(self, base: nn.Linear, r: int, dtype: torch.dtype) -> None:
         super().__init__()
