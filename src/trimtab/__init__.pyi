@@ -23,10 +23,7 @@ from trimtab.balance.packing import (
 )
 from trimtab.balance.mixture import mix_samples as mix_samples
 from trimtab.balance.streaming import StreamPacker as StreamPacker
-from trimtab.balance.columns import (
-    pack_columns as pack_columns,
-    open_packed as open_packed,
-)
+from trimtab.balance.columns import pack_columns as pack_columns
 from trimtab.balance.cost import LinearCost as LinearCost
 from trimtab.balance.dispatch import redispatch as redispatch
 from trimtab.specs import (

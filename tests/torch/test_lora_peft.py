@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_layers import AdaptedLinear
 from shrunk_models import make_shrunk
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.adapters.lora import peft_config, quantisation_config
 from trimtab.costs.adapters import NF4_BYTES, count_adapters
+from trimtab.costs.traced_lora import AdaptedLinear
 from trimtab.lora import Lora
 from trimtab.models.asking.model import describe_model
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
@@ -53,7 +53,7 @@ def test_peft_trains_as_many_parameters_as_are_planned(family):
 def test_the_layer_of_the_tests_is_pefts(autocast, dtype):
     torch.manual_seed(0)
     base = torch.nn.Linear(48, 32, dtype=torch.bfloat16)
-    ours = AdaptedLinear(copy.deepcopy(base), 4, dtype)
+    ours = AdaptedLinear(copy.deepcopy(base), 4, dtype=dtype)
     holder = torch.nn.Sequential(base)
     theirs = peft.get_peft_model(
         holder,
