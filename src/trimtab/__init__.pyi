@@ -90,8 +90,7 @@ from trimtab.runtime.data.loss import (
     packed_loss as packed_loss,
     step_denominator as step_denominator,
 )
-from trimtab.runtime.training.trainer import PlanTrainerMixin as PlanTrainerMixin
-from trimtab.runtime.training.packed_trainer import PackedTrainer as PackedTrainer
+from trimtab.runtime.training.balanced import balanced as balanced
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 
 # Pipelines
@@ -106,6 +105,7 @@ from trimtab.runtime.vision import (
     vision_dp as vision_dp,
     verify_vision_dp as verify_vision_dp,
 )
+from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback
 from trimtab.balance.images import share_images as share_images
 
 # Inference

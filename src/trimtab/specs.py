@@ -18,6 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
+from trimtab.parallel import ParallelDims as ParallelDims
 from trimtab.shown import model_lines, packing_lines, profile_lines, samples_lines, schedule_lines
 
 IntArray = npt.NDArray[np.int64]
@@ -342,26 +343,23 @@ class ClusterSpec:
         members = max(1, self.devices_per_node // stride)
         return min(self.device.link_bytes_per_s, members * self.node_link_bytes_per_s)
 
+    def all_to_all_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
+        """At what rate a rank's bytes leave it while each of `degree` ranks sends every other one an equal part.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelDims:
-    """How the devices are divided: data, pipeline, tensor and context parallel degrees.
+        What stays in the node takes the device's link, what leaves it the device's own share of the node's ports; both
+        at once, and the slower decides.
 
-    Use it where a function asks for `dims`. The product of the degrees is the number of devices.
-
-    >>> ParallelDims(dp=4, pp=8)
-    ParallelDims(dp=4, pp=8, tp=1, cp=1)
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in ("dp", "pp", "tp", "cp"):
-            if getattr(self, axis) < 1:
-                raise TrimtabError(f"{axis} {getattr(self, axis)} is not a degree of parallelism: give 1 or more")
+        >>> from trimtab import parse_cluster
+        >>> cluster = parse_cluster("32xA100-80GB")  # ports of 25 GB/s, links of 300
+        >>> [round(cluster.all_to_all_bytes_per_s(n) / 1e9, 1) for n in (8, 16, 32)]
+        [300.0, 46.9, 32.3]
+        """
+        here = min(degree, max(1, self.devices_per_node // stride))
+        if degree <= here:
+            return self.device.link_bytes_per_s
+        inside_s = (here - 1) / self.device.link_bytes_per_s
+        outside_s = (degree - here) / self.node_link_bytes_per_s
+        return (degree - 1) / max(inside_s, outside_s)
 
 
 # -- data -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ FLOORS = {
     "options": 0,
     "lora": 0,
     "units": 0,
+    "parallel": 0,
     "shown": 0,
     "typed_json": 0,
     "specs": 0,

@@ -92,14 +92,14 @@ _HOSTS: Mapping[str, _Host] = {
     "transformers": _Host(
         title="Transformers",
         checked_with="Transformers 5.23, its own models and `TrainingArguments`",
-        packs="`PlanTrainerMixin` with `PackedCollator`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines=_trainer_lines("TrainingArguments"),
         has_switch=True,
     ),
     "trl": _Host(
         title="TRL",
         checked_with="TRL 1.16, its SFTTrainer trained on a CPU",
-        packs="`PlanDataset.as_hf` with `collate_packs`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines={
             stage: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
             for stage, line in _trainer_lines("SFTConfig").items()
@@ -138,31 +138,39 @@ _HOSTS: Mapping[str, _Host] = {
 }
 
 
-def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
-    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
-    how the host accumulates and shards."""
-    stages, dims = plan.stages, plan.dims
-    problems = []
-    if len(stages) > 1:
+def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[int, list[str]]:
+    """The ZeRO stage that a host of whole models is told, of those that it has, and warnings; or refuses the plan."""
+    dims, problems, warnings = plan.dims, [], []
+    if len(plan.stages) > 1:
         problems.append(
-            f"{len(stages)} stages were planned, and {host.title} runs the whole model on every rank: plan with pp 1, "
+            f"{len(plan.stages)} stages were planned, and {title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
-    if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for {host.title}: plan with cp 1")
+    problems += [
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
+        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
+        if degree > 1
+    ]
     refuse(problems)
-    warnings = []
     if dims.tp > 1:
         warnings.append(
             f"tp {dims.tp} was planned, and the recompute of single layers does not set it: load the model with "
             f"tp_plan='auto' on {dims.tp} ranks"
         )
-    told = plan.zero_stage if plan.zero_stage in host.lines else max(host.lines)
+    told = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
     if told != plan.zero_stage and dims.dp > 1:
         warnings.append(
-            f"ZeRO stage {plan.zero_stage} was planned, and {host.title} is told stage {told}: plan with --zero-stage "
+            f"ZeRO stage {plan.zero_stage} was planned, and {title} is told stage {told}: plan with --zero-stage "
             f"{told}, or its memory and times do not hold"
         )
+    return told, warnings
+
+
+def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
+    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
+    how the host accumulates and shards."""
+    stages = plan.stages
+    told, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
         beside = (
@@ -204,13 +212,18 @@ def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
     return replace(exported, fields={**exported.fields, "training_arguments": arguments}, beside=beside)
 
 
+def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
+    """What a host can run that has the whole model on every rank, recompute as planned."""
+    choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(zero_stages)}
+    return Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices)
+
+
 def _target(host: _Host) -> Target:
-    choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(host.lines)}
     return Target(
         title=host.title,
         checked_with=host.checked_with,
         packs=host.packs,
-        can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices),
+        can=lambda model, _pp: whole(model, tuple(host.lines)),
         export=partial(export, host=host),
         own_setting=_own_setting if host.has_switch else None,
         lora=(16, 4),

@@ -29,7 +29,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
-    given = dict(flags.settings)
+    given: dict[str, object] = dict(flags.settings)
     given.setdefault("use_distributed_optimizer", False)
     given.setdefault("recompute_granularity", "none")
     given |= {f"freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}

@@ -13,6 +13,8 @@ from trimtab.costs.flops import layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
+_ROUTING_KERNELS = 12  # router's softmax and choice, counts and places of the rows of each expert, both permutations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -74,13 +76,11 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
         return tuple(kept)
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (
-            Kept(
-                name="head input", row_bytes=w * layer.hidden_size / settings.row_share(layer.tower), for_weights=True
-            ),
-            Kept(name="logits", row_bytes=w * product.out_width),  # the model's output object holds them
-            Kept(name="log-softmax", row_bytes=4 * product.out_width),
-        )
+        width = layer.hidden_size / settings.row_share(layer.tower)
+        kept = [Kept(name="head input", row_bytes=w * width, for_weights=True)]
+        if not settings.fused_kernels:  # the model's output object holds them; Megatron-Core's loss frees them
+            kept.append(Kept(name="logits", row_bytes=w * product.out_width))
+        return (*kept, Kept(name="log-softmax", row_bytes=4 * product.out_width))
     if layer.kind == "norm":
         return tuple(_kept_by_norm(layer, layer.hidden_size, settings, share=settings.row_share(layer.tower)))
     if layer.tower == "vision":  # patch embedding: the pixels
@@ -129,9 +129,14 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     """
     w, share = settings.item_bytes, settings.row_share(layer.tower)
     total = w * layer.hidden_size / share
-    factors = [factor for x in adapt_layer(layer, settings.lora, settings.dims.tp) for factor in x.factors]
-    for product in (*layer_matmuls(layer, settings.dims.tp), *factors):
-        total += w * product.out_width * product.visits / (share if product.reduced else 1)
+    for product in layer_matmuls(layer, settings.dims):
+        busiest = settings.busiest_experts if product.name.startswith("expert ") else 1.0
+        total += w * product.out_width * product.visits * busiest / (share if product.reduced else 1)
+    total += w * sum(
+        factor.out_width for x in adapt_layer(layer, settings.lora, settings.dims.tp) for factor in x.factors
+    )
+    if layer.mlp is not None and layer.mlp.num_experts is not None and settings.dims.ep > 1:
+        total += w * layer.hidden_size * settings.visits(layer.mlp)  # rows of other devices
     if layer.attention is not None and settings.attention != "eager":
         total += attention_result_bytes(layer.attention, settings)
     return total
@@ -250,10 +255,10 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
     w, kept = settings.item_bytes, []
     if m.num_experts is None:
         return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
-    visits = m.experts_per_token or 1
-    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * visits))  # softmax; indices and weights
+    visits, k = settings.visits(m), m.experts_per_token or 1
+    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * k))  # softmax; indices and weights
     kept.append(Kept(name="expert input", row_bytes=w * layer.hidden_size * visits, for_weights=True))
-    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.tp, settings)
+    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.expert_tp, settings)
     kept.append(Kept(name="expert result", row_bytes=w * layer.hidden_size * visits))  # weighed by the router
     if m.shared_intermediate_size:
         kept += _kept_by_activation("shared", m, m.shared_intermediate_size / settings.dims.tp, settings)
@@ -328,11 +333,37 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         if settings.attention == "eager":
             # scores written; scaled; masked; softmax to fp32; cast; read
             moved.append(Traffic(name="scores", pair_bytes=heads.query * (6 * w + (w + 4) + (4 + w)), num_kernels=5))
+    if settings.in_8_bits:
+        moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:
         width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
         per_value = _activation_bytes(m, w, fused=fused)
         moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
+        if m.num_experts is not None:
+            moved.append(_permutation(layer, m, settings))
     return moved
+
+
+def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
+    """Rows copied to where their experts read them, results weighed and added where the rows came from.
+
+    Rows that came from several devices, for several experts, are sorted by expert and their results sorted back.
+    """
+    copied = settings.item_bytes * layer.hidden_size * settings.visits(m)
+    sorts = 2 if settings.dims.ep > 1 and m.num_experts != settings.dims.ep else 0
+    return Traffic(name="permutation", row_bytes=(4 + 2 * sorts) * copied, num_kernels=_ROUTING_KERNELS)
+
+
+def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
+    """8-bit copies of what enters products: bf16 read, a copy for the product and one for its weights' gradient.
+
+    Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
+    its blocks differ between the two copies). Copies of weights are not counted: once a step where they are kept.
+    """
+    inputs = {p.name.split()[-1]: p.in_width * p.visits for p in layer_matmuls(layer, settings.dims)}
+    fused = settings.fused_kernels and settings.dtype == "fp8"
+    own = {name: width for name, width in inputs.items() if name in ({"o"} if fused else {"q", "o", "up", "down"})}
+    return Traffic(name="casts", row_bytes=4.0 * sum(own.values()), num_kernels=len(own))
 
 
 def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
