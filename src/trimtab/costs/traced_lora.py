@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,11 +32,13 @@ class AdaptedLinear(nn.Module):
             self.lora_B = nn.Linear(r, base.out_features, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Unpacked.apply(x, self.base.weight, self.base.bias) if self.unpacks else self.base(x)
+        product: Callable[..., Any] = _Unpacked.apply
+        result: Tensor = product(x, self.base.weight, self.base.bias) if self.unpacks else self.base(x)
         if not self.r:
             return result
         entering = x.float().to(x.dtype) if self.casts else x.to(self.lora_A.weight.dtype)
-        return (result + self.lora_B(self.lora_A(entering)) * 2.0).to(x.dtype)
+        adapted: Tensor = result + self.lora_B(self.lora_A(entering)) * 2.0
+        return adapted.to(x.dtype)
 
 
 class _Unpacked(torch.autograd.Function):
