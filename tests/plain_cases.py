@@ -48,6 +48,9 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_internvl_chat.py::test_what_transformers_classes_would_compute_otherwise_is_refused": 3,
     "torch/test_internvl_chat.py::test_what_was_loaded_is_saved_in_transformers_own_format": 1,
     "torch/test_internvl_chat_served.py::test_the_server_answers_as_the_model": 0,
+    "torch/test_lora_memory.py::test_a_backward_with_adapters_needs_no_gradient_of_a_weight": 1,  # 12
+    "torch/test_lora_memory.py::test_adapters_keep_their_inputs_once_and_their_middles": 3,
+    "torch/test_lora_memory.py::test_a_traced_model_keeps_what_the_formulas_say": 1,  # 3
     "torch/test_model_support.py::test_a_sample_of_the_sweep_gives_the_written_cells": 0,  # 60
     "torch/test_packed_logits.py::test_packed_logits_equal_those_of_the_samples_alone": 9,  # 2
     "torch/test_pipeline_build.py::"

@@ -100,7 +100,7 @@ def assemble_plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
         command=origin.command,
-        summary=summarise(inputs, decisions, estimates, trained=_trained(case)),
+        summary=summarise(inputs, decisions, estimates, trained=say_trained(case)),
         inputs=inputs,
         decisions=decisions,
         estimates=estimates,
@@ -324,7 +324,7 @@ def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) ->
     )
 
 
-def _trained(case: Case) -> str:
+def say_trained(case: Case) -> str:
     """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
     lora = case.options.lora
     if lora is None:
