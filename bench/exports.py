@@ -1,10 +1,10 @@
 """Real plans through every export, made with `--for`: `python bench/exports.py [--models M ...] [--frameworks F ...]`.
 
 For every model a plan is made for every framework, on the drawn data set of `trimtab demo`, with 16 A100s and 128
-samples a step, and exported. The table at the end has, for each, the predicted step over that of the fastest plan of the
-model, and behind it what single samples cost (x) where the host takes no packs; or a number of the sentences below it,
-by which the planner or the export refuses. Exit code 1 where an export of a plan that was made for it warns. Qwen3.5 is
-Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
+samples a step, and exported. The table at the end has, for each, the predicted step over that of the fastest plan of
+the model, and behind it what single samples cost (x) where the host takes no packs; or a number of the sentences below
+it, by which the planner or the export refuses. Exit code 1 where an export of a plan that was made for it warns.
+Qwen3.5 is Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
 """
 
 from __future__ import annotations

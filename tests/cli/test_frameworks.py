@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,23 @@ def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run,
     rows = [row for row in page.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
     assert any(target.title in row and row.endswith(f"| {target.checked_with} |") for row in rows)
     assert FRAMEWORKS[name].help.split()[0] in run("export", name, "--help").out
+
+
+def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "exports.md").read_text(encoding="utf-8")
+    proofs = dict(re.findall(r"^- (\w): `(tests/[\w/]+\.py::test_\w+)`", text, re.MULTILINE))
+    for path, _, function in (proof.partition("::") for proof in proofs.values()):
+        assert f"\ndef {function}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {function}"
+    _, _, table = text.partition("| host | packs | split | recompute | vision data parallel | sharded state |")
+    rows = [row.strip("| ").split(" | ") for row in table.partition("\n\n")[0].strip().splitlines()[1:]]
+    carried = [cell for row in rows for cell in row[1:] if cell.startswith("carried")]
+    assert len(carried) > 40
+    for cell in (cell for row in rows for cell in row[1:]):
+        assert re.fullmatch(r"carried \w(, .*)?|(recipe|priced|–)(, .*)?", cell), cell
+    assert {cell.split()[1].rstrip(",") for cell in carried} == set(proofs)
+    titles = [find_target(name).title for name in FRAMEWORKS]
+    assert all(any(row[0].startswith(title) for row in rows) for title in titles)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class _Host:
     title: str
     checked_with: str
     packs: str | None
-    zero_stages: tuple[int, ...]
+    zero_stages: tuple[int, ...]  # tried in this order where the user names none
     settings: Callable[[Decided, int, Sequence[Tower]], Settings]  # of a plan, ZeRO stage told, towers that recompute
     head: str = ""  # how the file is run
     beside: str | None = None
@@ -143,7 +143,7 @@ _HOSTS: Mapping[str, _Host] = {
         title="LLaMA-Factory",
         checked_with="llamafactory 0.9.5, its own parser and trainer on a CPU",
         packs="`adapters.llama_factory_run` in place of `llamafactory-cli train`",
-        zero_stages=(0, 1, 2, 3),
+        zero_stages=(0, 3, 2, 1),
         settings=_llama_factory,
         head="# torchrun --nproc-per-node N -m trimtab.adapters.llama_factory_run PLAN FILE",
     ),
@@ -151,7 +151,7 @@ _HOSTS: Mapping[str, _Host] = {
         title="axolotl",
         checked_with="axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
         packs="a plug-in, `adapters.axolotl_plugin`",
-        zero_stages=(0, 1, 2, 3),
+        zero_stages=(0, 3, 2, 1),
         settings=_axolotl,
         head="# axolotl train FILE, with the plan's folder for PLAN",
     ),
