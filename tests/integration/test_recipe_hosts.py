@@ -1,4 +1,4 @@
-"""Plans in LLaMA-Factory's own training and in axolotl's own plug-ins and Trainer: the losses of our own Trainer.
+"""Plans in LLaMA-Factory's own training and in axolotl's own plug-ins and Trainer: the losses of a plain one.
 
 pip install datasets==5.2.0 omegaconf fire addict colorama posthog schedulefree
 pip install --no-deps llamafactory==0.9.5 axolotl==0.21.0 peft trl==1.16.0, for LLaMA-Factory trl==0.24.0
@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("datasets", reason="needs datasets 5.2.0")
 transformers = pytest.importorskip("transformers")
 
-from trimtab import PackedCollator, PackedTrainer, PlanDataset, PlanTrainerMixin, open_conversations  # noqa: E402
+from trimtab import PackedCollator, PlanDataset, balanced, open_conversations  # noqa: E402
 from trimtab.demo.draw import draw_dataset  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -47,10 +47,6 @@ RUN: dict[str, Any] = {
 }
 
 
-class Planned(PlanTrainerMixin, PackedTrainer):
-    """What the hosts are compared with."""
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Folder of data, a tiny model with weights and tokenizer, its plan; and the losses of four steps."""
@@ -65,17 +61,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
     config.save_pretrained(folder / "model")
     rows = open_conversations(folder / "plan", folder / "model")
-    trainer = Planned(
+    trainer = transformers.Trainer(
         model=load(folder),
         args=transformers.TrainingArguments(
             output_dir=str(folder / "run"), gradient_accumulation_steps=2, remove_unused_columns=False, **RUN
         ),
         train_dataset=PlanDataset(rows, rows.records.samples, on_error="filler"),
         data_collator=PackedCollator(config, attention="sdpa"),
-        plan=folder / "plan",
-        reshuffle=False,
     )
-    return folder, losses(trainer)
+    return folder, losses(balanced(trainer, folder / "plan"))
 
 
 def load(folder: Path) -> Any:
@@ -147,11 +141,11 @@ def test_axolotl_reads_our_settings_and_its_trainer_trains_the_packs(
     meta = manager.load_datasets(cfg)
     model = load(folder)
     manager.post_model_load(cfg, model)
-    names = ("curriculum_sampling", "sample_packing", "gradient_accumulation_steps", "remove_unused_columns")
+    names = ("sample_packing", "gradient_accumulation_steps", "remove_unused_columns")
     arguments = AxolotlTrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=cfg.micro_batch_size, **{n: cfg[n] for n in names}, **RUN
     )
     trainer = AxolotlTrainer(model=model, args=arguments, train_dataset=meta.train_dataset)
     manager.post_trainer_create(cfg, trainer)
-    assert meta.total_num_steps == len(meta.train_dataset) // 2
+    assert meta.total_num_steps == reload_plan(folder / "plan").case.schedule.num_steps
     assert losses(trainer) == pytest.approx(meant, rel=1e-5)

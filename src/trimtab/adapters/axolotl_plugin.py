@@ -7,7 +7,7 @@ from typing import Any
 from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import BasePlugin
 
-from trimtab.adapters.planned_trainer import planned_packs, run_as_planned
+from trimtab.adapters.planned_trainer import planned_samples, run_as_planned
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan
 
@@ -16,10 +16,8 @@ class PlannedPacks(BasePlugin):
     """The packs of the plan folder that the first entry of `datasets` names, its recompute and its frozen towers."""
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:  # noqa: ARG002  # as axolotl calls it
-        packs = planned_packs(_plan(cfg), cfg.base_model)
-        per_step = load_plan(_plan(cfg)).decisions.parallel.dp * cfg.gradient_accumulation_steps
-        num_steps = len(packs) // per_step * int(cfg.num_epochs or 1)
-        return TrainDatasetMeta(train_dataset=packs, total_num_steps=num_steps)
+        num_steps = load_plan(_plan(cfg)).decisions.packing.num_steps * int(cfg.num_epochs or 1)
+        return TrainDatasetMeta(train_dataset=planned_samples(_plan(cfg), cfg.base_model), total_num_steps=num_steps)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         frozen = load_plan(_plan(cfg)).inputs.training.frozen_towers
