@@ -106,15 +106,16 @@ def test_llama_factory_trains_the_packs_of_the_plan(
         pytest.skip("LLaMA-Factory imports what trl 0.24 had last: pip install --no-deps trl==0.24.0")
     from llamafactory.train.sft import workflow
 
-    from trimtab.adapters import llama_factory_run
+    from trimtab.runtime.training import llama_factory_run
 
-    trainers = []
+    trainers: list[Any] = []
     first = workflow.CustomSeq2SeqTrainer.__init__
-    monkeypatch.setattr(
-        workflow.CustomSeq2SeqTrainer,
-        "__init__",
-        lambda self, *a, **k: (trainers.append(self), first(self, *a, **k))[1],
-    )
+
+    def remember(trainer: Any, *words: Any, **given: Any) -> None:
+        trainers.append(trainer)
+        first(trainer, *words, **given)
+
+    monkeypatch.setattr(workflow.CustomSeq2SeqTrainer, "__init__", remember)
     for name in ("get_dataset", "CustomSeq2SeqTrainer"):
         monkeypatch.setattr(workflow, name, getattr(workflow, name))  # put back afterwards
     own = {"model_name_or_path": str(folder / "model"), "template": "qwen2_vl", "output_dir": str(tmp_path)}

@@ -1,6 +1,6 @@
 """A plan as settings of a launcher's YAML file, for those that run a whole model on every rank.
 
-LLaMA-Factory and axolotl train with Transformers' Trainer, which `adapters.planned_trainer` balances. NeMo Automodel
+LLaMA-Factory and axolotl train with Transformers' Trainer, which `runtime.training.launchers` balances. NeMo Automodel
 and VeOmni have loops and packers of their own: they are told steps, sharding, freezing and the recompute that they
 have, and the step is priced without the packs. Read at llamafactory 0.9.5, axolotl 0.21.0, nemo-automodel 0.7.0 and
 veomni 0.1.12.
@@ -95,7 +95,7 @@ def _llama_factory(plan: Decided, zero_stage: int, _recomputed: Sequence[Tower])
 
 def _axolotl(plan: Decided, zero_stage: int, _recomputed: Sequence[Tower]) -> Settings:
     return {
-        "plugins": ["trimtab.adapters.axolotl_plugin.PlannedPacks"],
+        "plugins": ["trimtab.runtime.training.axolotl_plugin.PlannedPacks"],
         "datasets": [{"path": "PLAN", "type": "chat_template"}],
         "skip_prepare_dataset": True,
         "sample_packing": False,
@@ -160,16 +160,16 @@ _HOSTS: Mapping[str, _Host] = {
     "llama-factory": _Host(
         title="LLaMA-Factory",
         checked_with="llamafactory 0.9.5, its own parser and trainer on a CPU",
-        packs="`adapters.llama_factory_run` in place of `llamafactory-cli train`",
+        packs="`runtime.training.llama_factory_run` in place of `llamafactory-cli train`",
         zero_stages=(0, 3, 2, 1),
         settings=_llama_factory,
         lora=(16, 4),
-        head="# torchrun --nproc-per-node N -m trimtab.adapters.llama_factory_run PLAN FILE",
+        head="# torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE",
     ),
     "axolotl": _Host(
         title="axolotl",
         checked_with="axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
-        packs="a plug-in, `adapters.axolotl_plugin`",
+        packs="a plug-in, `runtime.training.axolotl_plugin`",
         zero_stages=(0, 3, 2, 1),
         settings=_axolotl,
         head="# axolotl train FILE, with the plan's folder for PLAN",

@@ -1,4 +1,6 @@
-"""LLaMA-Factory's supervised training from a plan: `torchrun ... -m trimtab.adapters.llama_factory_run PLAN FILE.yaml`.
+"""LLaMA-Factory's supervised training from a plan.
+
+`torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE.yaml`.
 
 Everything is LLaMA-Factory's own but its data set, and its trainer is `balanced`. It has no plug-in for them: two names
 of `llamafactory.train.sft.workflow` are replaced. Tested with 0.9.5.
@@ -12,7 +14,7 @@ from typing import Any
 from llamafactory.train.sft import workflow
 from llamafactory.train.tuner import run_exp
 
-from trimtab.adapters.planned_trainer import planned_samples, run_as_planned
+from trimtab.runtime.training.launchers import planned_samples, run_as_planned
 
 
 def train(plan: str, arguments: dict[str, Any] | None = None) -> None:
