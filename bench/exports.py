@@ -49,8 +49,9 @@ def trimtab(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def try_export(model: str | Path, framework: str, data: Path, folder: Path, cluster: str, *more: str) -> Cell:
+def try_export(model: str | Path, framework: str, data: Path, folder: Path, cluster: str) -> Cell:
     """One plan made for the framework, and its export."""
+    more = ["--max-pixels", "1003520"] if Path(model).name.startswith("Qwen") else []
     plan = folder / f"{Path(model).name}-{framework}"
     words = ["plan", model, data / "data.jsonl", "--tokenizer", data / "tokenizer.json", "--cluster", cluster]
     made = trimtab(*words, "--global-batch", "128", "--for", framework, "--out", plan, *more)
@@ -122,11 +123,11 @@ def main() -> int:
     cells: dict[tuple[str, str], Cell] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        data = draw_dataset(folder / "data", num_samples=600).folder
+        data = draw_dataset(folder / "data", num_samples=256).folder
         for name in given.models:
             model = qwen3_5(folder) if name == "Qwen3.5" else name
             for framework in given.frameworks:
-                cell = try_export(model, framework, data, folder, given.cluster, "--max-pixels", "1003520")
+                cell = try_export(model, framework, data, folder, given.cluster)
                 cells[name, framework] = cell
                 print(f"{name}, {framework}: {cell}", file=sys.stderr, flush=True)
     print("\n".join(table(cells, given.models, given.frameworks)))
