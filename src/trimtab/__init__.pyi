@@ -56,6 +56,7 @@ from trimtab.specs import (
 # Plans
 from trimtab.plan.build import make_plan as make_plan
 from trimtab.plan.options import PlanOptions as PlanOptions
+from trimtab.lora import Lora as Lora
 from trimtab.plan.sharing.choice import VisionChoice as VisionChoice
 from trimtab.plan.file.details import PlanDetails as PlanDetails
 from trimtab.plan.build import write_plan as write_plan

@@ -69,7 +69,7 @@ def test_mean_and_quantile_are_those_of_steps_drawn_one_by_one(
     times, table = case_of(S=S, num_steps=6, dp=3, M=4, uneven=uneven)
     how = {"schedule": schedule, "num_devices": P, "all_reduce_s": ALL_REDUCE_S}
     step_s = simulate_steps(times, table, **how)
-    found = spread_steps(times, table, step_s, **how, tp=tp, jitter=0.05)
+    found = spread_steps(times, table, step_s, **how, stage_devices=tp, jitter=0.05)
     truth = drawn_one_by_one(times, table, schedule=schedule, P=P, tp=tp, jitter=0.05, num=1200)
     assert found.mean_s == pytest.approx(truth.mean(), rel=0.01)
     assert found.p95_s == pytest.approx(np.quantile(truth, 0.95), rel=0.015)
@@ -80,7 +80,9 @@ def test_more_devices_and_more_jitter_take_longer_and_none_takes_what_was_planne
     def spread(dp: int, jitter: float, seed: int = 0):
         times, table = case_of(S=2, num_steps=8, dp=dp, M=4, uneven=0.0)
         step_s = simulate_steps(times, table)
-        found = spread_steps(times, table, step_s, schedule="1F1B", num_devices=2, tp=1, jitter=jitter, seed=seed)
+        found = spread_steps(
+            times, table, step_s, schedule="1F1B", num_devices=2, stage_devices=1, jitter=jitter, seed=seed
+        )
         return found.mean_s / step_s.mean(), found.p95_s / step_s.mean()
 
     assert spread(4, 0.0) == pytest.approx((1.0, 1.0))

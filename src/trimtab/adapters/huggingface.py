@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trimtab.adapters.blocks import TIERS
+from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
 from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs, refuse
 from trimtab.models.families.known import family_of
 from trimtab.options import RecomputedTier
@@ -147,8 +148,11 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
             f"{len(stages)} stages were planned, and {host.title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
-    if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for {host.title}: plan with cp 1")
+    problems += [
+        f"{axis} {degree} was planned, which this export cannot say for {host.title}: plan with {axis} 1"
+        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
+        if degree > 1
+    ]
     refuse(problems)
     warnings = []
     if dims.tp > 1:
@@ -175,10 +179,14 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     recompute = "# the plan recomputes nothing: leave activation_checkpointing off"
     if modules:
         recompute = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
-    text = f"{recompute}\n{host.lines[told].format(M=plan.num_microbatches)}"
-    return Exported(
-        text=text, fields={"recompute": modules, "python": text}, runs=stages, warnings=tuple(warnings), beside=beside
-    )
+    adapters, said = "", {}
+    if plan.lora is not None:
+        adapters = peft_lines(plan.model, plan.lora, sharded=told == 3) + "\n"
+        quantised = quantisation_config(plan.model, plan.lora, sharded=told == 3)
+        said = {"peft": peft_config(plan.model, plan.lora), "quantisation": quantised}
+    text = f"{recompute}\n{adapters}{host.lines[told].format(M=plan.num_microbatches)}"
+    fields = {"recompute": modules, "python": text, **said}
+    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
 
 
 def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
@@ -208,6 +216,7 @@ def _target(host: _Host) -> Target:
         can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices),
         export=partial(export, host=host),
         own_setting=_own_setting if host.has_switch else None,
+        lora=(16, 4),
     )
 
 

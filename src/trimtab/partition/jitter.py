@@ -1,8 +1,8 @@
 """Steps on devices that are not equally fast: the step as expected, and that of which one in twenty takes longer.
 
 The time of each device in each step is its own, exp(jitter z) times the planned with z normal. Jitter of single kernels
-averages out over the thousands of a step; what power and temperature do to a device's clock does not. A stage of tp
-devices goes as the slowest of them, a pipeline as its stages let it, a step as the slowest data-parallel rank.
+averages out over the thousands of a step; what power and temperature do to a device's clock does not. A stage of
+several devices (tp, cp) goes as the slowest of them, a pipeline as its stages let it, a step as the slowest data-parallel rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def spread_steps(
     *,
     schedule: ScheduleName,
     num_devices: int,
-    tp: int,
+    stage_devices: int,
     jitter: float,
     all_reduce_s: float = 0.0,
     seed: int = 0,
@@ -58,7 +58,7 @@ def spread_steps(
     # 1. The packs of every drawn step, each a column of its own, on devices of their own.
     packs = table[drawn].ravel()
     slots = np.where(packs >= 0, np.arange(len(packs)), -1).reshape(draws * dp, M)
-    normal = np.random.default_rng(seed).standard_normal((P, draws * dp, tp)).max(axis=2)
+    normal = np.random.default_rng(seed).standard_normal((P, draws * dp, stage_devices)).max(axis=2)
     slowest = np.exp(jitter * normal)[devices_of_stages(schedule, num_devices=P, num_chunks=S // P)]  # (S, draws dp)
     costs = block_costs(times, schedule)
     seconds = costs.seconds.take(packs, axis=2) * np.repeat(slowest, M, axis=1)

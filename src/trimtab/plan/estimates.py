@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.options import ScheduleName
+from trimtab.units import format_degrees
 
 BASELINE = "baseline"  # the name of the variant that a plan is told against
 
@@ -116,14 +117,16 @@ class SettingEstimate:
     step_ms: float
     samples_per_s: float
     peak_memory_gib: float
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def label(self) -> str:
         """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
-        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "pp", "tp"))
         chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
         sharded = f", ZeRO-{self.zero_stage}" if self.dp > 1 and self.zero_stage else ""
-        return degrees + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
+        return format_degrees(self) + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

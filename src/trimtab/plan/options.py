@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     DType,
     Optimizer,
@@ -87,6 +89,11 @@ FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
 )
+ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
+IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+LORA = Option(
+    "Train LoRA adapters alone, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None
+)
 SEED = Option("Same seed, same result.")
 
 
@@ -103,6 +110,9 @@ class PlanOptions:
     dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
     tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
+    etp: Annotated[int | None, ETP] = None
     num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
         None
     )
@@ -140,6 +150,8 @@ class PlanOptions:
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
     search: Annotated[
@@ -175,6 +187,7 @@ class PlanOptions:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
         if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
             problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
+        problems += lora_problems(self.lora, self.frozen_towers)
         if problems:
             raise PlanError(join_problems(problems))
 
@@ -234,6 +247,16 @@ def batch_problems(num_microbatches: int | None, global_batch: int | None) -> li
     return [
         f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from "
         "the other: give one of them"
+    ]
+
+
+def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
+    """A sentence for each tower that was to have adapters and to be frozen with them."""
+    return [
+        f"tower {tower!r} was to be frozen (--freeze) and to have adapters (--lora): LoRA freezes its weights by "
+        "itself, leave one of the two out"
+        for tower in (() if lora is None else lora.towers)
+        if tower in frozen
     ]
 
 

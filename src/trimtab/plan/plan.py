@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.lora import Lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     Order,
     Oversize,
@@ -119,6 +121,8 @@ class TrainingInput:
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
+    expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
+    lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
@@ -139,6 +143,8 @@ class ParallelDecision:
     pp: int
     tp: int
     cp: int
+    ep: int = 1  # of experts, among the dp x cp x tp devices of a stage
+    etp: int | None = None  # none, and no such key: as many as tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

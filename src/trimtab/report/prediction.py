@@ -12,17 +12,17 @@ from trimtab.report.plan_tables import variant_stages
 from trimtab.report.table import print_table
 from trimtab.report.text import MAX_STAGE_ROWS
 from trimtab.report.words import clean, idle_sentence
-from trimtab.units import format_bytes, format_number, format_seconds
+from trimtab.units import format_bytes, format_degrees, format_number, format_seconds
 
 
 def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
-    dims, ran = found.dims, found.variant
+    ran = found.variant
     time_band, memory = found.profile.time_error, found.budget
     peak = max(held.total_bytes for held in ran.memory)
     steps = len(ran.step_s)
     return (
-        f"{found.cluster.num_devices} {found.cluster.device.name} as dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, "
+        f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
         f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
         f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.expected_step_s)} with "
         f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "

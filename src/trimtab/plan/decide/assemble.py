@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.adapters import count_adapters
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.memory_band import MemoryBand
 from trimtab.costs.profile import profile_bytes
@@ -50,7 +51,16 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_bytes, format_number, format_ratio, format_seconds, round_digits, round_gib
+from trimtab.units import (
+    format_bytes,
+    format_count,
+    format_degrees,
+    format_number,
+    format_ratio,
+    format_seconds,
+    round_digits,
+    round_gib,
+)
 
 _LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"
@@ -91,7 +101,7 @@ def assemble_plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
         command=origin.command,
-        summary=summarise(inputs, decisions, estimates),
+        summary=summarise(inputs, decisions, estimates, trained=_trained(case)),
         inputs=inputs,
         decisions=decisions,
         estimates=estimates,
@@ -261,17 +271,18 @@ def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
     )
 
 
-def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
+def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, trained: str = "") -> str:
     """The shape; the expectation beside the baseline and where the gain comes from; steps with jitter; the memory.
 
     A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
-    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named.
+    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named. `trained`: what
+    is trained, with a comma before it, if not all that is not frozen.
     """
     parallel, cluster = decisions.parallel, inputs.cluster
     compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     baseline, *_, ours = compared
     told = estimates.told
-    degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
+    degrees = format_degrees(parallel)
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
     is_cut = len(decisions.stages) > 1
     gains = [
@@ -297,7 +308,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
             if slower > _LONGER
             else ""
         )
-        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}, "
+        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}{trained}, "
         f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
         f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
@@ -327,6 +338,16 @@ def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) ->
         f" The fullest device is expected to hold {ours.peak_memory_gib:.1f} GiB of "
         f"{format_bytes(cluster.memory_bytes)}: {band.verdict(estimates.memory_share)}."
     )
+
+
+def _trained(case: Case) -> str:
+    """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
+    lora = case.options.lora
+    if lora is None:
+        return ""
+    count = count_adapters(case.model, lora)
+    base = f", {lora.bits}-bit base" if lora.bits < 16 else ""
+    return f", LoRA r {lora.r} on {count.num_matrices} matrices, {format_count(count.num_params)} trainable{base}"
 
 
 def _faster(estimates: Estimates) -> str:

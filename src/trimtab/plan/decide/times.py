@@ -42,7 +42,7 @@ def spread_of(
         step_s,
         schedule=on.schedule,
         num_devices=on.num_stages,
-        tp=on.profile.dims.tp,
+        stage_devices=on.profile.dims.tp * on.profile.dims.cp,
         jitter=at.jitter,
         all_reduce_s=rank_step_s(on, stages),
     )

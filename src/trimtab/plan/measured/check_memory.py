@@ -104,6 +104,7 @@ def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:
         attention=options.attention,
         fused_kernels=options.fused_kernels,
         frozen_towers=frozenset(options.frozen_towers),
+        lora=options.lora,
     )
 
 
