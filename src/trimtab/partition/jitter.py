@@ -2,7 +2,7 @@
 
 The time of each device in each step is its own, exp(jitter z) times the planned with z normal. Jitter of single kernels
 averages out over the thousands of a step; what power and temperature do to a device's clock does not. A stage of
-several devices (tp, cp) goes as the slowest of them, a pipeline as its stages let it, a step as the slowest data-parallel rank.
+several devices (tp, cp) goes as the slowest of them, a pipeline as its stages let it, a step as the slowest rank.
 """
 
 from __future__ import annotations
