@@ -99,6 +99,7 @@ class ClusterInput:
     device_blake2b: str  # of the device's published figures
     node_link_bytes_per_s: float
     latency_s: float
+    jitter: float = 0.02  # of a device's time in a step
     memory_bytes: int
     risk: float | None = None  # accepted chance that the fullest device needs more; null: reserve_bytes stay free
     reserve_bytes: int | None = None

@@ -296,7 +296,9 @@ def _price_packs(
     split = split_stages(problem)
     times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
     line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
-    useful = profile.dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
+    # without a pipeline ranks wait once a step; in one, stages wait for uneven packs, for which rows that wait stand
+    useful_share = tried.utilisation(num_microbatches if profile.dims.pp == 1 else 1)
+    useful = profile.dims.dp * num_microbatches * tried.samples_per_pack * useful_share
     step_s = line.makespan_s + rank_step_s(problem, split.stages)
     return Priced(
         setting=Setting(
