@@ -20,7 +20,7 @@ from trimtab.costs.curves import Efficiency, efficiency_of, product_line, produc
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.images.tiles import FixedImage
-from trimtab.options import RecomputedTier
+from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.plan.decide.times import stage_link
@@ -69,7 +69,7 @@ class Run:
     fused_kernels: bool = False
     sequence_parallel: bool = False
     early_stop: bool = False  # recompute stops before a block's last product
-    figures: Mapping[str, float] = field(default_factory=dict)  # of the device, where they are not the table's
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of the device, where they are not the table's
     devices_per_node: int = 8
     node_gbit: float | None = None  # Gbit/s of a node's ports together; None: as the device's vendor describes it
     tp_overlap: bool = False
@@ -182,7 +182,7 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
         link_bytes_per_s=stage_link(cluster),
         latency_s=cluster.latency_s,
     )
-    schedule = "Interleaved1F1B" if run.num_chunks > 1 else "1F1B"
+    schedule: ScheduleName = "Interleaved1F1B" if run.num_chunks > 1 else "1F1B"
     seconds = simulate(times, schedule=schedule, num_devices=run.pp).makespan_s
     if run.early_stop and run.recompute == "full":
         seconds -= run.num_microbatches * _last_products_s(run, e, cluster.device.peak_flops, tokens)
@@ -225,7 +225,7 @@ def fits() -> dict[str, Fit]:
     found: dict[str, Fit] = {}
     for group in groups():
         runs = [_read(group, dict(zip(group["columns"], row, strict=True))) for row in group["rows"]]
-        shares = found.get(group.get("shares_of"))
+        shares = found.get(group.get("shares_of", ""))
         found[group["name"]] = _fit(runs) if any(run.is_fitted for run in runs) else _apply(runs, shares)
     return found
 
@@ -241,11 +241,8 @@ def _fit(runs: list[Run]) -> Fit:
     """Least sum of |predicted / logged - 1| over fitted rows; seconds are linear in 1 / matmul and 1 / attention."""
     own = [run for run in runs if run.is_fitted]
     logged = np.array([run.step_s for run in own])
-    if len(own) == 1:  # products alone
-        whole, faster = (predict(own[0], matmul=matmul) for matmul in (0.5, 1.0))
-        per_share = (whole - faster) * 1.0  # seconds of products at the whole peak
-        share = per_share / (logged[0] - faster + per_share)
-        return _apply(runs, Fit(matmul=float(share), attention=None, runs=(), errors=np.zeros(0)))
+    if len(own) == 1:
+        return _apply(runs, Fit(matmul=_fit_products(own[0]), attention=None, runs=(), errors=np.zeros(0)))
     matmul, attention = 0.7, 0.3
     for _ in range(2):  # with a pipeline, linear near the answer alone
         whole = np.array([predict(run, matmul=matmul, attention=attention) for run in own])
@@ -259,3 +256,10 @@ def _fit(runs: list[Run]) -> Fit:
             weight = 1 / np.sqrt(np.maximum(np.abs(J @ found - y), 0.005))
         matmul, attention = float(matmul / found[0]), float(attention / found[1])
     return _apply(runs, Fit(matmul=matmul, attention=attention, runs=(), errors=np.zeros(0)))
+
+
+def _fit_products(run: Run) -> float:
+    """The share of products that gives one run its seconds, attention as known."""
+    half, whole = (predict(run, matmul=matmul) for matmul in (0.5, 1.0))
+    products_s = half - whole  # at the whole peak
+    return float(products_s / (run.step_s - whole + products_s))
