@@ -52,6 +52,9 @@ def test_state_is_whole_without_the_distributed_optimizer():
         ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
         ("--optimizer sgd", "optimizer", "sgd_momentum"),
         ("--transformer-impl local", "fused_kernels", False),
+        ("--fp8-format hybrid", "dtype", "fp8"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
+        ("--tp-comm-overlap", "tp_overlap", True),
     ],
 )
 def test_what_megatrons_flags_mean(more, field, value):
