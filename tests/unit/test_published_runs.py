@@ -10,6 +10,7 @@ import pytest
 
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.memory_band import SLACK, SLACK_ERROR, memory_band
 from trimtab.units import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,20 @@ def test_memory_of_middle_stages_needs_no_fit():
         # the planner counts a whole block in its place: never too little
         assert 0 <= p.planned_bytes / p.logged_activation_bytes - 1 <= 0.05
         assert abs((p.state_bytes + p.planned_bytes) / p.logged_peak_bytes - 1) <= 0.015
+
+
+def test_every_stage_s_peak_is_met_and_no_upper_edge_is_passed() -> None:
+    """Images on first stages are in no log: two numbers fitted to eleven peaks, and to ten for the eleventh."""
+    runs = h20.h20_runs()
+    peaks, band = h20.stage_peaks(runs, h20.fit_images(runs)), memory_band(None)
+    assert [p.place for p in peaks].count("middle") == 12
+    assert len(peaks) == 34
+    assert all(-0.01 <= p.error <= 0.005 for p in peaks)
+    assert all(-0.012 <= p.error <= 0.01 for p in h20.blind_first_peaks(runs))
+    expected = [p.counted_bytes * (1 + SLACK) for p in peaks]
+    off = [p.reserved_bytes / e - 1 for p, e in zip(peaks, expected, strict=True)]
+    assert max(off) < band.half_width
+    assert sum(abs(x) * (1 + SLACK) <= SLACK_ERROR for x in off) == 32, "nine in ten, as the table of evidence says"
 
 
 def test_step_times_are_predicted_where_every_stage_kind_was_the_slowest():

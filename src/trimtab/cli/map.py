@@ -67,13 +67,14 @@ def map_model(
         placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
-        from trimtab.files import write_atomically
+        from trimtab.files import write_atomically, written_together
         from trimtab.plan.file.placement import placement_file, write_placement
         from trimtab.report.placement_html import placement_html
 
         command = given_command(context, without=("out", "as_json"))
-        write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
-        write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
+        with written_together():
+            write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
+            write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
     if as_json:
         print_json(_as_json(placement, compared))
         return

@@ -1,10 +1,12 @@
 """What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     Optimizer,
     Option,
@@ -15,11 +17,14 @@ from trimtab.options import (
     option_problems,
     same_fields,
 )
+from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
+    IMBALANCE,
+    LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
@@ -27,9 +32,6 @@ from trimtab.plan.options import (
     PlanOptions,
     batch_problems,
 )
-
-if TYPE_CHECKING:
-    from trimtab.specs import ParallelDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,9 @@ class GivenRun:
     dp: Annotated[int | None, Option("Data-parallel degree; default: the devices left.", least=1, common=True)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: 1.", least=1, common=True)] = None
     tp: Annotated[int | None, Option("Tensor-parallel degree; default: 1.", least=1, common=True)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree; default: 1.", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree; default: 1.", least=1)] = None
+    etp: Annotated[int | None, Option("Tensor-parallel degree of one expert; default: that of --tp.", least=1)] = None
     batch: Annotated[
         int | None, Option("Samples of a micro-batch; else give --max-patches, --max-tokens.", least=1, common=True)
     ] = None
@@ -78,6 +83,8 @@ class GivenRun:
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 
@@ -92,9 +99,9 @@ class GivenRun:
         if problems:
             raise PlanError(join_problems(problems))
 
-    def options(self, dims: "ParallelDims") -> PlanOptions:
+    def options(self, dims: ParallelDims) -> PlanOptions:
         """What prices it; what is not said is as a plan has it."""
-        return replace(self._said(), **{axis: getattr(dims, axis) for axis in ("dp", "pp", "tp")})
+        return replace(self._said(), **same_fields(dims, ParallelDims))
 
     def open_options(self, *, global_batch: int) -> PlanOptions:
         """What a plan in its place is made with: its training, and all that `trimtab plan` decides left open."""
@@ -102,7 +109,7 @@ class GivenRun:
 
     def _said(self) -> PlanOptions:
         decided = {
-            *("dp", "pp", "tp", "method", "recompute"),
+            *("dp", "pp", "tp", "cp", "ep", "etp", "method", "recompute"),
             *("max_patches", "max_tokens", "num_microbatches", "global_batch"),
         }
         said = same_fields(self, PlanOptions)
