@@ -67,7 +67,10 @@ def test_what_megatrons_flags_mean(more, field, value):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (FLAGS + " --fp8-format hybrid", "fp8-format hybrid is not priced yet"),
+        (
+            FLAGS + " --encoder-pipeline-model-parallel-size 2",
+            "encoder-pipeline-model-parallel-size 2 is not priced yet",
+        ),
         (FLAGS + " --recompute-granularity full --recompute-method block", "give --recompute the number of blocks"),
         (FLAGS + " --recompute-granularity most", "'most' is unknown"),
         (FLAGS + " --decoder-first-pipeline-num-layers 3", "leave 25 of 28 language blocks to 3 stages"),

@@ -87,6 +87,7 @@ class GivenRun:
     lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
+    profile: "Profile | None" = None  # whose seconds to predict with; None: the formulas'
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
