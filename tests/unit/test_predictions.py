@@ -16,6 +16,7 @@ from trimtab.costs.profile import TIME_ERROR
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
 
+import published_h20 as h20  # noqa: E402
 import published_runs as table  # noqa: E402
 import published_text as text  # noqa: E402
 
@@ -55,6 +56,14 @@ def test_overlap_of_tensor_parallel_messages_is_asked_for_by_published_runs(fits
     name = "NeMo 24.07, H100 FP8"
     without = [text.predict(replace(run, tp_overlap=False)) / run.step_s - 1 for run in fits[name].runs]
     assert np.median(np.abs(without)) > 2 * np.median(np.abs(fits[name].errors))
+
+
+def test_a_tower_of_another_width_is_predicted_where_the_host_decides():
+    runs = [x for x in h20.h20_runs() if x.group[1] == 2]
+    wide, narrow = ([x.run for x in runs if x.group[0] == width] for width in (4096, 1280))
+    (run,) = narrow
+    assert run.iteration_s is not None
+    assert abs(h20.predict_held_out(run, wide) / run.iteration_s - 1) <= 0.10
 
 
 def test_the_page_is_what_the_command_writes_and_its_band_is_honest():

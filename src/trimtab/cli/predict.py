@@ -55,7 +55,7 @@ def predict(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Predict with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote.",
+            help="Predict with the seconds (traced, probed: bytes) of this profile, from `trimtab profile --out`.",
         ),
     ] = None,
     beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,

@@ -1,7 +1,7 @@
 """What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora
@@ -32,6 +32,9 @@ from trimtab.plan.options import (
     PlanOptions,
     batch_problems,
 )
+
+if TYPE_CHECKING:
+    from trimtab.specs import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
