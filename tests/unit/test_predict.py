@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from plan_cases import tile_samples
@@ -106,3 +108,19 @@ def test_a_global_batch_gives_the_micro_batches():
 def test_what_cannot_be_is_one_sentence(given, message):
     with pytest.raises(TrimtabError, match=message):
         predict_run(MODEL, SAMPLES, CLUSTER, run_of(**given))
+
+
+def test_a_profile_that_was_given_is_predicted_with():
+    formulas = predict_run(MODEL, SAMPLES, CLUSTER, run_of())
+    slower = replace(
+        formulas.profile,
+        method="logged",
+        time_error=0.05,
+        layers=tuple(
+            replace(x, forward_s=tuple(2 * s for s in x.forward_s), backward_s=tuple(2 * s for s in x.backward_s))
+            for x in formulas.profile.layers
+        ),
+    )
+    found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(profile=slower))
+    assert found.profile.time_error == 0.05
+    assert found.mean_step_s == pytest.approx(2 * formulas.mean_step_s, rel=0.05)

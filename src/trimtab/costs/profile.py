@@ -61,8 +61,9 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
-    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
-    problems += _precision_problems(device, settings)
+    problems = _precision_problems(device, settings)  # alone: they are those of every model and degree
+    if not problems:
+        problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
     if problems:
         raise PartitionError(join_problems(problems))
     frozen, lora = settings.frozen_towers, settings.lora

@@ -1,7 +1,7 @@
 """What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora
@@ -34,6 +34,9 @@ from trimtab.plan.options import (
     PlanOptions,
     batch_problems,
 )
+
+if TYPE_CHECKING:
+    from trimtab.specs import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class GivenRun:
     lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
+    profile: "Profile | None" = None  # whose seconds to predict with; None: the formulas'
 
     def __post_init__(self) -> None:
         problems = option_problems(self)

@@ -187,7 +187,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     traced = options.profile is not None and options.profile.method == "traced"
 
     def formulas(device: DeviceSpec, dims: ParallelDims, *, links: bool = True, gathered: bool = True) -> Profile:
-        rates = _link_rates(cluster, dims)
+        rates = link_rates(cluster, dims)
         return profile_model(
             model,
             device,
@@ -223,7 +223,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
 
 
-def _link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
+def link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
     """Bytes per second between the devices that share something; neighbours as `ParallelDims` orders them."""
     return {
         "dp_bytes_per_s": cluster.ring_bytes_per_s(dims.replicas, stride=dims.tp),
