@@ -226,8 +226,8 @@ def _check(
     problems = find_problems(fill, oversize, dp=dp, num_rounds=num_rounds, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(
-            f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} that "
-            "fit a schedule: give fewer"
+            f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "
+            "that fit a schedule: give fewer"
         )
     if method not in METHODS:
         problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")
