@@ -34,7 +34,7 @@ NATIVE_FULL_COST = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens
 
 HEADER = (
     f"{'method':13s}{'order':10s}{'packs':>8s}{'/bound':>8s}{'ave':>6s}{'over':>7s}{'pad':>7s}{'vit':>8s}{'llm':>8s}"
-    f"{'cost':>8s}{'util':>7s}{'fill v':>7s}{'fill t':>7s}{'chi2':>7s}{'acf1':>8s}{'s':>8s}"
+    f"{'cost':>8s}{'util':>7s}{'fill v':>7s}{'fill t':>7s}{'chi2':>7s}{'s':>8s}"
 )
 
 
@@ -77,7 +77,7 @@ def main() -> None:
                 f"{r.method:13s}{r.order:10s}{r.num_packs:8d}{r.packs_over_bound:8.4f}{r.samples_per_pack:6.2f}"
                 f"{r.num_over_limit:7d}{r.pad_ratio:7.3f}{r.dist_ratio_vit:8.4f}{r.dist_ratio_llm:8.4f}"
                 f"{r.dist_ratio_cost:8.4f}{r.utilisation:7.4f}{r.fill_patches:7.4f}{r.fill_tokens:7.4f}"
-                f"{r.shuffle_chi2:7.3f}{r.shuffle_acf1:8.3f}{seconds:8.3f}",
+                f"{r.shuffle_chi2:7.3f}{seconds:8.3f}",
                 flush=True,
             )
     if arguments.out:

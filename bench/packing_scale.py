@@ -1,4 +1,4 @@
-"""Memory-mapped columns to memory-mapped packs: CPU seconds, memory, balance; up to 100 M samples and more.
+"""Memory-mapped columns to packs: CPU seconds, memory, balance; up to 100 M samples and more.
 
     python bench/packing_scale.py [--samples 10000000] [--threads 1] [--order random] [--folder /tmp/packing_scale]
 
@@ -74,7 +74,6 @@ def main() -> None:
         cost=COST,
         order=arguments.order,
         num_threads=arguments.threads,
-        folder=arguments.folder / "packed",
     )
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -18,21 +18,17 @@ def test_the_answer_beside_the_optimum(run):
     assert told["splits"]["the rule"]["flags"].endswith(
         "first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 15"
     )
-    assert told["smallest_tp_that_fits"] == 1
-    idle = {name: split["bubble_ratio"] for name, split in told["splits"].items()}
-    assert idle["optimum"] < idle["the rule"] < idle["yours"]
+    memory = told["splits"]["the rule"]["memory"]
+    assert round(sum(memory[0].values()) / 1e9, 3) == 51.340
 
 
-def test_text_and_drawing_of_a_model_that_the_rule_cannot_deal(run, tmp_path):
-    out = tmp_path / "uneven.html"
-    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096", "--out", str(out)]
+def test_a_model_that_the_rule_cannot_divide(run):
+    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
     told = run("uneven", *words).out
     assert "The rule has no answer here" in told
     assert (
         "Flags: --pipeline-model-parallel-layout 'E|t*16|t*16|t*16L' (a count of 0 is refused by Megatron-Core)" in told
     )
-    assert "Memory: tp 4 fits H20" in told
-    assert out.read_text().count("<h3>") == 2  # even and the optimum
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,6 @@ def test_flags_that_say_the_split(counts, flags):
         (["Qwen2-VL-7B", "--first", "40"], "cannot have 40 of 28 language layers"),
         (["Qwen2-VL-7B", "--image", "224"], "is not an image size"),
         (["Qwen3-VL-30B-A3B"], "has experts or none"),
-        (["Qwen2-VL-7B", "--device", "abacus"], "no device is called 'abacus'"),
     ],
 )
 def test_bad_input(run, words, sentence):

@@ -48,21 +48,10 @@ def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp
     assert "mixture" not in run("pack", lengths, *limits, "--json").json
 
 
-def test_pack_chooses_limits_as_omnibal_does_and_packs_sets_apart(run: Run, lengths: Path) -> None:
-    paper = run("pack", lengths, "--limits-by", "paper", "--dp", "2", "--json").json
-    assert paper["limits"] == [[1, 149]]
-    apart = ["pack", lengths, "--limits-by", "search", "--mean-batch", "3", "--apart", "--dp", "2", "--method", "isf"]
-    found = run(*apart, "--json").json
-    assert (len(found["limits"]), found["num_packed"]) == (2, 50)
-    assert "Limits of a pack, by OmniBal's search: " in run(*apart).out
-    for words, sentence in (
-        (["--max-patches", "9"], "max_patches 9 and max_tokens None were given, and packs need both limits"),
-        (["--max-patches", "9", "--limits-by", "paper"], "limits were given, and are to be chosen by paper"),
-        (["--limits-by", "search", "--mean-batch", "60"], "pack 60 to 61 samples on the mean: ask for another"),
-    ):
-        refused = run("pack", lengths, *words)
-        assert refused.code == 2
-        assert sentence in refused.err
+def test_pack_wants_both_limits(run: Run, lengths: Path) -> None:
+    refused = run("pack", lengths, "--max-patches", "9")
+    assert refused.code == 2
+    assert "max_patches 9 and max_tokens None were given, and packs need both limits" in refused.err
 
 
 def test_weights_that_cannot_be_are_refused_all_at_once(run: Run, lengths: Path) -> None:

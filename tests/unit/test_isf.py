@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from trimtab.balance.convergence import isf_iterations
-from trimtab.balance.isf import count_kept, default_filters, pack_isf
-from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.balance.isf import default_filters, pack_isf
 from trimtab.balance.rng import make_stream, shuffle
-from trimtab.specs import SampleTable
-
-
-def make_table(patches, tokens) -> SampleTable:
-    return SampleTable.of(patches, tokens, patch_unit="tiles")
 
 
 def restate_isf(sizes, limits, filters, iterations, state):
@@ -70,26 +61,3 @@ def test_default_filters_are_the_papers():
     assert default_filters((18, 6016)) == (18, 5888)
     assert default_filters((9, 2048)) == (9, 1984)
     assert default_filters((1, 1)) == (1, 1)
-
-
-def test_iterations_are_counted_as_the_restatement_keeps_them():
-    r = np.random.default_rng(1)
-    n, limits, filters = 300, (9, 4096), (9, 3000)
-    sizes = np.column_stack([r.integers(0, 6, n), r.integers(1, 1500, n)])
-    kept = count_kept(sizes, limits=limits, filters=filters, iterations=6, seed=3)
-    for iterations in range(1, 7):
-        packs = restate_isf(sizes.tolist(), limits, filters, iterations, make_stream(3, 0, 0x697366))
-        good = [p for p in packs if sizes[p, 0].sum() >= filters[0] or sizes[p, 1].sum() >= filters[1]]
-        assert kept[iterations - 1].tolist() == [len(good), sum(len(p) for p in good)]
-
-
-def test_more_iterations_leave_less_and_fewer_packs():
-    r = np.random.default_rng(2)
-    v = r.integers(0, 6, 3000)
-    table = make_table(v, r.integers(1, 1500, 3000))
-    rows = isf_iterations(table, limits=(9, 4096), iterations=5, dp=4)
-    assert [row.number for row in rows] == [1, 2, 3, 4, 5]
-    assert all(a.share_left > b.share_left >= 0 and a.num_kept < b.num_kept for a, b in itertools.pairwise(rows))
-    last = pack_samples(table, limits=(9, 4096), dp=4, method="isf", iterations=5)
-    assert rows[-1].num_packs == last.packing.num_packs < rows[0].num_packs
-    assert rows[-1].dist_ratio_llm == report_packing(table, last).dist_ratio_llm

@@ -9,7 +9,6 @@ from trimtab.balance.metrics import (
     dist_ratio,
     pad_ratio,
     report_balance,
-    serial_correlation,
     shuffle_chi2,
     utilisation,
 )
@@ -34,7 +33,6 @@ def test_report_equals_the_hand_computed_figures():
     assert report.dist_ratio_llm == pytest.approx((0.25 + 0.25) / 2)
     assert report.dist_ratio_cost == pytest.approx((0.25 + 0) / 2)
     assert report.utilisation == pytest.approx(12 / (2 * (4 + 3)))
-    assert report.utilisation_accumulated == report.utilisation
     assert report.fill_patches == pytest.approx(9 / 12)
     assert report.fill_tokens == pytest.approx(1200 / 1600)
     assert report.lower_bound_packs == 3
@@ -45,7 +43,6 @@ def test_report_equals_the_hand_computed_figures():
     assert report.pad_ratio == 0.0
     # sources of step 0: a a b, of step 1: b a b; expected 1.5 each: chi-square 1/3 + 1/3 over one degree of freedom
     assert report.shuffle_chi2 == pytest.approx(2 / 3)
-    assert report.shuffle_acf1 is None  # two steps say nothing
 
 
 def test_padded_batches_compute_their_longest_sample():
@@ -59,18 +56,6 @@ def test_padded_batches_compute_their_longest_sample():
     # cost 2 1 | 2 1 useful; 4 1 | 2 1 computed
     assert report.dist_ratio_cost == pytest.approx(((1 - 2.5 / 4) + (1 - 1.5 / 2)) / 2)
     assert report.utilisation == pytest.approx(6 / (2 * (4 + 2)))
-
-
-def test_accumulated_microbatches_wait_once_a_step():
-    table, packing, _ = make_case()
-    schedule = Schedule(table=np.array([[[0, 3], [1, 2]]]))  # rank 0 runs packs 0 and 3, rank 1 packs 1 and 2
-    report = report_balance(table, packing, schedule, cost=np.array([1.0, 1, 4, 1, 2, 3]))
-    assert report.utilisation == pytest.approx(12 / (2 * (4 + 3)))
-    assert report.utilisation_accumulated == pytest.approx(12 / (2 * 7))
-    schedule = Schedule(table=np.array([[[0, 1], [2, 3]]]))  # 2 + 4 against 3 + 3
-    report = report_balance(table, packing, schedule, cost=np.array([1.0, 1, 4, 1, 2, 3]))
-    assert report.utilisation == pytest.approx(12 / (2 * (3 + 4)))
-    assert report.utilisation_accumulated == 1.0
 
 
 def test_an_empty_slot_waits_for_the_others():
@@ -118,15 +103,6 @@ def test_chi2_is_one_for_random_and_grows_with_clusters():
     even = np.full((500, 4), 10)
     assert shuffle_chi2(even) == 0.0
     assert shuffle_chi2(np.array([[5], [6]])) is None
-
-
-def test_serial_correlation_sees_order():
-    r = np.random.default_rng(0)
-    values = r.normal(size=4000)
-    assert abs(serial_correlation(values)) < 0.05
-    assert serial_correlation(np.sort(values)) > 0.99
-    assert serial_correlation(np.ones(5)) == 0.0
-    assert serial_correlation(np.ones(2)) is None
 
 
 def test_baselines_show_what_the_paper_says_of_them():

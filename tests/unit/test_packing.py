@@ -330,7 +330,6 @@ def test_a_cost_per_sample_does_what_weights_do():
         ({"dp": 0}, "dp 0 packs nothing: give 1 or more"),
         ({"num_microbatches": 0}, "dp 1 x 0 micro-batches leaves no place for a pack: give 1 or more of both"),
         ({"fill": 1.5}, "fill 1.5 is not a share of the packs' room: give 0.5 to 1"),
-        ({"num_rounds": 0}, "num_rounds 0 packs nothing: give 1 or more"),
         ({"batch_size": 0}, "batch_size 0 packs nothing: give 1 or more"),
         ({"order": "tolerance", "tolerance": -1.0}, "tolerance -1.0 is not a relative distance: give 0 or more"),
         ({"method": "isf", "iterations": 0}, "ISF with 0 iterations packs nothing: give 1 or more"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance.aim import NUMBERS
-from trimtab.balance.columns import open_packed, pack_columns
+from trimtab.balance.columns import pack_columns
 from trimtab.balance.cost import LinearCost, price_columns
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PackingError
@@ -87,15 +87,11 @@ def test_threads_files_and_ways_to_give_the_cost_change_nothing(order, tmp_path)
     others = (
         pack_columns(columns, cost=COST, num_threads=2, **arguments),
         pack_columns(columns, cost=COST(*columns), num_threads=3, **arguments),
-        pack_columns(mapped, cost=COST, num_threads=2, folder=tmp_path / "out", **arguments),
-        open_packed(tmp_path / "out"),
+        pack_columns(mapped, cost=COST, num_threads=2, **arguments),
     )
     for other in others:
         assert other.indices.tobytes() == one.indices.tobytes()
         assert other.offsets.tobytes() == one.offsets.tobytes()
-    assert isinstance(others[-1].indices, np.memmap)
-    assert (others[-1].limits, others[-1].dp, others[-1].order) == (LIMITS, 8, order)
-    assert not list((tmp_path / "out").glob("*.tmp"))
     again = pack_columns(columns, cost=COST, epoch=1, **arguments)
     assert again.indices.tobytes() != one.indices.tobytes()
 
@@ -166,12 +162,3 @@ def test_oversize_rows_are_listed_and_counted():
     assert text.startswith("99 of 99 samples do not fit a pack of (4, 100): raise the limits, or choose oversize")
     assert "sample 3: (5, 3)" in text
     assert "... and 80 more of the same input" in text
-
-
-def test_folders_that_hold_no_packs_are_refused(tmp_path):
-    with pytest.raises(PackingError, match=r"holds no packed.json: name a folder that `pack_columns` has written"):
-        open_packed(tmp_path)
-    pack_columns([np.ones(9, np.int64)], limits=(3,), folder=tmp_path)
-    np.save(tmp_path / "indices.npy", np.arange(4))
-    with pytest.raises(PackingError, match=r"are not those packed.json was written for: pack again"):
-        open_packed(tmp_path)

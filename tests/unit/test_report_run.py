@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import report_fixtures as fixtures
 from test_report_html import Page
 
-from trimtab.report.curves import MAX_POINTS, Curve, curves
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
-from trimtab.report.words import count_scale, time_scale
 
 
 def page_of(run):
@@ -52,7 +49,6 @@ def test_on_another_device_the_shape_alone_is_compared():
         assert "Measured against planned" not in told
         assert "of 30.0 GiB" not in told
     assert "1.05x" not in text
-    assert "each over its own median" in text
     assert "Planned at" not in text
 
 
@@ -96,18 +92,12 @@ def test_what_the_run_held_otherwise_than_planned_is_told():
     assert "The plan's memory is for" not in told("float32", dtype="fp32", zero_stage=0)
 
 
-@pytest.mark.parametrize("lost", [(1,), (4,), (2, 3), (1, 2, 3, 4, 5)])
-def test_losses_that_are_no_numbers_are_left_out_of_the_drawing(lost):
+def test_losses_that_are_no_numbers_are_told():
     run = fixtures.make_run(5)
-    bad = replace(run, steps=tuple(replace(x, loss=float("nan")) if x.step in lost else x for x in run.steps))
-    html = html_report(fixtures.tiny_details(), run=bad)
-    assert not re.search(r' d="[^"]*(nan|inf)', html)
-    number = f"{len(lost)} step{'s' if len(lost) > 1 else ''}"
-    assert f"{number} without a finite loss left out" in " ".join(Page(html).text)
-    assert "without a finite loss" not in " ".join(page_of(run).text)
-    assert run_lines(fixtures.tiny_details(), bad)
-    huge = replace(run, steps=tuple(replace(x, loss=1.7e308) if x.step in lost else x for x in run.steps))
-    assert not re.search(r' d="[^"]*(nan|inf)', html_report(fixtures.tiny_details(), run=huge))
+    bad = replace(run, steps=tuple(replace(x, loss=float("nan")) if x.step in (2, 3) else x for x in run.steps))
+    for told in (" ".join(page_of(bad).text), "\n".join(run_lines(fixtures.tiny_details(), bad))):
+        assert "2 steps had a loss that is no finite number." in told
+    assert "no finite number" not in " ".join(page_of(run).text)
 
 
 def test_steps_of_another_split_are_told_and_not_compared():
@@ -135,35 +125,3 @@ def test_fillers_are_told_where_there_are_any():
 def test_hostile_device_names_are_text():
     html = html_report(fixtures.tiny_details(), run=fixtures.make_run(device="<script>alert('x')</script> A100"))
     assert "<script>alert" not in html
-
-
-def test_a_million_steps_make_a_small_page():
-    steps = np.arange(1.0, 1e6 + 1)
-    drawn = curves(
-        steps,
-        [Curve(look="new", name="loss", values=1 / steps, band=0.1)],
-        scale=count_scale([1.0]),
-        title="t",
-        from_zero=False,
-        description="d",
-    )
-    assert len(drawn) < 40_000
-    line = re.search(r'class="line new" d="([^"]+)"', drawn)
-    assert line is not None
-    assert len(line[1].split("L")) <= MAX_POINTS
-
-
-@pytest.mark.parametrize("from_zero", [True, False])
-def test_no_point_leaves_the_plot(from_zero):
-    values = np.array([1.0, 2.0, 500.0, 3.0, 2.5, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    drawn = curves(
-        np.arange(1.0, len(values) + 1),
-        [Curve(look="old", name="x", values=values, band=0.3)],
-        scale=time_scale([2.0]),
-        title="t",
-        from_zero=from_zero,
-        description="d",
-    )
-    points = [float(y) for d in re.findall(r' d="M([^"]+)"', drawn) for y in re.findall(r"[\d.]+ ([\d.]+)", d)]
-    assert len(points) == 3 * len(values)
-    assert all(10.0 - 0.1 <= y <= 160.0 + 0.1 for y in points)

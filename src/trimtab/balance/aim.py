@@ -50,6 +50,9 @@ class AimNumbers:
 
 NUMBERS = AimNumbers()
 
+NUM_ROUNDS = 24
+"""Rounds of pairwise sharing per window; docs/packing.md has what fewer and more give."""
+
 Style = Literal["tight", "cost", "both", "even", "level", "flat"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
 
@@ -97,27 +100,25 @@ class Aim:
             slopes[fullest], slopes[-1] = n.fullest_slope, n.even_cost_slope
         return Pull(weights, slopes)
 
-    def effort(self, num_rounds: int) -> Effort:
+    def effort(self) -> Effort:
         """Tight packs have little room for polishing; loose ones are worth much of it, flat ones most."""
         from trimtab.balance.window import Effort
 
         tight = self.style == "tight"
         return Effort(
-            num_rounds=num_rounds,
+            num_rounds=NUM_ROUNDS,
             num_coarse_rounds=4,
             alike=0.005,
             patience=5,
             max_free=8,
-            num_polished=num_rounds // 3 if tight else (10 if self.style == "flat" else 5) * num_rounds,
+            num_polished=NUM_ROUNDS // 3 if tight else (10 if self.style == "flat" else 5) * NUM_ROUNDS,
             stuck=0.02 if self.style == "flat" else 0.1,
             tail=0.1 if tight else 0.2,
             polish_free=8 if tight else 10,
         )
 
 
-def choose_aim(
-    columns: FloatArray, counted: FloatArray, bounds: FloatArray, dp: int, num_rounds: int, fill: float | None = None
-) -> Aim:
+def choose_aim(columns: FloatArray, counted: FloatArray, bounds: FloatArray, dp: int, fill: float | None = None) -> Aim:
     """The aim with which the first samples of the shuffle finish soonest, or nearly so and more alike; heuristic.
 
     Where a column is nearly full in every pack and the cost is not a function of the columns (long samples, attention
@@ -134,7 +135,7 @@ def choose_aim(
     trial, needed = columns[:num_trial], counted[:num_trial]
 
     def time_of(aim: Aim) -> float:
-        return _model_time(trial, needed, bounds, aim, dp, n.trial_packs, num_rounds)
+        return _model_time(trial, needed, bounds, aim, dp, n.trial_packs)
 
     best = Aim(n.loose_fill if fill is None else fill, "cost")
     shortest, tight = time_of(best), Aim(n.tight_fill, "tight")
@@ -153,9 +154,7 @@ def choose_aim(
     return chosen
 
 
-def _model_time(
-    trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int, num_packs: int, num_rounds: int
-) -> float:
+def _model_time(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int, num_packs: int) -> float:
     from trimtab.balance.rng import make_stream
     from trimtab.balance.stream import pack_stream
 
@@ -167,7 +166,7 @@ def _model_time(
         dp=1,  # whole rows would round the fill
         num_others=0,
         window_packs=num_packs + 1,
-        effort=aim.effort(num_rounds),
+        effort=aim.effort(),
         fill=aim.fill,
         state=make_stream(0, 0, 2),
     )

@@ -16,9 +16,6 @@ from trimtab.specs import FloatArray, IntArray
 WINDOW_PACKS = 4096
 """Packs made at a time. More give better partners, rare sizes above all; beyond, the caches no longer hold them."""
 
-NUM_ROUNDS = 24
-"""Rounds of pairwise sharing per window; docs/packing.md has what fewer and more give."""
-
 
 def pack_balanced(
     sizes: IntArray,
@@ -30,7 +27,6 @@ def pack_balanced(
     epoch: int = 0,
     shard: int = 0,
     aim: Aim | float | None = None,
-    num_rounds: int = NUM_ROUNDS,
     num_others: int = 0,
 ) -> Groups:
     """Packs of samples with columns `sizes` (n, k) that each fit a pack alone; every sample in exactly one.
@@ -50,7 +46,7 @@ def pack_balanced(
     stream = _shuffle(sizes, cost, limits, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
     if not isinstance(aim, Aim):
-        aim = choose_aim(stream.columns, stream.counted, bounds, dp, num_rounds, aim)
+        aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim)
     streamed = pack_stream(
         stream.columns,
         stream.counted,
@@ -59,7 +55,7 @@ def pack_balanced(
         dp=dp,
         num_others=num_others,
         window_packs=max(1, WINDOW_PACKS // dp) * dp,
-        effort=aim.effort(num_rounds),
+        effort=aim.effort(),
         fill=aim.fill,
         state=make_stream(seed, epoch, 1, *_shard_key(shard)),
     )
@@ -76,11 +72,10 @@ def aim_for(
     seed: int,
     epoch: int,
     fill: float | None,
-    num_rounds: int,
 ) -> Aim:
     """The aim that `pack_balanced` would choose for these samples, as its first shard."""
     stream = _shuffle(sizes, cost, limits, seed, epoch, 0)
-    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, num_rounds, fill)
+    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, fill)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,26 +1,21 @@
-"""Packs of data sets that are too large for objects and copies: columns in, two arrays out, memory-mapped if asked.
+"""Packs of data sets that are too large for objects and copies: columns in, also memory-mapped ones, two arrays out.
 
 Symbols: n samples, k limited columns (patches, tokens, and what else is limited: audio frames, video frames).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.balance.balanced import NUM_ROUNDS
 from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.packing import find_problems
 from trimtab.errors import PackingError, join_problems
-from trimtab.files import write_atomically
 from trimtab.options import Order
 from trimtab.specs import IntArray, Packing, Schedule
 
@@ -81,13 +76,11 @@ def pack_columns(
     epoch: int = 0,
     oversize: str = "error",
     fill: float | None = None,
-    num_rounds: int = NUM_ROUNDS,
     tolerance: float = TOLERANCE,
     shard_samples: int = SHARD_SAMPLES,
     num_threads: int = 1,
-    folder: Path | str | None = None,
 ) -> PackedColumns:
-    """Packs under `limits`, one per column, as `pack_samples` makes them; with `folder`, as .npy files there.
+    """Packs under `limits`, one per column, as `pack_samples` makes them.
 
     Use this in place of `pack_samples` for a hundred million samples, with columns that are mapped from files.
 
@@ -109,7 +102,7 @@ def pack_columns(
     from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
-    settings = {"dp": dp, "num_rounds": num_rounds, "shard_samples": shard_samples, "num_threads": num_threads}
+    settings = {"dp": dp, "shard_samples": shard_samples, "num_threads": num_threads}
     _check(sizes, limits, cost, find_problems(fill, oversize, **settings))
     n = len(sizes[0])
     bounds = np.array(limits, np.int64)
@@ -118,10 +111,9 @@ def pack_columns(
         raise PackingError(_describe_oversize(sizes, large, limits))
     skipped = large if oversize == "skip" else large[:0]
     num_packed = n - len(skipped)
-    files = None if folder is None else _OutputFiles(Path(folder))
-    indices = _make(files, "indices.npy", num_packed, np.dtype(np.int32 if n < 2**31 else np.int64))
+    indices: Column = np.empty(num_packed, np.int32 if n < 2**31 else np.int64)
     num_shards = max(1, -(-n // shard_samples))
-    starts = scatter(n, skipped, num_shards, seed, epoch, np.asarray(indices))
+    starts = scatter(n, skipped, num_shards, seed, epoch, indices)
     job = Job(
         sizes=sizes,
         cost=cost if cost is None or callable(cost) else np.asarray(cost),
@@ -131,93 +123,16 @@ def pack_columns(
         seed=seed,
         epoch=epoch,
         aim=fill,
-        num_rounds=num_rounds,
         tolerance=tolerance,
-        indices=np.asarray(indices),
+        indices=indices,
         starts=starts,
     ).with_aim()
     with ThreadPoolExecutor(num_threads) as pool:
         num_samples = list(pool.map(lambda shard: pack_shard(job, shard), range(num_shards)))
-    offsets = _make(files, "offsets.npy", sum(map(len, num_samples)) + 1, np.dtype(np.int64))
-    offsets[0] = 0
-    np.cumsum(np.concatenate(num_samples), out=offsets[1:])
-    result = PackedColumns(
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(num_samples))]).astype(np.int64)
+    return PackedColumns(
         offsets=offsets, indices=indices, limits=tuple(limits), dp=dp, order=order, seed=seed, oversize=skipped
     )
-    if files is not None:
-        files.finish(result)
-        result = open_packed(files.folder)
-    return result
-
-
-def open_packed(folder: Path | str) -> PackedColumns:
-    """What `pack_columns` wrote into a folder, memory-mapped: opening takes no time whatever the size.
-
-    Use it on every rank, to read packs that `pack_columns(folder=...)` wrote.
-
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> packed = pack_columns([np.array([5, 3, 4]), np.array([50, 30, 40])], limits=(8, 80), folder=folder)
-    >>> open_packed(folder).num_packs == packed.num_packs
-    True
-    """
-    folder = Path(folder)
-    if not (folder / HEADER).exists():
-        raise PackingError(f"{folder} holds no {HEADER}: name a folder that `pack_columns` has written to the end")
-    header = json.loads((folder / HEADER).read_text())
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-    if len(arrays["indices"]) != header["num_samples"] or len(arrays["offsets"]) != header["num_packs"] + 1:
-        raise PackingError(f"the arrays in {folder} are not those {HEADER} was written for: pack again")
-    return PackedColumns(
-        offsets=arrays["offsets"],
-        indices=arrays["indices"],
-        limits=tuple(header["limits"]),
-        dp=header["dp"],
-        order=header["order"],
-        seed=header["seed"],
-        oversize=np.asarray(arrays["oversize"]),
-    )
-
-
-HEADER = "packed.json"
-ARRAYS = ("offsets", "indices", "oversize")
-
-
-class _OutputFiles:
-    """Arrays under temporary names until all are whole; the header, written last, makes the folder readable."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / HEADER).unlink(missing_ok=True)
-
-    def make(self, name: str, length: int, dtype: np.dtype[Any]) -> Column:
-        path = self.folder / f".{name}.tmp"
-        if length == 0:  # nothing can be mapped
-            np.save(path.open("wb"), np.empty(0, dtype))
-            return np.empty(0, dtype)
-        mapped: Column = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
-        return mapped
-
-    def finish(self, result: PackedColumns) -> None:
-        np.save(self.folder / "oversize.npy", result.oversize)
-        for name, array in (("indices.npy", result.indices), ("offsets.npy", result.offsets)):
-            if isinstance(array, np.memmap):
-                array.flush()
-            (self.folder / f".{name}.tmp").replace(self.folder / name)
-        header = {
-            "num_samples": len(result.indices),
-            "num_packs": result.num_packs,
-            "limits": list(result.limits),
-            "dp": result.dp,
-            "order": result.order,
-            "seed": result.seed,
-        }
-        write_atomically(self.folder / HEADER, json.dumps(header, indent=1) + "\n")
-
-
-def _make(files: _OutputFiles | None, name: str, length: int, dtype: np.dtype[Any]) -> Column:
-    return np.empty(length, dtype) if files is None else files.make(name, length, dtype)
 
 
 def _check(

@@ -38,26 +38,6 @@ def pack_isf(
     keep those with v >= Q'_v or t >= Q'_t. The packs of the last iteration are all kept, good or not: every sample is
     in one. The packs come out in random order. Heuristic, no bound; O(T (n + packs)).
     """
-    members, offsets, _ = _run(sizes, limits, filters, iterations, seed, epoch)
-    return Groups(members, offsets)
-
-
-def count_kept(
-    sizes: IntArray,
-    *,
-    limits: tuple[int, ...],
-    filters: tuple[int, ...] | None,
-    iterations: int,
-    seed: int,
-    epoch: int = 0,
-) -> IntArray:
-    """(T, 2) packs and samples that `pack_isf` has kept after each iteration because a filter says they are good."""
-    return _run(sizes, limits, filters, iterations, seed, epoch)[2]
-
-
-def _run(
-    sizes: IntArray, limits: tuple[int, ...], filters: tuple[int, ...] | None, iterations: int, seed: int, epoch: int
-) -> tuple[IntArray, IntArray, IntArray]:
     filters = default_filters(limits) if filters is None else filters
     if iterations < 1:
         raise PackingError(f"ISF with {iterations} iterations packs nothing: give 1 or more (the paper uses 10)")
@@ -66,10 +46,9 @@ def _run(
             f"ISF filters {filters} do not suit the limits {limits}: give one per limit, above 0 and not above it"
         )
     state = make_stream(seed, epoch, 0x697366)
-    found: tuple[IntArray, IntArray, IntArray] = _iterate(
-        sizes, np.array(limits, np.int64), np.array(filters, np.int64), iterations, state
-    )
-    return found
+    bounds = np.array(limits, np.int64)
+    members, offsets = _iterate(sizes, bounds, np.array(filters, np.int64), iterations, state)
+    return Groups(members, offsets)
 
 
 @inlined
@@ -89,19 +68,16 @@ def _in_order(kept: IntArray, starts: IntArray, order: IntArray, offsets: IntArr
 @compiled
 def _iterate(
     sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
-) -> tuple[IntArray, IntArray, IntArray]:
+) -> tuple[IntArray, IntArray]:
     n, k = sizes.shape
-    good_so_far = np.zeros((iterations + 1, 2), np.int64)  # packs and samples, before each iteration and at the end
     left = np.arange(n)
     kept = np.empty(n, np.int64)
     starts = np.zeros(n + 1, np.int64)
     num_kept, num_packs = 0, 0
     total = np.zeros(k, np.int64)
     for iteration in range(iterations):
-        for c in range(2):
-            good_so_far[iteration + 1, c] = good_so_far[iteration, c]
         if len(left) == 0:
-            continue
+            break
         shuffle(left, state)
         keep_all = iteration == iterations - 1
         num_left, first = 0, 0  # samples that stay for the next iteration; first sample of the open pack
@@ -114,14 +90,11 @@ def _iterate(
                     if total[d] + sizes[left[position], d] > limits[d]:
                         ends = True
             if ends and position > first:
-                good = False
+                keeps = keep_all
                 for d in range(k):
                     if total[d] >= filters[d]:
-                        good = True
-                if good:
-                    good_so_far[iteration + 1, 0] += 1
-                    good_so_far[iteration + 1, 1] += position - first
-                if good or keep_all:
+                        keeps = True
+                if keeps:
                     for i in range(first, position):
                         kept[num_kept] = left[i]
                         num_kept += 1
@@ -141,4 +114,4 @@ def _iterate(
     order = np.arange(num_packs)
     shuffle(order, state)
     offsets = np.zeros(num_packs + 1, np.int64)
-    return _in_order(kept, starts, order, offsets), offsets, good_so_far[1:]
+    return _in_order(kept, starts, order, offsets), offsets

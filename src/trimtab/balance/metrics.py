@@ -36,11 +36,9 @@ class BalanceReport:
     dist_ratio_llm: float
     dist_ratio_cost: float
     utilisation: float  # share of the ranks' time that is useful, if every row waits for its slowest rank
-    utilisation_accumulated: float  # the same if only steps wait: num_microbatches packs a rank between two waits
     fill_patches: float  # share of the packs' patch limit that is used
     fill_tokens: float
     shuffle_chi2: float | None  # of sources per step, per degree of freedom: 1.0 is random; None: one source only
-    shuffle_acf1: float | None  # serial correlation of the steps' mean sample length: 0.0 is random
 
 
 def pad_ratio(lengths: FloatArray, offsets: IntArray) -> float:
@@ -94,15 +92,6 @@ def shuffle_chi2(histograms: IntArray) -> float | None:
     return float(chi2.sum() / (len(histograms) - 1) / (histograms.shape[1] - 1))
 
 
-def serial_correlation(values: FloatArray) -> float | None:
-    """Lag-1 autocorrelation of a series, None if it is shorter than 3; 0 where it does not vary."""
-    if len(values) < 3:
-        return None
-    centred = values - values.mean()
-    variance = float((centred * centred).sum())
-    return float((centred[1:] * centred[:-1]).sum()) / variance if variance > 0 else 0.0
-
-
 def report_balance(
     samples: SampleTable,
     packing: Packing,
@@ -138,7 +127,6 @@ def report_balance(
     alone = above_limits(sizes, packing.limits)
     bound = lower_bound_packs(sizes[~alone], packing.limits) + int(alone.sum())
     limits, room = packing.limits, max(1, num_packs)
-    chi2, acf1 = _shuffle_figures(samples, packing, schedule)
     return BalanceReport(
         method=packing.method,
         order=schedule.order,
@@ -158,30 +146,22 @@ def report_balance(
         dist_ratio_llm=dist_ratio(_work(computed_t, rows)),
         dist_ratio_cost=dist_ratio(_work(computed_c, rows)),
         utilisation=utilisation(_work(c, rows), _work(computed_c, rows)),
-        utilisation_accumulated=utilisation(
-            _work(c, schedule.table).sum(axis=2), _work(computed_c, schedule.table).sum(axis=2)
-        ),
         fill_patches=float(v.sum()) / (room * limits[0]),
         fill_tokens=float(t.sum()) / (room * limits[1]),
-        shuffle_chi2=chi2,
-        shuffle_acf1=acf1,
+        shuffle_chi2=shuffle_chi2(_sources_of_steps(samples, packing, schedule)),
     )
 
 
-def _shuffle_figures(samples: SampleTable, packing: Packing, schedule: Schedule) -> tuple[float | None, float | None]:
-    """`shuffle_chi2` of sources per step, and `serial_correlation` of the steps' mean sample length."""
+def _sources_of_steps(samples: SampleTable, packing: Packing, schedule: Schedule) -> IntArray:
+    """(steps, sources) samples of each source in each step."""
     step_of_pack = np.empty(packing.num_packs, np.int64)
     steps, _, _ = np.nonzero(schedule.table >= 0)
     step_of_pack[schedule.table[schedule.table >= 0]] = steps
     step_of_sample = np.repeat(step_of_pack, np.diff(packing.offsets))
     num_sources = int(samples.source.max()) + 1 if len(samples) else 1
-    histograms = np.bincount(
+    return np.bincount(
         step_of_sample * num_sources + samples.source[packing.indices], minlength=schedule.num_steps * num_sources
     ).reshape(-1, num_sources)
-    per_step = np.bincount(step_of_sample, minlength=schedule.num_steps)
-    tokens = np.bincount(step_of_sample, samples.num_tokens[packing.indices], minlength=schedule.num_steps)
-    used = per_step > 0
-    return shuffle_chi2(histograms), serial_correlation(tokens[used] / per_step[used])
 
 
 def _work(per_pack: FloatArray, slots: IntArray) -> FloatArray:

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from trimtab.balance.balanced import NUM_ROUNDS, pack_balanced
+from trimtab.balance.balanced import pack_balanced
 from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
@@ -61,7 +61,6 @@ def pack_samples(
     epoch: int = 0,
     oversize: Oversize = "error",
     fill: float | None = None,
-    num_rounds: int = NUM_ROUNDS,
     tolerance: float = TOLERANCE,
     filters: tuple[int, int] | None = None,
     iterations: int = 10,
@@ -77,7 +76,7 @@ def pack_samples(
     so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
 
     `cost` is what a sample costs (see `LinearCost`) or one number per sample; without it that of a 6B + 20B model.
-    `fill` and `num_rounds` belong to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
+    `fill` belongs to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
     `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to
     the order of that name.
 
@@ -91,7 +90,7 @@ def pack_samples(
     """
     n = len(samples)
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
-    _check(samples, limits, dp, num_microbatches, method, oversize, fill, num_rounds, batch_size)
+    _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     per_sample = cost_column(samples, cost)
     sizes = limited_sizes(samples)
     above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
@@ -105,7 +104,7 @@ def pack_samples(
     if len(small) == 0:
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
-        how = {"dp": dp, "num_rounds": num_rounds, "num_others": num_alone, **keys}
+        how = {"dp": dp, "num_others": num_alone, **keys}
         groups = pack_balanced(columns, own_cost, limits=limits, aim=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
@@ -220,10 +219,9 @@ def _check(
     method: PackMethod,
     oversize: Oversize,
     fill: float | None,
-    num_rounds: int,
     batch_size: float,
 ) -> None:
-    problems = find_problems(fill, oversize, dp=dp, num_rounds=num_rounds, batch_size=batch_size)
+    problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(
             f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "

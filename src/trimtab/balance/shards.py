@@ -36,14 +36,13 @@ class Job:
     seed: int
     epoch: int
     aim: Aim | float | None  # a number: the fill
-    num_rounds: int
     tolerance: float
     indices: Column
     starts: IntArray
 
     @property
     def how(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("limits", "dp", "seed", "epoch", "num_rounds")}
+        return {name: getattr(self, name) for name in ("limits", "dp", "seed", "epoch")}
 
     def with_aim(self) -> Job:
         """The same with the aim chosen on the first shard, so that all are alike."""

@@ -38,7 +38,6 @@ class Streamed:
 
     members: IntArray  # positions in the shuffled stream
     offsets: IntArray
-    num_carried: int  # times a sample went on to the next window
     oldest: int  # windows the most patient sample was carried on
     num_grown: int  # times a window was given more packs
 
@@ -71,7 +70,7 @@ def pack_stream(
     n = len(columns)
     left = sum_columns(counted)  # packs that the samples not yet packed need, by each column
     members, counts = [], []
-    num_packs, num_carried, oldest, num_grown = 0, 0, 0, 0
+    num_packs, oldest, num_grown = 0, 0, 0
     highest = fill
     planned = round_up(packs_for(left) / fill + num_others, dp) - num_others
     carried, age = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -103,13 +102,11 @@ def pack_stream(
         num_grown += packed.num_grown
         left = left - sum_columns(window) + sum_columns(window[out])
         carried, age = chosen[out], age[out] + 1
-        num_carried += len(out)
         oldest = max(oldest, int(age.max(initial=0)))
         fill = next_fill(fill, highest, packs_for(sum_columns(window[out])), packed)
     return Streamed(
         members=np.concatenate(members),
         offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
-        num_carried=num_carried,
         oldest=oldest,
         num_grown=num_grown,
     )

@@ -50,7 +50,7 @@ def map_model(
     ] = "auto",
     reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU to keep free.")] = 3,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with the maps of public tools.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml, map.json and report.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml and map.json.")] = None,
     counting: ImageOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,14 +67,10 @@ def map_model(
         placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
-        from trimtab.files import write_atomically, written_together
         from trimtab.plan.file.placement import placement_file, write_placement
-        from trimtab.report.placement_html import placement_html
 
         command = given_command(context, without=("out", "as_json"))
-        with written_together():
-            write_atomically(out / "report.html", placement_html(model, machine, workload, placement, compared))
-            write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
+        write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
     if as_json:
         print_json(_as_json(placement, compared))
         return
@@ -82,7 +78,7 @@ def map_model(
 
     print_placement(placement, compared, console())
     if out is not None:
-        log(f"wrote {out / 'placement.yaml'}, {out / 'map.json'} and {out / 'report.html'}")
+        log(f"wrote {out / 'placement.yaml'} and {out / 'map.json'}")
 
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,11 +16,8 @@ from trimtab.errors import PartitionError
 
 if TYPE_CHECKING:
     from trimtab.partition.flops_rule import StageMemory, UnevenModel, UnevenSplit
-    from trimtab.partition.timeline import Timeline
-    from trimtab.specs import DeviceSpec
 
 GB = 1e9  # the notebook's
-MAX_TP = 8
 
 
 def uneven(
@@ -34,53 +30,39 @@ def uneven(
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample in the language model, images included.")] = 1024,
     image: Annotated[str, typer.Option(help="Width and height of a sample's image in pixels.")] = "224x224",
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = 1,
-    num_microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 32,
-    device: Annotated[str, typer.Option(help="Device to compare memory and speed with.")] = "H20",
     fp8: Annotated[bool, typer.Option("--fp8", help="Activations by the notebook's FP8 formula.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Draw even and uneven stages as timelines into this HTML file.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
 
-    Beside its answer: the optimum in the same FLOPs, and the memory of all micro-batches that 1F1B holds at once.
-    `trimtab plan` decides by seconds and bytes of every layer instead.
+    Beside its answer: the optimum in the same FLOPs. `trimtab plan` decides by seconds and bytes of every layer.
     """
-    from trimtab.costs.devices import find_device
-    from trimtab.files import write_atomically
     from trimtab.models.describe import describe
-    from trimtab.partition import flops_rule
-    from trimtab.partition.flops_rule import stage_memory
-    from trimtab.partition.simulate import simulate
-    from trimtab.report.uneven import timelines_page
+    from trimtab.partition.flops_rule import stage_memory, uneven_model
 
-    model, found = describe(config), find_device(device)
-    counted = flops_rule.uneven_model(model, image=read_size(image), decoder_tokens=seq)
+    model = describe(config)
+    counted = uneven_model(model, image=read_size(image), decoder_tokens=seq)
     splits, no_answer = _splits(counted, pp, first)
-    steps = {
-        name: simulate(
-            flops_rule.rule_times(counted, split, num_microbatches=num_microbatches, flops_per_s=found.peak_flops)
-        )
-        for name, split in splits.items()
-    }
-    settings: dict[str, Any] = {"tp": tp, "batch": micro_batch, "fp8": fp8}
-    memory = {name: _memory(counted, split, num_microbatches, settings) for name, split in splits.items()}
-    chosen = splits.get("the rule", splits["optimum"]) if first is None else splits["yours"]
-    fitting = _smallest_tp(counted, chosen, num_microbatches, found, settings)
-    if out is not None:
-        write_atomically(out, timelines_page(model.name, steps))
+    memory = {name: stage_memory(counted, x.counts, tp=tp, batch=micro_batch, fp8=fp8) for name, x in splits.items()}
     if as_json:
-        rest = {"model": model.name, "no_answer": no_answer, "smallest_tp_that_fits": fitting}
-        print_json(rest | _figures(counted, splits, steps, memory))
+        rows = {
+            name: {**asdict(split), "flags": megatron_flags(split.counts)[0], "memory": memory[name]}
+            for name, split in splits.items()
+        }
+        print_json({"model": model.name, "no_answer": no_answer, **asdict(counted), "splits": rows})
         return
-    _print(model.name, counted, splits, steps, memory)
-    _print_parts(stage_memory(counted, chosen.counts, **settings), tp)
+    print(
+        f"{model.name}: {counted.vision_tokens:,} patches and {counted.decoder_tokens:,} tokens a sample. "
+        f"TFLOP, forward and backward:\n"
+        f"vision tower {counted.vision_flops / 1e12:.4f}, projector {counted.projector_flops / 1e12:.4f}, "
+        f"a language layer {counted.llm_layer_flops / 1e12:.5f} (x {counted.llm_layers})"
+    )
+    _print_splits(splits, memory)
+    print(f"GB = 10^9 bytes of one micro-batch, tp {tp}; 1F1B holds up to pp of them on the first stage.")
     if no_answer:
         print(f"The rule has no answer here: {no_answer}.")
-    print(_advice(chosen, splits["optimum"], fitting, found))
-    if out is not None:
-        print(f"timelines: {out}")
+    chosen = splits.get("the rule", splits["optimum"]) if first is None else splits["yours"]
+    print(_advice(chosen, splits["optimum"]))
 
 
 def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str, UnevenSplit], str | None]:
@@ -97,30 +79,6 @@ def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str,
     if first is not None:
         splits["yours"] = split_with(counted, first, pp=pp)
     return splits, no_answer
-
-
-def _figures(
-    counted: UnevenModel,
-    splits: Mapping[str, UnevenSplit],
-    steps: Mapping[str, Timeline],
-    memory: Mapping[str, Mapping[str, Sequence[float]]],
-) -> dict[str, Any]:
-    """For --json."""
-    return {
-        **asdict(counted),
-        "vision_flops": counted.vision_flops,
-        "projector_flops": counted.projector_flops,
-        "llm_layer_flops": counted.llm_layer_flops,
-        "splits": {
-            name: {
-                **asdict(split),
-                "flags": megatron_flags(split.counts)[0],
-                "bubble_ratio": steps[name].bubble_ratio,
-                "memory": memory[name],
-            }
-            for name, split in splits.items()
-        },
-    }
 
 
 def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
@@ -149,92 +107,24 @@ def _tell(counts: Sequence[int]) -> str:
     )
 
 
-def _memory(
-    counted: UnevenModel, split: UnevenSplit, num_microbatches: int, settings: Mapping[str, Any]
-) -> dict[str, list[float]]:
-    """Bytes of every stage: of one micro-batch, as the notebook counts, and of all that 1F1B holds."""
-    from trimtab.partition.flops_rule import stage_memory
-
-    pp = len(split.counts)
-    held = [min(pp - stage, num_microbatches) for stage in range(pp)]
-    return {
-        "one_microbatch_bytes": [x.total_bytes for x in stage_memory(counted, split.counts, **settings)],
-        "in_flight_bytes": [x.total_bytes for x in stage_memory(counted, split.counts, in_flight=held, **settings)],
-    }
-
-
-def _smallest_tp(
-    counted: UnevenModel, split: UnevenSplit, num_microbatches: int, device: DeviceSpec, settings: Mapping[str, Any]
-) -> int | None:
-    """The notebook's second step: the split stays, tp is doubled until the fullest stage fits."""
-    tp = 1
-    while tp <= MAX_TP:
-        memory = _memory(counted, split, num_microbatches, {**settings, "tp": tp})
-        if max(memory["in_flight_bytes"]) <= device.memory_bytes:
-            return tp
-        tp *= 2
-    return None
-
-
-def _print(
-    name: str,
-    counted: UnevenModel,
-    splits: Mapping[str, UnevenSplit],
-    steps: Mapping[str, Timeline],
-    memory: Mapping[str, Mapping[str, Sequence[float]]],
-) -> None:
+def _print_splits(splits: dict[str, UnevenSplit], memory: dict[str, tuple[StageMemory, ...]]) -> None:
     from trimtab.report.table import Column, Table, numeric, print_table
 
-    print(
-        f"{name}: {counted.vision_tokens:,} patches and {counted.decoder_tokens:,} tokens a sample. "
-        f"TFLOP, forward and backward:\n"
-        f"vision tower {counted.vision_flops / 1e12:.4f}, projector {counted.projector_flops / 1e12:.4f}, "
-        f"a language layer {counted.llm_layer_flops / 1e12:.5f} (x {counted.llm_layers})"
-    )
     rows = []
-    for label, split in splits.items():
-        one, held = memory[label]["one_microbatch_bytes"], memory[label]["in_flight_bytes"]
-        middle = f"{max(one[1:-1]) / GB:.3f}" if len(one) > 2 else "-"
-        rows.append(
-            (
-                label,
-                _tell(split.counts),
-                f"{1 + split.imbalance:.4f}",
-                f"{steps[label].bubble_ratio:.1%}",
-                *(f"{one[0] / GB:.3f}", middle, f"{one[-1] / GB:.3f}", f"{max(held) / GB:.3f}"),
-            )
-        )
-    columns = numeric(
-        *("Layers", "Slowest\n/ mean", "Idle", "M_first,\nGB", "M_middle,\nGB", "M_last,\nGB", "Held,\nGB")
-    )
+    for name, split in splits.items():
+        first, *middle, last = (f"{stage.total_bytes / GB:.3f}" for stage in memory[name])
+        figures = (first, max(middle, key=float, default="-"), last, f"{memory[name][0].vision_bytes / GB:.3f}")
+        rows.append((name, _tell(split.counts), f"{1 + split.imbalance:.4f}", *figures))
+    columns = numeric("Layers", "Slowest\n/ mean", "M_first,\nGB", "M_middle,\nGB", "M_last,\nGB", "M_vit,\nGB")
     print_table(Table(title="Splits", columns=(Column("Split"), *columns), rows=rows), console())
 
 
-def _print_parts(stages: Sequence[StageMemory], tp: int) -> None:
-    first, last = stages[0], stages[-1]
-    vision, projector, layers, head = (
-        f"{part / GB:.3f}" for part in (first.vision_bytes, first.projector_bytes, first.llm_bytes, last.head_bytes)
-    )
-    print(
-        f"GB = 10^9 bytes, tp {tp}. Of M_first: vision tower {vision}, language layers {layers}, M_projector\n"
-        f"{projector} (the notebook prints its sum without it). Of M_last: head {head}.\n"
-        "Held: the fullest stage with all micro-batches that 1F1B holds; M counts one, as the notebook does."
-    )
-
-
-def _advice(chosen: UnevenSplit, best: UnevenSplit, fitting: int | None, device: DeviceSpec) -> str:
+def _advice(chosen: UnevenSplit, best: UnevenSplit) -> str:
     flags, why = megatron_flags(chosen.counts)
     lost = (1 + chosen.imbalance) / (1 + best.imbalance) - 1
-    lines = [
+    optimal = (
         "It is the optimum of its own FLOPs."
         if lost < 1e-9
-        else f"Not the optimum of its own FLOPs: {_tell(best.counts)} ends {lost:.1%} earlier.",
-        f"Flags: {flags}" + (f" ({why})" if why else "") if flags else "Flags: none, the stages are even.",
-    ]
-    if fitting is None:
-        lines.append(f"No tp up to {MAX_TP} fits {device.name}: recompute layers, or use more stages.")
-    else:
-        lines.append(
-            f"Memory: tp {fitting} fits {device.name} ({device.memory_bytes / GB:.1f} GB), all in flight counted."
-        )
-    return "\n".join(lines)
+        else f"Not the optimum of its own FLOPs: {_tell(best.counts)} ends {lost:.1%} earlier."
+    )
+    return f"{optimal}\nFlags: {flags or 'none, the stages are even.'}" + (f" ({why})" if why else "")

@@ -12,8 +12,6 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.models.families.composed import composed_config, composed_models, find_composed
-
 SUFFIX = ".json.gz"
 _ENDINGS = re.compile(r"[-_](instruct|it|hf|chat|thinking|pt|base|bf16)$", re.IGNORECASE)
 
@@ -28,16 +26,12 @@ def shipped_models() -> tuple[str, ...]:
 def find_shipped(name: str) -> str | None:
     """The shipped name that `name` stands for: with or without a hub's prefix, an -Instruct, and in any case.
 
-    Two parts joined by "+" are one model too (`families.composed`).
-
     >>> from trimtab.models.shipped import find_shipped
     >>> find_shipped("Qwen/Qwen2.5-VL-7B-Instruct"), find_shipped("qwen2.5-vl-7b"), find_shipped("Qwen2.5-VL-8B")
     ('Qwen2.5-VL-7B', 'Qwen2.5-VL-7B', None)
     """
     if name in shipped_models():
         return name
-    if (composed := find_composed(name)) is not None:
-        return composed
     own = name.rstrip("/").rpartition("/")[2]
     while True:
         found = _by_spelling().get(_spelling(own))
@@ -50,19 +44,14 @@ def find_shipped(name: str) -> str | None:
 
 
 def suggest_shipped(name: str) -> str:
-    """ " did you mean NAME", for a name that is not known; empty where none is near. Of two joined: what goes."""
-    if "+" in name:
-        towers, models = composed_models()
-        return f" (of TOWER + LANGUAGE MODEL, towers are {', '.join(towers)}, language models {', '.join(models)})"
+    """ " did you mean NAME", for a name that is not known; empty where none is near."""
     own = _spelling(_ENDINGS.sub("", name.rpartition("/")[2]))
     near = difflib.get_close_matches(own, list(_by_spelling()), n=1, cutoff=0.75)
     return f" (did you mean {_by_spelling()[near[0]]}?)" if near else ""
 
 
 def read_shipped(name: str) -> Mapping[str, Any]:
-    """A shipped description, its published configuration under `config`; the configuration of a composed name."""
-    if find_composed(name) is not None:
-        return composed_config(name)
+    """A shipped description, its published configuration under `config`."""
     content = resources.files("trimtab.models").joinpath("zoo", f"{name}{SUFFIX}").read_bytes()
     data: Mapping[str, Any] = json.loads(gzip.decompress(content))
     return data

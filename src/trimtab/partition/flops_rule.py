@@ -15,11 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from trimtab.errors import PartitionError
-from trimtab.partition.simulate import StageTimes
-from trimtab.specs import FloatArray, LayerSpec, ModelSpec
+from trimtab.specs import LayerSpec, ModelSpec
 
 STATE_BYTES = 16  # of a parameter: bf16 weight and gradient, fp32 weight and Adam's two moments
 
@@ -168,14 +165,6 @@ def priced_split(model: UnevenModel, counts: Sequence[int]) -> UnevenSplit:
     return UnevenSplit(counts=tuple(counts), imbalance=max(flops) * len(flops) / sum(flops) - 1.0)
 
 
-def rule_times(model: UnevenModel, split: UnevenSplit, *, num_microbatches: int, flops_per_s: float) -> StageTimes:
-    """Times of a step's equal micro-batches if every device did `flops_per_s` and sends cost nothing."""
-    seconds: FloatArray = np.array(model.stage_flops(split.counts))[:, None] / flops_per_s
-    whole = np.repeat(seconds, num_microbatches, axis=1)
-    nothing = np.zeros_like(whole)
-    return StageTimes(forward_s=whole / 3, backward_s=whole * 2 / 3, send_forward_s=nothing, send_backward_s=nothing)
-
-
 def stage_memory(
     model: UnevenModel,
     counts: Sequence[int],
@@ -183,7 +172,6 @@ def stage_memory(
     tp: int = 1,
     batch: int = 1,
     fp8: bool = False,
-    in_flight: Sequence[int] | None = None,
 ) -> tuple[StageMemory, ...]:
     """Bytes of every stage by the notebook's formulas (its GB are 10**9): M_first, M_other for each middle, M_last.
 
@@ -191,27 +179,26 @@ def stage_memory(
     activations (b s (15 h + 3 f)/tp in FP8); with f = 4 h the 34 b s h / tp of its text. Patch embedding:
     16 c p^2 h + 2 b N c p^2. Projector: 16 h_vision h_llm + 2 b N h_vision. Last stage: 16 h V/tp + 8 b s h/tp.
 
-    It counts one micro-batch; `in_flight` says how many each stage holds before its first backward (1F1B: pp - stage).
+    It counts one micro-batch, where 1F1B holds pp - stage of them before a stage's first backward.
     Not counted: the token embedding, attention scores, gated feed-forwards' third matrix, buffers.
     """
-    held = in_flight or [1] * len(counts)
 
-    def layers(num_layers: int, num_held: int, s: int, h: int, f: int) -> float:
+    def layers(num_layers: int, s: int, h: int, f: int) -> float:
         params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
         activations = batch * s * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
-        return num_layers * (STATE_BYTES * params + num_held * activations)
+        return num_layers * (STATE_BYTES * params + activations)
 
     N, c, h = model.vision_tokens, model.patch_values, model.vision_hidden
-    embed = STATE_BYTES * c * h + 2 * held[0] * batch * N * c
-    projector = STATE_BYTES * h * model.llm_hidden + 2 * held[0] * batch * N * h
+    embed = STATE_BYTES * c * h + 2 * batch * N * c
+    projector = STATE_BYTES * h * model.llm_hidden + 2 * batch * N * h
     head = STATE_BYTES * model.llm_hidden * model.vocab_size
-    head += 8 * held[-1] * batch * model.decoder_tokens * model.llm_hidden
+    head += 8 * batch * model.decoder_tokens * model.llm_hidden
     last = len(counts) - 1
     return tuple(
         StageMemory(
-            vision_bytes=layers(model.vision_layers, held[0], N, h, model.vision_ffn) + embed if stage == 0 else 0.0,
+            vision_bytes=layers(model.vision_layers, N, h, model.vision_ffn) + embed if stage == 0 else 0.0,
             projector_bytes=projector if stage == 0 else 0.0,
-            llm_bytes=layers(count, held[stage], model.decoder_tokens, model.llm_hidden, model.llm_ffn),
+            llm_bytes=layers(count, model.decoder_tokens, model.llm_hidden, model.llm_ffn),
             head_bytes=head / tp if stage == last else 0.0,
         )
         for stage, count in enumerate(counts)

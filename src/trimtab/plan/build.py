@@ -22,7 +22,7 @@ from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
-from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
+from trimtab.plan.decide.work import in_patches, packed_work, pad_documents, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -88,9 +88,7 @@ def make_plan(
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
 
-    chosen = choose_setting(
-        model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
-    )
+    chosen = choose_setting(model, epoch.drawn, cluster, options, budget, progress=_step(progress, "settings"))
     settled = _settle(model, epoch, samples_work, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options
@@ -168,6 +166,8 @@ def _pack_case(
     options: PlanOptions,
 ) -> Case:
     """The epoch in packs for this setting; stages are still to come."""
+    if setting.dims.cp > 1:
+        samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
     packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
     return Case(
         model=model,
@@ -204,7 +204,7 @@ def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: Fl
     """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
     packed = epoch.of_table(
         pack_samples(
-            epoch.drawn,
+            pad_documents(epoch.drawn, setting.dims),
             limits=(setting.max_patches, setting.max_tokens),
             dp=setting.dims.dp,
             num_microbatches=setting.num_microbatches,

@@ -1,4 +1,4 @@
-"""The tables of a placement, the same on the page and in a terminal: bytes of every device, and the public maps."""
+"""A placement in a terminal: bytes of every device, and the public maps."""
 
 from __future__ import annotations
 
@@ -17,36 +17,31 @@ from trimtab.report.table import Cell, Column, Table, numeric, print_table
 from trimtab.report.words import clean, memory_scale
 from trimtab.units import format_bytes
 
-KINDS = (
-    ("state", "Weights", "weight_bytes"),
-    ("cache", "KV cache", "kv_bytes"),
-    ("saved", "Activations", "activation_bytes"),
-    ("transient", "Streamed weights", "streamed_bytes"),
-    ("reserve", "Reserve", "reserve_bytes"),
+_KINDS = (
+    ("Weights", "weight_bytes"),
+    ("KV cache", "kv_bytes"),
+    ("Activations", "activation_bytes"),
+    ("Streamed weights", "streamed_bytes"),
+    ("Reserve", "reserve_bytes"),
 )
-"""Class of report.css, name, and field of `DeviceUse`."""
+"""Name and field of `DeviceUse`."""
 
 
-def used_kinds(uses: Sequence[DeviceUse]) -> list[tuple[str, str, str]]:
-    """The kinds of bytes that some of the devices hold."""
-    return [kind for kind in KINDS if any(getattr(use, kind[2]) for use in uses)]
-
-
-def devices_table(placement: Placement) -> Table:
-    """Bytes of every device by kind, and what is free there; on the page its modules too."""
+def _devices_table(placement: Placement) -> Table:
+    """Bytes of every device by kind, and what is free there."""
     largest = max(max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses)
     scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small beside the weights
-    kinds = used_kinds(placement.uses)
+    kinds = [(name, field) for name, field in _KINDS if any(getattr(use, field) for use in placement.uses)]
     return Table(
         title=f"Devices, in {scale.unit}",
         columns=(
             Column("Device", look="wide"),
-            *numeric(*(name.replace(" ", "\n") for _, name, _ in kinds), "All", "Free", "Used"),
+            *numeric(*(name.replace(" ", "\n") for name, _ in kinds), "All", "Free", "Used"),
         ),
         rows=[
             (
-                Cell(text=_device_name(use), code=", ".join(fold_modules(use.modules)) or "nothing"),
-                *(scale.number(getattr(use, field)) for _, _, field in kinds),
+                _device_name(use),
+                *(scale.number(getattr(use, field)) for _, field in kinds),
                 scale.number(use.total_bytes),
                 "-" if use.capacity_bytes is None else scale.number(use.capacity_bytes),
                 "-" if use.capacity_bytes is None else f"{100 * use.fraction:.1f} %",
@@ -56,7 +51,7 @@ def devices_table(placement: Placement) -> Table:
     )
 
 
-def rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
+def _rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
     """This placement beside the public maps."""
     found = [("This placement", placement, ()), *((x.rule, x.placement, x.problems) for x in compared)]
     return Table(
@@ -91,11 +86,11 @@ def _device_name(use: DeviceUse) -> str:
 def print_placement(placement: Placement, compared: Sequence[Assessed], console: Console) -> None:
     """What `trimtab map` prints: a summary, bytes and modules of every device, then the public maps."""
     console.print(Text(clean(summary(placement), limit=800)))
-    print_table(devices_table(placement), console)
+    print_table(_devices_table(placement), console)
     for use in placement.uses:
         if use.modules:
             console.print(Text(f"{_device_name(use)}: {clean(', '.join(fold_modules(use.modules)), limit=2000)}"))
     if placement.run_on_cpu:
         console.print(Text(f"computed in host memory: {clean(', '.join(placement.run_on_cpu))}"))
     if compared:
-        print_table(rules_table(placement, compared), console)
+        print_table(_rules_table(placement, compared), console)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
-from trimtab.report.curves import MAX_POINTS, Curve, curves
-from trimtab.report.markup import esc, legend, section, tile
+from trimtab.report.markup import esc, section, tile
 from trimtab.report.table import Cell, Column, Table, numeric, on_page
 from trimtab.report.words import clean, count_scale, memory_scale, percent, signed_percent, time_scale
-from trimtab.specs import FloatArray
 from trimtab.units import format_ratio
 
 _ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
-    """Tiles, curves and memory; without the latter, and in shares of the median, where devices differ."""
-    found = compare_times(log, band=details.plan.estimates.time_error)
-    tiles = "".join(tile(*figure) for figure in run_figures(details, log)[:4])
-    body = [f'<dl class="tiles">{tiles}</dl>', f'<div class="pair">{_loss(log)}']
-    body += [_step_times(log, found), "</div>", _memory(log) if log.comparable else ""]
-    return section("Training run", " ".join(esc(x, 600) for x in run_sentences(details, log)), "".join(body))
+    """Tiles and memory; without the latter, and in shares of the median, where devices differ."""
+    tiles = "".join(tile(*figure) for figure in run_figures(details, log))
+    body = f'<dl class="tiles">{tiles}</dl>' + (_memory(log) if log.comparable else "")
+    return section("Training run", " ".join(esc(x, 600) for x in run_sentences(details, log)), body)
 
 
 def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
@@ -40,6 +37,9 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
             f"{_count(len(log.others), 'other step')} of this run, on other devices or with other settings, count in "
             "the loss alone."
         )
+    lost = sum(not math.isfinite(record.loss) for record in log.steps)
+    if lost:
+        sentences.append(f"{_count(lost, 'step')} had a loss that is no finite number.")
     num_fillers = sum(record.num_fillers for record in log.steps)
     if num_fillers:
         steps = sum(record.num_fillers > 0 for record in log.steps)
@@ -137,51 +137,6 @@ def _no_order(found: TimeComparison) -> str:
     return f"most planned steps are within {percent(found.planned_range)} of each other"
 
 
-def _loss(log: RunLog) -> str:
-    losses = np.array([record.loss for record in log.steps])
-    lost = int((~np.isfinite(losses)).sum())
-    note = f"; {_count(lost, 'step')} without a finite loss left out" if lost else ""
-    drawn = curves(
-        _steps(log.steps),
-        [Curve(look="new", name="loss", values=losses)],
-        scale=count_scale([1.0]),
-        title="Loss by step",
-        from_zero=False,
-        description=f"From {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps.",
-    )
-    last = f"{losses[-1]:.4f} at step {log.steps[-1].step}"
-    return f'<figure><h3>Loss <span class="note">{last}{note}{_thinned(log)}</span></h3>{drawn}</figure>'
-
-
-def _step_times(log: RunLog, found: TimeComparison | None) -> str:
-    """Measured over planned with its band; as shares of their medians where the devices differ."""
-    own = np.array([record.step_s for record in log.warm])
-    planned = np.array([np.nan if record.planned_s is None else record.planned_s for record in log.warm])
-    shared = not log.comparable and found is not None
-    scale, note = time_scale([float(np.median(own))]), "without the first, which warms up"
-    if shared:
-        assert found is not None
-        own, planned, scale = own / found.measured_s, planned / found.planned_s, count_scale([1.0])
-        note = f"each over its own median, {note}"
-    lines = [Curve(look="new", name="measured", values=own)]
-    if found is not None:
-        known = np.where(np.isnan(planned), found.planned_s, planned)
-        band = 0.0 if shared else found.band
-        lines.insert(0, Curve(look="old", name="planned", values=known, band=band))
-    entries = [
-        ((line.look,), line.name + (f" ± {percent(line.band, digits=0)}" if line.band else "")) for line in lines
-    ]
-    drawn = curves(
-        _steps(log.warm),
-        lines,
-        scale=scale,
-        title="Time of every step",
-        from_zero=True,
-        description=f"Median {time_scale([log.median_step_s()]).text(log.median_step_s())}.",
-    )
-    return f'<figure><h3>Step time <span class="note">{note}</span></h3>{drawn}{legend(entries)}</figure>'
-
-
 def _memory(log: RunLog) -> str:
     measured, planned = log.own[-1].peak_memory_bytes, log.header.planned_memory_bytes
     scale = memory_scale([*measured, *planned])
@@ -203,10 +158,6 @@ def _memory(log: RunLog) -> str:
     return '<h3 class="after">Memory</h3>' + on_page(table)
 
 
-def _steps(records: Sequence[StepRecord]) -> FloatArray:
-    return np.array([record.step for record in records], np.float64)
-
-
 def _tokens_per_s(log: RunLog) -> float:
     return sum(record.num_tokens for record in log.warm) / sum(record.step_s for record in log.warm)
 
@@ -217,8 +168,3 @@ def _waiting(log: RunLog) -> float:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _thinned(log: RunLog) -> str:
-    each = -(-len(log.steps) // MAX_POINTS)
-    return f"; each point is the mean of {each} steps" if each > 1 else ""

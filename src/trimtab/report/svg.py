@@ -203,7 +203,6 @@ class Bar:
     text: str  # behind the bar
     cap: float  # what lies past it is outlined as too much
     bad: bool = False  # the text stands out
-    track: bool = False  # a pale bar as long as the cap lies behind
 
 
 def bars(
@@ -228,10 +227,6 @@ def bars(
     drawn, names, texts = [grid(span, scale, bottom, max_ticks=5)], [], []
     for i, bar in enumerate(rows):
         y, middle = top + i * row + pad, f'y="{top + (i + 0.5) * row:g}" dy="0.35em" text-anchor="end"'
-        if bar.track:
-            drawn.append(
-                f'<rect class="track" x="0" y="{y - 2:g}" width="{at(bar.cap / span)}" height="{row - 2 * pad + 4:g}"/>'
-            )
         drawn.append(stacked_bar(bar, span=span, y=y, height=row - 2 * pad, show=show))
         if i % every == 0:
             bad = ' style="fill:var(--bad);font-weight:600"' if bar.bad else ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -17,9 +15,6 @@ from trimtab.report.words import balance_rows
 from trimtab.samples.table import SizingResult
 from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_count, format_seconds
-
-if TYPE_CHECKING:
-    from trimtab.balance.convergence import IsfIteration
 
 
 def print_model(model: ModelSpec, console: Console) -> None:
@@ -95,20 +90,6 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
     print_table(table, console)
     if balance.num_oversize:
         console.print(Text(f"{balance.num_oversize:,} oversize samples left out, as asked."))
-
-
-def print_iterations(steps: Sequence[IsfIteration], console: Console) -> None:
-    """How ISF converges, a line for each iteration."""
-    rows = []
-    for x in steps:
-        ratios = (f"{ratio:.4f}" for ratio in (x.dist_ratio_vit, x.dist_ratio_llm, x.dist_ratio_cost))
-        rows.append((str(x.number), f"{x.num_kept:,}", f"{x.share_left:.2%}", f"{x.num_packs:,}", *ratios))
-    table = Table(
-        title="ISF, iteration by iteration: dist ratios if it is the last",
-        columns=numeric("Iteration", "Packs kept", "Samples left", "Packs if last", "ViT", "LLM", "cost"),
-        rows=rows,
-    )
-    print_table(table, console)
 
 
 def _heads(layer: LayerSpec) -> str:

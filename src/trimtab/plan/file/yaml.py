@@ -211,7 +211,19 @@ def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
 
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
-    *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
+    *(
+        "dp",
+        "pp",
+        "tp",
+        "cp",
+        "ep",
+        "etp",
+        "num_microbatches",
+        "num_chunks",
+        "num_steps",
+        "num_nodes",
+        "devices_per_node",
+    ),
     *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
 )
 

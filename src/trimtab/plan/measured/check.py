@@ -131,6 +131,8 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
     used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
     if used != there:
         yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
+    if given.devices_per_node % (parallel.etp or 1):
+        yield f"etp {parallel.etp} does not divide a node of {given.devices_per_node} devices"
     if given.devices_per_node % parallel.tp:
         yield f"tp {parallel.tp} does not divide a node of {given.devices_per_node} devices"
     for name, said, true in (
@@ -176,7 +178,8 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
         if memory.total_bytes > problem.memory_bytes:
             yield (
                 f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
-                f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
+                f"{format_bytes(problem.memory_bytes)} that may be expected: recompute more of its layers, or "
+                "run `trimtab plan` again"
             )
 
 

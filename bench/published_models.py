@@ -1,4 +1,4 @@
-"""Models put together by name, as InternVL puts them: "EVA-CLIP-8B + InternLM2-20B" is a tower, its projector, an LLM.
+"""Models put together as InternVL puts them: EVA-CLIP-8B and InternLM2-20B are a tower, its projector and an LLM.
 
 OmniBal's Table 9 trains towers and language models that were never published together. A tower is read 448 px tiles of
 patch 14, four patches become one row, and two linear layers lead to the language model, as in InternVL-Chat-1.5.
@@ -6,7 +6,6 @@ patch 14, four patches become one row, and two linear layers lead to the languag
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 # EVA-CLIP-1B: baaivision/EVA clip/model_configs/EVA_CLIP_g_14.json at d333114 (MLP width 4.3637 x 1408 = 6144).
 # EVA-CLIP-4B: timm/models/eva.py, eva02_enormous_patch14_clip_224. EVA-CLIP-8B and 18B: arXiv 2402.04252, whose table
 # of models gives 1.0, 4.4, 7.5 and 17.5 B parameters; the test holds all four to that. 18B has RMSNorm and no biases of
-# q, k and v (section 2). InternViT-6B: the shipped InternVL-Chat-V1-5.
-_TOWERS = MappingProxyType(
+# q, k and v (section 2). InternVL-6B, as the paper calls InternViT-6B: the shipped InternVL-Chat-V1-5.
+TOWERS = MappingProxyType(
     {
-        "InternViT-6B": (45, 3200, 25, 12800, True, True, False),
+        "InternVL-6B": (45, 3200, 25, 12800, True, True, False),
         "EVA-CLIP-1B": (40, 1408, 16, 6144, False, False, True),
         "EVA-CLIP-4B": (64, 1792, 16, 15360, False, False, True),
         "EVA-CLIP-8B": (32, 4096, 32, 20480, False, False, True),
@@ -27,7 +26,7 @@ _TOWERS = MappingProxyType(
 )
 # model_type; blocks, width, heads, key/value heads, MLP width, vocabulary: the config.json of the hub's repositories
 # internlm/internlm2-*, Qwen/Qwen1.5-*, meta-llama/Meta-Llama-3-*, 01-ai/Yi-*; no head is tied.
-_LANGUAGE = MappingProxyType(
+LANGUAGE = MappingProxyType(
     {
         "InternLM2-1.8B": ("internlm2", 24, 2048, 16, 8, 8192, 92544),
         "InternLM2-7B": ("internlm2", 32, 4096, 32, 8, 14336, 92544),
@@ -46,36 +45,15 @@ _LANGUAGE = MappingProxyType(
         "Yi-34B": ("llama", 60, 7168, 56, 8, 20480, 64000),
     }
 )
-_ALSO = MappingProxyType({"internvl6b": "InternViT-6B", "evaclipg": "EVA-CLIP-1B", "evaclipe": "EVA-CLIP-4B"})
 
 
-def find_composed(name: str) -> str | None:
-    """ "TOWER + LANGUAGE MODEL" in our spelling; None where either is not known.
-
-    >>> from trimtab.models.families.composed import find_composed
-    >>> find_composed("eva-clip-8b+llama-3-70b"), find_composed("EVA-CLIP-8B"), find_composed("CLIP-L + Yi-34B")
-    ('EVA-CLIP-8B + Llama3-70B', None, None)
-    """
-    vision, plus, language = name.partition("+")
-    towers = {_spelling(x): x for x in _TOWERS} | _ALSO
-    models = {_spelling(x): x for x in _LANGUAGE}
-    found = towers.get(_spelling(vision)), models.get(_spelling(language))
-    return f"{found[0]} + {found[1]}" if plus and all(found) else None
-
-
-def composed_models() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The towers, and the language models, that go together in any combination."""
-    return tuple(_TOWERS), tuple(_LANGUAGE)
-
-
-def composed_config(name: str) -> Mapping[str, Any]:
-    """The configuration that InternVL's code would read for a name that `find_composed` gave."""
-    vision, language = name.split(" + ")
-    depth, width, heads, mlp, scaled, is_rms, qkv_bias = _TOWERS[vision]
-    kind, num_blocks, hidden, query_heads, kv_heads, intermediate, vocabulary = _LANGUAGE[language]
+def composed_config(vision: str, language: str) -> Mapping[str, Any]:
+    """What InternVL's code would read for one of `TOWERS` and one of `LANGUAGE`; `describe` takes it."""
+    depth, width, heads, mlp, scaled, is_rms, qkv_bias = TOWERS[vision]
+    kind, num_blocks, hidden, query_heads, kv_heads, intermediate, vocabulary = LANGUAGE[language]
     return {
         "model_type": "internvl_chat",
-        "_name_or_path": name,
+        "_name_or_path": f"{vision} + {language}",
         "vision_config": {
             "hidden_size": width,
             "num_hidden_layers": depth,
@@ -85,7 +63,7 @@ def composed_config(name: str) -> Mapping[str, Any]:
             "patch_size": 14,
             "norm_type": "rms_norm" if is_rms else "layer_norm",
             "qkv_bias": qkv_bias,
-            "qk_normalization": vision.startswith("InternViT"),
+            "qk_normalization": vision == "InternVL-6B",
             "layer_scale": scaled,
         },
         "text_config": {
@@ -109,7 +87,3 @@ def composed_config(name: str) -> Mapping[str, Any]:
         "max_dynamic_patch": 12,
         "use_thumbnail": True,
     }
-
-
-def _spelling(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.casefold())
