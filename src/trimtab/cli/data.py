@@ -25,7 +25,7 @@ DataArgument = Annotated[
         "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
     ),
 ]
-WORKERS = Option("Processes; default: one per core. The result is the same.", least=1)
+WORKERS = Option("Processes; default: one per core. The result is the same.", least=1, most=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,9 +116,9 @@ class PlanOptions:
     cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
     ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
     etp: Annotated[int | None, ETP] = None
-    num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
-        None
-    )
+    num_microbatches: Annotated[
+        int | None, Option("Packs per rank and step, instead of --global-batch.", least=1, most=2**20)
+    ] = None
     global_batch: Annotated[
         int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1, common=True)
     ] = None
