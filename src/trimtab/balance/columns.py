@@ -111,7 +111,7 @@ def pack_columns(
         raise PackingError(_describe_oversize(sizes, large, limits))
     skipped = large if oversize == "skip" else large[:0]
     num_packed = n - len(skipped)
-    indices = np.empty(num_packed, np.int32 if n < 2**31 else np.int64)
+    indices: Column = np.empty(num_packed, np.int32 if n < 2**31 else np.int64)
     num_shards = max(1, -(-n // shard_samples))
     starts = scatter(n, skipped, num_shards, seed, epoch, indices)
     job = Job(
