@@ -79,6 +79,9 @@ def print_models() -> None:
     print()
 
 
+OMNIBAL_WORK = np.array([[1, 9 * 1025, 9 * 1025**2, 0, 4096, 4 * 1024**2, 4 * 1024**2]], dtype=float)
+
+
 def print_omnibal() -> None:
     """Stages [22, 23, 24, 24]: 45 ViT, then 48 text layers; 9 tiles and 4,096 tokens; 4 - i micro-batches in flight."""
     tables = json.loads((REFERENCE / "omnibal_tables.json").read_text())
@@ -86,7 +89,7 @@ def print_omnibal() -> None:
     model = describe("InternVL-Chat-V1-5")
     dims = ParallelDims(tp=2, pp=4, dp=4)
     stages = _split_blocks(model, [22, 23, 24, 24])
-    work = np.array([[1, 9 * 1025, 9 * 1025**2, 0, 4096, 4 * 1024**2, 4 * 1024**2]], dtype=float)
+    work = OMNIBAL_WORK
     print("OmniBal 6+20B, tp 2 pp 4 dp 4, ZeRO-1, stages [22, 23, 24, 24], A100: remaining GB of 80")
     for title, more in (
         ("PyTorch kernels", {}),
@@ -108,6 +111,17 @@ def print_omnibal() -> None:
             f"  {title:26}{_row([forward[s[0] : s[1]].sum() for s in stages])}"
             f"   one layer: vision {blocks['vision']:.2f} (calibrated 7.32), language {blocks['language']:.2f} (7.60)"
         )
+
+
+def omnibal_used_bytes() -> list[tuple[float, float]]:
+    """Counted and published bytes of each stage under full recompute, fused kernels; the packs are assumed full."""
+    tables = json.loads((REFERENCE / "omnibal_tables.json").read_text())
+    published = {row["method"]: row["remaining_gb"] for row in tables["table_5_memory_balance_remaining_gb_per_stage"]}
+    model = describe("InternVL-Chat-V1-5")
+    profile = profile_model(model, A100, dims=ParallelDims(tp=2, pp=4, dp=4), fused_kernels=True)
+    stages = _split_blocks(model, [22, 23, 24, 24])
+    counted = [_stage_bytes(profile, stage, i, "full", OMNIBAL_WORK) for i, stage in enumerate(stages)]
+    return list(zip(counted, [(80 - x) * 1e9 for x in published["data + model balance"]], strict=True))
 
 
 def print_h20() -> None:

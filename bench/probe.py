@@ -33,7 +33,7 @@ def formula_bytes(folder: Path, result: ProbeResult) -> float:
     """What the formulas predict for the choice, on the pack of its highest peak."""
     case = reload_plan(folder / "alone").case
     chosen = [run for run in result.runs if run.peak_bytes == (result.devices[0].peak_bytes,)]
-    problem = replace(case.problem, work_max=case.work[chosen[-1].pack], overhead_bytes=0.0)
+    problem = replace(case.problem, work_max=case.work[chosen[-1].pack], overhead_bytes=0.0, overhead_share=0.0)
     (held,) = problem.assess(result.details.variants[-1].stages).memory
     return held.total_bytes
 

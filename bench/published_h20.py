@@ -18,10 +18,12 @@ import numpy as np
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import Calibration, predict_step
 from trimtab.costs.logs import LoggedRun, place_blocks
+from trimtab.costs.minima import find_minima
+from trimtab.costs.observed import Observed
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitProblem
-from trimtab.plan.measured.calibrate import calibrate_profile, simulate_logged
+from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, simulate_logged
 from trimtab.specs import ModelSpec, ParallelDims, evaluate
 from trimtab.units import MIB
 
@@ -151,6 +153,109 @@ def middle_stages(runs: Sequence[H20Run]) -> list[MiddleStage]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagePeak:
+    """One stage's peak beside what was logged on the fullest of its tp ranks."""
+
+    group: tuple[int, int]
+    run: str
+    stage: int
+    place: str  # first, middle or last
+    counted_bytes: float  # state, kept activations, one layer's backward
+    allocated_bytes: float  # the peak of torch's tensors
+    reserved_bytes: float  # of what its allocator took from the device
+
+    @property
+    def error(self) -> float:
+        return self.counted_bytes * (1 + UNSEEN) / self.allocated_bytes - 1
+
+    @property
+    def slack(self) -> float:
+        """Reserved over counted, which a device must have beside what is counted."""
+        return self.reserved_bytes / self.counted_bytes - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFit:
+    """Images on the first stage at its worst moment: so many a micro-batch in flight, and one heavy one's more."""
+
+    images: float
+    heavy: float
+
+    def in_flight(self, num: int) -> float:
+        return self.images * num + self.heavy
+
+
+UNSEEN = 0.005
+"""Of peaks: buffers that are in no tensor we count, by the logs' middle and last stages (0.3 to 0.8 %)."""
+
+
+def fit_images(runs: Sequence[H20Run]) -> ImageFit:
+    """The two unknowns of all first stages, from their peaks: least squares of relative errors.
+
+    How many images a sample holds is not logged. Peaks are linear in the images in flight, so two assessments each do.
+    """
+    rows, wanted = [], []
+    for x in runs:
+        logged = _logged_peaks(x, 0)[0] / (1 + UNSEEN)
+        none, one = (_assessed(x, images)[0] for images in (0.0, 1.0))
+        num = len(x.run.stages)  # all of a pipeline's micro-batches are in flight on its first stage
+        rows.append([(one - none) / logged, (one - none) / num / logged])
+        wanted.append(1 - none / logged)
+    (images, heavy), *_ = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)
+    return ImageFit(images=float(images), heavy=float(heavy))
+
+
+def stage_peaks(runs: Sequence[H20Run], fit: ImageFit) -> list[StagePeak]:
+    """Every stage of these runs; the first one's images are those of `fit`."""
+    found = []
+    for x in runs:
+        num = len(x.run.stages)
+        for stage, counted in enumerate(_assessed(x, fit.in_flight(num) / num)):
+            allocated, reserved = _logged_peaks(x, stage)
+            found.append(
+                StagePeak(
+                    group=x.group,
+                    run=x.run.name,
+                    stage=stage,
+                    place="first" if stage == 0 else "last" if stage == num - 1 else "middle",
+                    counted_bytes=counted,
+                    allocated_bytes=allocated,
+                    reserved_bytes=reserved,
+                )
+            )
+    return found
+
+
+def blind_first_peaks(runs: Sequence[H20Run]) -> list[StagePeak]:
+    """Every first stage, its images fitted to all other runs' peaks."""
+    return [
+        next(peak for peak in stage_peaks([x], fit_images([y for y in runs if y is not x])) if peak.stage == 0)
+        for x in runs
+    ]
+
+
+def _assessed(x: H20Run, images: float) -> list[float]:
+    """Counted bytes of each stage with so many images a micro-batch."""
+    patches = ASSUMED_PATCHES * images
+    work = np.array([1.0, patches, *[patches * 256] * 2, 2048, 2048**2, 2048**2])
+    problem = SplitProblem(
+        profile=x.run.profile,
+        num_stages=len(x.run.stages),
+        work_mean=work,
+        work_max=work,
+        num_microbatches=len(x.run.work),
+    )
+    return [held.counted_bytes for held in problem.assess(x.run.stages).memory]
+
+
+def _logged_peaks(x: H20Run, stage: int) -> tuple[float, float]:
+    """Allocated and reserved bytes of the fullest tp rank."""
+    tp, logged = x.run.profile.dims.tp, x.logged["memory_mib_by_global_rank"]
+    ranks = [logged[str(stage * tp + i)] for i in range(tp)]
+    return tuple(max(rank[key] for rank in ranks) * MIB for key in ("max_allocated", "max_reserved"))  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Triple:
     """Three runs that calibrate, and the errors at the other runs of the same vision width and tp."""
@@ -172,6 +277,33 @@ def triples(runs: Sequence[H20Run]) -> list[Triple]:
         }
         found.append(Triple(names=tuple(run.name for run in chosen), calibration=calibration, errors=errors))
     return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+    """A run that others calibrate."""
+
+    run: H20Run
+    logged_s: float
+    error: float
+
+
+def held_out() -> list[HeldOut]:
+    """Each run from the others of its vision width and tp; one that is alone there from those of width 4,096."""
+    found = []
+    steady = [x for x in h20_runs() if x.has_steady_time]
+    for left in steady:
+        others = [x for x in steady if x.group == left.group and x is not left]
+        if len(others) < 3:
+            others = [x for x in steady if x.group == (4096, left.group[1])]
+        runs = [x.run for x in others]
+        terms = default_terms(runs)
+        theta = find_minima([Observed.of(run, terms) for run in runs], terms, simulate_logged)[0]
+        logged = left.run.iteration_s
+        assert logged is not None, "every log has its times"
+        seconds = Observed.of(left.run, terms).step(theta, simulate_logged)
+        found.append(HeldOut(run=left, logged_s=logged, error=seconds / logged - 1))
+    return sorted(found, key=lambda x: (-x.run.group[0], x.run.group[1]))
 
 
 def print_h20() -> None:
@@ -201,6 +333,19 @@ def print_h20() -> None:
         ("peak as the planner counts", [(p.state_bytes + p.planned_bytes) / p.logged_peak_bytes - 1 for p in points]),
     ):
         print(f"  {what}: mean {np.mean(errors):+.2%}, widest {max(errors, key=abs):+.2%}")
+    fit = fit_images(runs)
+    print(
+        f"\nall stages, {UNSEEN:.1%} of buffers included; images fitted to the first stages' peaks: {fit.images:.2f} a "
+        f"micro-batch and {fit.heavy:.2f} more in one"
+    )
+    peaks = stage_peaks(runs, fit)
+    for place in ("first", "middle", "last"):
+        errors = [100 * p.error for p in peaks if p.place == place]
+        print(f"  {place:6} {len(errors):2} peaks: {min(errors):+.2f} to {max(errors):+.2f} %")
+    blind = [100 * p.error for p in blind_first_peaks(runs)]
+    print(f"  first, images fitted to the other runs: {min(blind):+.2f} to {max(blind):+.2f} %")
+    slack = [100 * p.slack for p in peaks]
+    print(f"  reserved over counted: {min(slack):+.2f} to {max(slack):+.2f} %, mean {np.mean(slack):+.2f} %")
     for group in sorted({x.group for x in runs}, reverse=True):
         members = [x for x in runs if x.group == group and x.has_steady_time]
         if len(members) < 4:
@@ -220,3 +365,7 @@ def print_h20() -> None:
             for warning in triple.calibration.warnings:
                 print(f"    warned: {warning}")
     print()
+
+
+if __name__ == "__main__":
+    print_h20()

@@ -178,13 +178,28 @@ def omnibal(*, fused_kernels: bool = True, exchange_in_node: bool = False) -> Om
     return OmniBal(base=base, terms=terms, num_microbatches=m, rows=tuple(scaled))
 
 
+def unfitted(found: OmniBal) -> OmniBal:
+    """Without the two factors; the number of micro-batches, fitted to a ratio, stays."""
+    terms = (replace(found.terms[0], value=1.0), replace(found.terms[1], value=1.0))
+    inverse = tuple(replace(term, value=1 / term.value) for term in found.terms)
+    rows = tuple(replace(x, profile=apply_terms(x.profile, inverse)) for x in found.rows)
+    return replace(found, terms=terms, rows=rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """A row of Tables 15 and 16: the paper's plan on other hardware, or on more of it."""
 
     what: str
+    table: str
+    device: str
+    num_gpus: int
     days: float
     published: float
+
+    @property
+    def is_in_table_9(self) -> bool:
+        return self.what == "6+20B, A100, 4x200G"
 
     @property
     def error(self) -> float:
@@ -225,7 +240,16 @@ def elsewhere(found: OmniBal, *, exchange_in_node: bool = False, fused_kernels: 
         setting = replace(setting, profile=apply_terms(setting.profile, found.terms))
         stages = setting.stages(row["stages"], row["recompute"])
         m = round(4 * found.num_microbatches / row["dp"])
-        rows.append(Elsewhere(what=what, days=setting.gpu_days(stages, m), published=published))
+        rows.append(
+            Elsewhere(
+                what=what,
+                table="Table 15" if row is small else "Table 16",
+                device=setting.profile.device.name,
+                num_gpus=setting.num_gpus,
+                days=setting.gpu_days(stages, m),
+                published=published,
+            )
+        )
     return rows
 
 
@@ -352,12 +376,11 @@ def print_omnibal() -> None:
 
 def print_elsewhere(found: OmniBal) -> None:
     """As fitted to Table 4; with gradients exchanged within a node; with PyTorch's own kernels and no factors."""
-    own = omnibal(fused_kernels=False)
-    unfitted = replace(own, terms=(replace(own.terms[0], value=1.0), replace(own.terms[1], value=1.0)))
+    plain = unfitted(omnibal(fused_kernels=False))
     columns = (
         elsewhere(found),
         elsewhere(omnibal(exchange_in_node=True), exchange_in_node=True),
-        elsewhere(unfitted, fused_kernels=False),
+        elsewhere(plain, fused_kernels=False),
     )
     print("Tables 15 and 16, GPU-days; of H100 nothing is fitted")
     print(
@@ -375,3 +398,7 @@ def _other_numbers(found: OmniBal) -> list[tuple[str, OmniBal]]:
 
 def _num_blocks(setting: Setting, stage: Stage) -> int:
     return sum(setting.model.layers[i].kind == "block" for i in range(stage.start, stage.stop))
+
+
+if __name__ == "__main__":
+    print_omnibal()

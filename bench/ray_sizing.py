@@ -51,7 +51,7 @@ def main() -> None:
     rule = describe("Qwen2.5-VL-7B").image_rule
     with tempfile.TemporaryDirectory() as name:
         data = draw(Path(name) / "drawn", arguments.samples)
-        print(f"{arguments.samples} samples in {len(list_chunks(data))} chunks, {arguments.workers} workers")
+        print(f"{arguments.samples} samples in {len(list(list_chunks(data)))} chunks, {arguments.workers} workers")
         started = time.perf_counter()
         ray.init(address="local", num_cpus=arguments.workers, include_dashboard=False, log_to_driver=False)
         print(f"ray {ray.__version__} started in {time.perf_counter() - started:.1f} s")

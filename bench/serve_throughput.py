@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +76,76 @@ def cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Answers a second of the server at some number of clients, and of a CPU second of its process.
+
+    The latter does not feel who else works on the machine.
+    """
+
+    num_clients: int
+    answers_per_s: float
+    answers_per_cpu_s: float
+    unlike: int  # answers unlike those given alone
+
+
 @contextmanager
-def measured(name: str, pid: int, count: int) -> Iterator[None]:
-    """Prints answers a second, and a CPU second of the server: that does not feel who else works on the machine."""
-    began, cpu = time.monotonic(), cpu_s(pid)
-    yield
-    wall, cpu = time.monotonic() - began, cpu_s(pid) - cpu
-    print(f"{name}: {count / wall:6.2f} answers/s, {count / cpu:6.2f} a CPU second", flush=True)
+def serving(folder: Path, server: str) -> Iterator[tuple[int, int]]:
+    """Port and process of a server of this model folder, while the context is open."""
+    process = subprocess.Popen(
+        [*shlex.split(server), "serve", str(folder), "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    told: list[str] = []
+    try:
+        while not (told and told[-1].startswith("serving ")):
+            told.append(process.stderr.readline())
+            assert told[-1], f"it never served: {''.join(told)}"
+        threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()  # its log of requests
+        yield int(told[-1].rsplit(":", 1)[1].split("/")[0]), process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
-def measure(port: int, pid: int, num_clients: int, rounds: int, tokens: int) -> None:
+def measure(port: int, pid: int, num_clients: int, rounds: int, tokens: int) -> list[Rates]:
+    """One client first, then all of them, each `rounds` questions."""
     questions = make_questions(num_clients, tokens)
     ask(port, questions[0])
-    with measured(" 1 client", pid, num_clients):
-        alone = [ask(port, body) for body in questions]
+    alone: list[str] = []
+
+    def one_client() -> int:
+        alone.extend(ask(port, body) for body in questions)
+        return 0
 
     def client(number: int) -> int:
         return sum(ask(port, questions[number]) != alone[number] for _ in range(rounds))
 
-    with measured(f"{num_clients:2} clients", pid, num_clients * rounds), ThreadPoolExecutor(num_clients) as clients:
-        wrong = sum(clients.map(client, range(num_clients)))
-    print(f"{wrong} of {num_clients * rounds} answers unlike those given alone")
+    def all_clients() -> int:
+        with ThreadPoolExecutor(num_clients) as clients:
+            return sum(clients.map(client, range(num_clients)))
+
+    found = []
+    for number, count, run in ((1, num_clients, one_client), (num_clients, num_clients * rounds, all_clients)):
+        began, cpu = time.monotonic(), cpu_s(pid)
+        unlike = run()
+        wall, cpu = time.monotonic() - began, cpu_s(pid) - cpu
+        found.append(
+            Rates(
+                num_clients=number,
+                answers_per_s=count / wall,
+                answers_per_cpu_s=count / max(cpu, 1e-9),
+                unlike=unlike,
+            )
+        )
+    return found
+
+
+def endless(folder: Path) -> Path:
+    """The model folder, whose model now never ends an answer by itself."""
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": None}))
+    return folder
 
 
 def main() -> None:
@@ -106,24 +156,14 @@ def main() -> None:
     parser.add_argument("--server", default=f"{sys.executable} -m trimtab")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = save_chat_model(Path(temporary) / "tiny")
-        settings = folder / "generation_config.json"
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": None}))
-        command = [*shlex.split(given.server), "serve", str(folder), "--port", "0"]
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert server.stderr is not None
-        told: list[str] = []
-        while not (told and told[-1].startswith("serving ")):
-            told.append(server.stderr.readline())
-            assert told[-1], f"it never served: {''.join(told)}"
-        try:
-            threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # its log of requests
-            measure(
-                int(told[-1].rsplit(":", 1)[1].split("/")[0]), server.pid, given.clients, given.rounds, given.tokens
-            )
-        finally:
-            server.terminate()
-            server.wait()
+        folder = endless(save_chat_model(Path(temporary) / "tiny"))
+        with serving(folder, given.server) as (port, pid):
+            for rates in measure(port, pid, given.clients, given.rounds, given.tokens):
+                print(
+                    f"{rates.num_clients:2} clients: {rates.answers_per_s:6.2f} answers/s, "
+                    f"{rates.answers_per_cpu_s:6.2f} a CPU second; {rates.unlike} unlike those given alone",
+                    flush=True,
+                )
         seconds = batch_of_generate_s(folder, given.clients, given.tokens)
         print(f"plain generate, batch of {given.clients}: {given.clients / seconds:6.2f} a CPU second")
 

@@ -166,11 +166,13 @@ def rank_main(rank: int, folder: str, port: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank))
     dist.init_process_group("gloo")
     use_cpu()
-    from trimtab.runtime.vision.recipe import apply_vision_dp_patch, holder_of
+    from verl.utils.import_utils import import_external_libs
+
+    from trimtab.runtime.vision.seams import holder_of
 
     engine = make_engine(Path(folder))
     loss, expected = gradients(engine)
-    apply_vision_dp_patch()  # no group: verl's Ulysses group is looked up
+    import_external_libs("trimtab.runtime.vision.verl")  # as verl does with `model.external_lib`
     shared_loss, found = gradients(engine)
     handle = holder_of(engine.module.model.visual)
     assert handle is not None, "the tower was not shared"

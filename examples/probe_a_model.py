@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
         "--max-patches 256 --max-tokens 512 --oversize skip --on-bad skip --dtype fp32 --attention sdpa",
         folder,
     )
-    run(f"trimtab probe plan model --tokenizer {tokenizer} --device cpu --budget 52MiB --reserve 5%", folder)
+    run(f"trimtab probe plan model --tokenizer {tokenizer} --device cpu --budget 52MiB --risk 5%", folder)
     run("trimtab check probed", folder)
 
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainingArguments,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -27,9 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import trimtab
 from trimtab import (
     PackedCollator,
-    PackedTrainer,
     PlanDataset,
-    PlanTrainerMixin,
     ReadingOptions,
     open_conversations,
 )
@@ -37,10 +36,6 @@ from trimtab.demo.draw import DemoData, draw_dataset
 from trimtab.files import fingerprint_file
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import DataFile
-
-
-class MyTrainer(PlanTrainerMixin, PackedTrainer):
-    """The plan's packs, and the loss of packs."""
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -87,7 +82,7 @@ def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, dat
     trimtab.write_plan(details, folder / "plan")
 
 
-def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, checkpoint: Path | None) -> MyTrainer:
+def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, checkpoint: Path | None) -> Trainer:
     torch.manual_seed(0)
     if checkpoint is None:
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
@@ -109,13 +104,9 @@ def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, c
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    return MyTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=data,
-        data_collator=PackedCollator(config, attention="sdpa"),
-        plan=folder / "plan",
-    )
+    collate = PackedCollator(config, attention="sdpa")  # or your own: packs are then made of what it gives of a sample
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+    return trimtab.balanced(trainer, folder / "plan")  # the one line
 
 
 def main(folder: Path) -> None:

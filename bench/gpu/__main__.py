@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("src", "bench", "tests/torch", "tests/unit")]
 
 import torch  # noqa: E402
+from bench.gpu.page import SUITES  # noqa: E402
 from bench.gpu.record import Record, describe_machine  # noqa: E402
 
-SUITES = ("kernels", "costs", "gain")
 RESULTS = Path(__file__).parent / "results"
 
 

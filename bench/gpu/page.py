@@ -20,7 +20,7 @@ owner of a CUDA device can add theirs: in a clone, with trimtab, torch, Transfor
 
 <!-- not run: it needs a GPU -->
 ```sh
-python -m bench.gpu --minutes 30        # kernels, costs, gain: as far as they get
+python -m bench.gpu --minutes 30        # all suites in the order of the table: as far as they get
 python -m bench.gpu                     # goes on where it was cut off
 python -m bench.gpu --tiny --device cpu # the same code on tiny models, on any machine
 ```
@@ -30,21 +30,40 @@ commit it was measured with. A case that needs more memory than the device has s
 
 | suite | what it measures |
 |---|---|
-| `kernels` | rates of products, attention and norms over rows, widths, tensor-parallel degrees; the time of a launch |
 | `costs` | layers of eight models: seconds by formula and by a fit against measured ones, at sizes no fit has seen |
+| `memory` | peaks of whole training steps by choice of recompute: by formula, traced, probed, against measured |
 | `gain` | tokens a second of padded random, length-grouped, ISF and balanced micro-batches of the same samples |
+| `recompute` | seconds of a step at three caps: layers chosen one by one, one number for all, every n-th |
+| `placement` | loading and answering with weights in host memory and on disk, beside Accelerate's map |
+| `vision_dp` | what the exchange of shared images costs beside encoding them, two to four ranks on one device |
+| `serving` | answers a second of a placed model behind the server, beside plain `generate` |
+| `kernels` | rates of products, attention and norms over rows, widths, tensor-parallel degrees; the time of a launch |
+
+On a machine without network, [wheels](#without-network) bring what it lacks.
+"""
+
+TAIL = """
+## Without network
+
+The first command, run where there is a network, gathers what the device's machine lacks; the second installs it there:
+
+<!-- not run: it downloads, and the other machine is not here -->
+```sh
+python -m bench.gpu.wheels --python 3.12 --out wheels
+python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site
+```
 """
 
 
 def make_page(lines: Sequence[Line]) -> str:
     if not lines:
-        return HEAD + "\nNo device has run it yet: no figure of this project was taken on an accelerator.\n"
-    parts = [HEAD]
+        return HEAD + "\nNo device has run it yet: no figure of this project was taken on an accelerator.\n" + TAIL
+    parts = [HEAD + TAIL]
     for device in sorted({line["machine"]["device"] for line in lines}):
         here = [line for line in lines if line["machine"]["device"] == device]
         machine = here[-1]["machine"]
         parts.append(f"\n## {device}\n\n" + ", ".join(f"{key} {value}" for key, value in machine.items()) + "\n")
-        for suite, rows in (("kernels", _kernels), ("costs", _costs), ("gain", _gain)):
+        for suite, rows in SUITES.items():
             found = [line for line in here if line["suite"] == suite and "error" not in line]
             if found:
                 parts.append(f"\n### {suite}\n\n" + "\n".join(rows(found)) + "\n")
@@ -98,9 +117,98 @@ def _gain(lines: Sequence[Line]) -> Iterable[str]:
             yield f"| {case} | {row['scheme']} | {rate:,.0f} | {row['memory_bytes'] / 2**30:.2f} |"
 
 
+def _memory(lines: Sequence[Line]) -> Iterable[str]:
+    yield "| model | recompute | peak, GiB | by formula | traced | probed | within its cap |"
+    yield "|---|---|---|---|---|---|---|"
+    for case, name, rows in _rows_of(lines):
+        if "peak_bytes" not in rows[-1]:
+            yield f"| {case} | {name} | | | | | |"
+            continue
+        errors = (
+            statistics.median(row[f"{method}_error"] for row in rows) for method in ("formula", "traced", "probed")
+        )
+        cap = {True: "yes", False: "no", None: ""}[rows[-1].get("within_cap")]
+        peak = max(row["peak_bytes"] for row in rows) / 2**30
+        yield f"| {case} | {name} | {peak:.2f} | " + " | ".join(f"{error:+.1%}" for error in errors) + f" | {cap} |"
+
+
+def _recompute(lines: Sequence[Line]) -> Iterable[str]:
+    yield "| model | choice | step, s | within its cap |"
+    yield "|---|---|---|---|"
+    for case, name, rows in _rows_of(lines):
+        if not rows[-1].get("fits", True):
+            yield f"| {case} | {name} | none fits | |"
+            continue
+        cap = {True: "yes", False: "no", None: ""}[rows[-1].get("within_cap")]
+        yield f"| {case} | {name} | {statistics.median(row['step_s'] for row in rows):.4g} | {cap} |"
+
+
+def _placement(lines: Sequence[Line]) -> Iterable[str]:
+    yield "| model | map | load, s | answer, s | GPU peak, GiB | planned, GiB |"
+    yield "|---|---|---|---|---|---|"
+    for case, same in _by_case(lines):
+        for name, found in same[-1].items():
+            if isinstance(found, dict) and "answer_s" in found:
+                cells = [f"{statistics.median(x[name][key] for x in same):.3g}" for key in ("load_s", "answer_s")]
+                cells += [
+                    f"{found[key] / 2**30:.2f}" if key in found else ""
+                    for key in ("peak_allocated_bytes", "planned_gpu_bytes")
+                ]
+                yield f"| {case} | {name} | " + " | ".join(cells) + " |"
+
+
+def _vision_dp(lines: Sequence[Line]) -> Iterable[str]:
+    yield "| case | own share, ms | whole call, ms | beside encoding, ms | waits for the device |"
+    yield "|---|---|---|---|---|"
+    for case, same in _by_case(lines):
+        cells = [
+            f"{1e3 * statistics.median(line[key] for line in same):.1f}"
+            for key in ("own_share_s", "shared_call_s", "overhead_s")
+        ]
+        waits = same[-1]["synchronizations"]
+        yield f"| {case} | " + " | ".join(cells) + f" | {'' if waits is None else waits} |"
+
+
+def _serving(lines: Sequence[Line]) -> Iterable[str]:
+    yield "| model | clients | served answers/s | `generate` one by one | `generate` in one batch |"
+    yield "|---|---|---|---|---|"
+    for case, same in _by_case(lines):
+        plain = same[-1]["generate_answers_per_s"]
+        for number, rates in enumerate(same[-1]["served"]):
+            served = statistics.median(line["served"][number]["answers_per_s"] for line in same)
+            yield (
+                f"| {case} | {rates['num_clients']} | {served:.3g} | {plain['one by one']:.3g} | "
+                f"{plain['one batch']:.3g} |"
+            )
+
+
+def _rows_of(lines: Sequence[Line]) -> Iterable[tuple[str, str, list[Line]]]:
+    """Case, row and the row in every repetition, of suites whose lines hold rows by name."""
+    for case, same in _by_case(lines):
+        measured = [line["rows"] for line in same if "rows" in line]
+        if not measured:
+            yield case, "out of memory", [{"fits": False}]
+            continue
+        for name in measured[-1]:
+            yield case, name, [rows[name] for rows in measured if name in rows]
+
+
 def _by_case(lines: Sequence[Line]) -> Iterable[tuple[str, list[Line]]]:
     for case in dict.fromkeys(line["case"] for line in lines):
         yield case, [line for line in lines if line["case"] == case]
+
+
+SUITES = {
+    "costs": _costs,
+    "memory": _memory,
+    "gain": _gain,
+    "recompute": _recompute,
+    "placement": _placement,
+    "vision_dp": _vision_dp,
+    "serving": _serving,
+    "kernels": _kernels,
+}
+"""Every suite in the order it is run in, most valuable first, and what the page says of its lines."""
 
 
 if __name__ == "__main__":

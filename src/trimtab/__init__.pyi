@@ -52,6 +52,7 @@ from trimtab.specs import (
 # Plans
 from trimtab.plan.build import make_plan as make_plan
 from trimtab.plan.options import PlanOptions as PlanOptions
+from trimtab.lora import Lora as Lora
 from trimtab.plan.sharing.choice import VisionChoice as VisionChoice
 from trimtab.plan.file.details import PlanDetails as PlanDetails
 from trimtab.plan.build import write_plan as write_plan
@@ -88,8 +89,7 @@ from trimtab.runtime.data.loss import (
     packed_loss as packed_loss,
     step_denominator as step_denominator,
 )
-from trimtab.runtime.training.trainer import PlanTrainerMixin as PlanTrainerMixin
-from trimtab.runtime.training.packed_trainer import PackedTrainer as PackedTrainer
+from trimtab.runtime.training.balanced import balanced as balanced
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 
 # Pipelines
@@ -104,6 +104,7 @@ from trimtab.runtime.vision import (
     vision_dp as vision_dp,
     verify_vision_dp as verify_vision_dp,
 )
+from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback
 from trimtab.balance.images import share_images as share_images
 
 # Inference

@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from trimtab.errors import TrimtabError
+
 _MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """A file under another name until it is whole; locked while its writer lives."""
+
+    file: BinaryIO
+    temporary: Path
+    path: Path
+
+    def take_name(self) -> None:
+        self.temporary.replace(self.path)
+
+    def close(self) -> None:
+        self.temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be written is told already
+            self.file.close()
+
+
+_waiting: ContextVar[list[_Aside] | None] = ContextVar("_waiting", default=None)  # inside `written_together`
 
 
 @contextmanager
@@ -19,21 +45,118 @@ def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write that takes the name `path` at the end of the block, or never: a reader never sees half of it.
 
     That holds when the process dies; with `sync` also when the machine does, at the cost of waiting for the disk. Of
-    writers of one path, on whatever machines, the last one wins.
+    writers of one path, on whatever machines, the last one wins. What a killed writer left in the folder is removed by
+    the next one. A device or a pipe, as /dev/stdout, is written to as it is.
     """
     refuse_folder(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # not tempfile's: the file keeps the permissions that the user's umask gives
-    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+    made: list[Path] = []
     try:
-        with temporary.open("xb", buffering=_MIB) as file:
-            yield file
-            file.flush()
+        if path.exists() and not path.is_file():
+            with path.open("wb") as device:
+                yield device
+            return
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent.resolve())
+        aside, waiting = _open_aside(path), _waiting.get()
+        try:
+            yield aside.file
+            aside.file.flush()
             if sync:
-                os.fsync(file.fileno())
-        temporary.replace(path)
+                os.fsync(aside.file.fileno())
+            if waiting is None:
+                aside.take_name()
+            else:
+                waiting.append(aside)
+        finally:
+            if waiting is None or aside not in waiting:
+                aside.close()
+    except OSError as error:  # a full disk names no file, and a name aside tells nobody anything
+        with suppress(OSError):  # until one that holds something
+            for folder in made:
+                folder.rmdir()
+        if error.errno and (error.filename is None or str(error.filename).endswith(".tmp")):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+@contextmanager
+def written_together() -> Iterator[None]:
+    """Files written inside the block take their names at its end: one result of several files, all of them or none.
+
+    A kill at any moment leaves the old files, the new ones, or some of either kind, never of both. The file that is
+    written last is the first old one to go and the last new one to come: a folder that has it is whole.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with written_together():
+    ...     write_atomically(folder / "table.npy", b"123")
+    ...     write_atomically(folder / "plan.yaml", "table: table.npy")
+    ...     len([file for file in folder.iterdir() if not file.name.startswith(".")])
+    0
+    >>> sorted(file.name for file in folder.iterdir())
+    ['plan.yaml', 'table.npy']
+    """
+    if _waiting.get() is not None:  # part of a larger result
+        yield
+        return
+    waiting: list[_Aside] = []
+    token = _waiting.set(waiting)
+    try:
+        yield
+        for aside in reversed(waiting):
+            aside.path.unlink(missing_ok=True)
+        for aside in waiting:
+            aside.take_name()
     finally:
-        temporary.unlink(missing_ok=True)
+        _waiting.reset(token)
+        for aside in waiting:
+            aside.close()
+
+
+@contextmanager
+def open_passing(folder: Path, suffix: str) -> Iterator[BinaryIO]:
+    """A file to write and read that is gone at the end of the block; `suffix` ends its name."""
+    _sweep(folder.resolve())
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = _open_aside(folder / "passing", suffix)
+    try:
+        yield aside.file
+    finally:
+        aside.close()
+
+
+def _open_aside(path: Path, suffix: str = "") -> _Aside:
+    while True:
+        # not tempfile's: the file keeps the permissions that the user's umask gives
+        temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp{suffix}")
+        file = temporary.open("xb", buffering=_MIB)
+        _lock(file)
+        if os.fstat(file.fileno()).st_nlink:  # else swept between the two calls
+            return _Aside(file, temporary, path)
+        file.close()
+
+
+@cache
+def _sweep(folder: Path) -> None:
+    """Remove what killed writers left, once a process: files aside that nobody holds a lock on."""
+    for leftover in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp*"):
+        try:
+            with leftover.open("rb") as file:
+                if _lock(file):
+                    leftover.unlink(missing_ok=True)
+        except OSError:  # another's, or gone
+            continue
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether the lock was free, on a file system that has locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def refuse_folder(path: Path) -> None:
@@ -46,6 +169,15 @@ def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> 
     """`open_atomically` for content that is there as a whole."""
     with open_atomically(path, sync=sync) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def read_small(path: Path, *, most_bytes: int = 64 * _MIB) -> bytes:
+    """A file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for a larger one."""
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise TrimtabError(f"{path} has more than {most_bytes >> 20} MiB, and no such file is so large: name another")
+    return content
 
 
 def blake2b(content: bytes) -> str:

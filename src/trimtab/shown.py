@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.units import format_count
+from trimtab.units import format_count, format_degrees
 
 if TYPE_CHECKING:
     from trimtab.specs import IntArray, ModelSpec, Packing, Profile, SampleTable, Schedule
@@ -67,9 +67,8 @@ def schedule_lines(schedule: Schedule) -> str:
 
 
 def profile_lines(profile: Profile) -> str:
-    dims = profile.dims
     return three_lines(
         f"Profile of {len(profile.layers)} layers on {profile.device.name}, {profile.method}, {profile.dtype}",
-        f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, attention {profile.attention}",
+        f"{format_degrees(profile.dims)}, attention {profile.attention}",
         f"seconds within ± {100 * profile.time_error:.0f} %, bytes within ± {100 * profile.memory_error:.0f} %",
     )

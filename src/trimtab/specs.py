@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import TrimtabError
+from trimtab.lora import Lora
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
+from trimtab.parallel import ParallelDims as ParallelDims
 from trimtab.shown import model_lines, packing_lines, profile_lines, samples_lines, schedule_lines
 
 IntArray = npt.NDArray[np.int64]
@@ -87,6 +89,15 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One `nn.Linear` of a layer: what an adapter is put beside."""
+
+    name: str  # path inside its layer: "self_attn.q_proj"; empty: the layer itself
+    in_width: int
+    out_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One module that a pipeline stage holds whole."""
 
@@ -113,11 +124,13 @@ class LayerSpec:
     extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
     beside: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go where it goes
     bare: bool = field(default=False, repr=False)  # a parameter without a module of its own
+    # as Transformers builds them; None: not asked, so those that its shapes make (`costs.adapters`)
+    linears: tuple[Linear, ...] | None = field(default=None, repr=False, compare=False)
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for two layers that cost the same, whatever their names."""
-        unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "beside", "bare")
+        unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "beside", "bare", "linears")
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in unlike)
 
 
@@ -330,26 +343,23 @@ class ClusterSpec:
         members = max(1, self.devices_per_node // stride)
         return min(self.device.link_bytes_per_s, members * self.node_link_bytes_per_s)
 
+    def all_to_all_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
+        """At what rate a rank's bytes leave it while each of `degree` ranks sends every other one an equal part.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelDims:
-    """How the devices are divided: data, pipeline, tensor and context parallel degrees.
+        What stays in the node takes the device's link, what leaves it the device's own share of the node's ports; both
+        at once, and the slower decides.
 
-    Use it where a function asks for `dims`. The product of the degrees is the number of devices.
-
-    >>> ParallelDims(dp=4, pp=8)
-    ParallelDims(dp=4, pp=8, tp=1, cp=1)
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in ("dp", "pp", "tp", "cp"):
-            if getattr(self, axis) < 1:
-                raise TrimtabError(f"{axis} {getattr(self, axis)} is not a degree of parallelism: give 1 or more")
+        >>> from trimtab import parse_cluster
+        >>> cluster = parse_cluster("32xA100-80GB")  # ports of 25 GB/s, links of 300
+        >>> [round(cluster.all_to_all_bytes_per_s(n) / 1e9, 1) for n in (8, 16, 32)]
+        [300.0, 46.9, 32.3]
+        """
+        here = min(degree, max(1, self.devices_per_node // stride))
+        if degree <= here:
+            return self.device.link_bytes_per_s
+        inside_s = (here - 1) / self.device.link_bytes_per_s
+        outside_s = (degree - here) / self.node_link_bytes_per_s
+        return (degree - 1) / max(inside_s, outside_s)
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -553,6 +563,7 @@ class Profile:
     attention: Literal["flash", "sdpa", "eager"] = "flash"
     fused_kernels: bool = False
     frozen_towers: tuple[Tower, ...] = ()
+    lora: Lora | None = None  # None: weights are trained themselves
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
     optimizer: str | None = None  # whose state was measured; None: state follows the plan's
     zero_stage: int | None = None  # at which it was measured

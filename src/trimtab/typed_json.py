@@ -1,8 +1,9 @@
-"""Strict JSON; and parsed JSON or YAML -> frozen dataclasses, each missing, unknown or wrong field named by place."""
+"""Strict JSON and YAML; what they hold as frozen dataclasses, each missing, unknown or wrong field named by place."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
@@ -15,19 +16,68 @@ def _refuse_constant(constant: str) -> object:
     raise ValueError(f"{constant} is not a number in JSON")
 
 
-_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)  # made once: making one costs more than a short record
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice[:60]!r} stands twice in one object")
+    return found
+
+
+# made once: making one costs more than a short record
+STRICT = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
 
 
 def parse_json(content: bytes) -> Any:
-    """Use it for JSON from outside: strict, in UTF-8; a `ValueError` says what is wrong.
+    """Use it for JSON from outside: strict, in UTF-8, no key twice; a `ValueError` says what is wrong.
 
     >>> parse_json(b'{"a": [1, null]}')
     {'a': [1, None]}
     """
     try:
-        return _STRICT.decode(content.decode("utf-8-sig"))
+        return STRICT.decode(content.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Use it for YAML from outside: plain data, no aliases, no key twice; a `ValueError` says what is wrong.
+
+    >>> parse_yaml("sizes: [1, 2e6]")
+    {'sizes': [1, 2000000.0]}
+    """
+    import yaml
+    from yaml.composer import Composer
+
+    base = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+    class Loader(Composer, base):  # type: ignore[misc, valid-type]  # PyYAML's composer: that of libyaml overflows the stack
+        def __init__(self, stream: str) -> None:
+            base.__init__(self, stream)
+            Composer.__init__(self)
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):  # a few lines of aliases can stand for billions of nodes
+                raise yaml.YAMLError("aliases are not allowed")
+            return super().compose_node(parent, index)
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node: yaml.MappingNode = super().compose_mapping_node(anchor)
+            seen: set[Any] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    raise yaml.YAMLError(f"key {key.value[:60]!r} stands twice{key.start_mark}")
+                seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+            return node
+
+    # as people write it, where YAML 1.1 asks for a point and a sign
+    exponent = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: 2026-99-99 is no date
+        raise ValueError(" ".join(str(error).split())[:200]) from None
 
 
 ReadNumber = Callable[[str, Any, Any, list[str]], Any]

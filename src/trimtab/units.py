@@ -34,6 +34,20 @@ def parse_bytes(text: str) -> int:
     return int(float(match.group(1)) * factor)
 
 
+def format_degrees(record: object) -> str:
+    """Degrees of parallelism in a line; those that experts and contexts have only where they are more than 1.
+
+    >>> from trimtab import ParallelDims
+    >>> format_degrees(ParallelDims(dp=4, pp=2)), format_degrees(ParallelDims(dp=4, tp=2, cp=2, ep=8))
+    ('dp 4 x pp 2 x tp 1', 'dp 4 x pp 1 x tp 2 x ep 8 x cp 2')
+    """
+    said = [f"{axis} {getattr(record, axis)}" for axis in ("dp", "pp", "tp")]
+    said += [f"ep {ep}"] if (ep := getattr(record, "ep", 1)) > 1 else []
+    said += [f"etp {etp}"] if (etp := getattr(record, "etp", None)) not in (None, getattr(record, "tp", 1)) else []
+    said += [f"cp {cp}"] if (cp := getattr(record, "cp", 1)) > 1 else []
+    return " x ".join(said)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Three significant digits with a binary unit: "1.52 GiB"."""
     sign, value = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
+from trimtab.models.describe import describe
 
 Run = Any
 FLAGS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
@@ -113,21 +114,19 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     assert given["training_arguments"]["activation_checkpointing"] is True
 
 
-RUNS_WHOLE = ("transformers", "accelerate", "fsdp2", "trl", "lightning")
-
-
 @pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "torchtitan"])
 def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path, tmp_path: Path, name: str) -> None:
-    plan, model = tmp_path / "plan", "Qwen2.5-VL-3B" if name in RUNS_WHOLE else "Qwen2.5-VL-7B"
+    runs_whole = find_target(name).can(describe("Qwen2.5-VL-7B"), 1).choices.get("pp") == (1,)
+    plan, model = tmp_path / "plan", "Qwen2.5-VL-3B" if runs_whole else "Qwen2.5-VL-7B"
     words = ["plan", model, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan, "--for", name]
     words += ["--cluster", "8xA100-80GB", "--global-batch", "64", "--max-pixels", "501760"]
-    words += [] if name in RUNS_WHOLE else ["--pp", "2", "--memory", "50GiB"]
+    words += [] if runs_whole else ["--pp", "2", "--memory", "50GiB"]
     assert run(*words).code == 0
     told = run("export", name, plan, "--json")
     assert told.code == 0, told.err
     assert told.json["warnings"] == []
     parallel = yaml.safe_load((plan / "plan.yaml").read_text(encoding="utf-8"))["decisions"]["parallel"]
-    assert parallel["tp"] * parallel["pp"] == 1 or name not in RUNS_WHOLE
+    assert parallel["tp"] * parallel["pp"] == 1 or not runs_whole
     assert run("check", plan, "--for", name, "--vision-cleared").code == 0
     packs = find_target(name).packs
     first = run("export", name, plan).out.splitlines()[0]

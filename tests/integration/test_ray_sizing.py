@@ -79,7 +79,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_two_ray_workers_give_the_bytes_of_the_local_engine(drawn: Path, tmp_path: Path) -> None:
-    assert len(records.list_chunks(drawn / "data.jsonl")) > 10
+    assert len(list(records.list_chunks(drawn / "data.jsonl"))) > 10
     seen: list[tuple[int, int]] = []
     there = size(drawn, map_chunks=map_on_ray, progress=lambda done, total: seen.append((done, total)))
     here = size(drawn)

@@ -79,7 +79,13 @@ def test_the_pages_step_is_that_of_the_simulator(schedule: str, P: int, V: int) 
         held = [state[x].sum() + peak + transient[x].max() + GIB for x, peak in zip(own, peaks, strict=True)]
         expected.append((line.makespan_s + 0.5, line.bubble_ratio, held))
         seconds = block_costs(times, schedule).seconds[:, :, 0]
-    data = {"schedule": schedule, "apart": splits_backward(schedule), "num_devices": P, "reserve_bytes": GIB}
+    data = {
+        "schedule": schedule,
+        "apart": splits_backward(schedule),
+        "num_devices": P,
+        "reserve_bytes": GIB,
+        "reserve_share": 0.0,
+    }
     split = {"update_s": 0.5, "seconds": seconds.tolist(), "sends": sends.tolist()}
     split |= {"saved_bytes": saved.tolist(), "whole_bytes": whole.tolist()}
     split |= {"transient_bytes": transient.tolist(), "state_bytes": state.tolist()}

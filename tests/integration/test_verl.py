@@ -1,12 +1,14 @@
-"""The drop-in for vision data parallel inside verl's own FSDP engine; needs torch and verl 0.9.1.
+"""The plug-in for vision data parallel inside verl's own FSDP engine, and in ROLL's source; needs torch, verl 0.9.1.
 
 An environment of its own, as verl asks for Transformers below 5.11: bench/verl_engine.py says how.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -41,6 +43,56 @@ def test_the_workload_stands_in_for_the_function_of_verls_own_module(monkeypatch
     stand_in_for(by_name, lambda tokens: torch.where(tokens == 1, 300, 1))
     assert by_name(lengths).tolist() == [1, 300, 300, 300]
     assert "calculate_workload" in balancing["rearrange_micro_batches"].__code__.co_names
+
+
+def test_verl_imports_the_plug_in_where_a_model_is_configured() -> None:
+    pytest.importorskip("torch")
+    try:
+        files = {str(file): file.locate() for file in importlib.metadata.files("verl") or []}
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs verl 0.9.1: pip install --no-deps verl==0.9.1")
+    from trimtab.runtime.vision import recipe
+
+    imports: dict[str, Any] = {}
+    exec(Path(files["verl/utils/import_utils.py"]).read_text(encoding="utf-8"), imports)
+    sys.modules.pop("trimtab.runtime.vision.verl", None)
+    try:
+        imports["import_external_libs"]("trimtab.runtime.vision.verl")
+        assert len(recipe._originals) == len(recipe._tower_classes()) > 0
+    finally:
+        recipe.unapply_vision_dp_patch()
+    model = (
+        node for node in ast.walk(tree_of(files["verl/workers/config/model.py"])) if isinstance(node, ast.ClassDef)
+    )
+    assert "import_external_libs(self.external_lib)" in ast.unparse(next(x for x in model if x.name == "HFModelConfig"))
+    assert recipe._ULYSSES["verl.utils.ulysses"] in functions_of(files["verl/utils/ulysses.py"])
+
+
+@pytest.mark.skipif("ROLL_SOURCE" not in os.environ, reason="needs ROLL_SOURCE, a clone of alibaba/ROLL: no release")
+def test_rolls_source_has_what_the_plug_in_names() -> None:
+    pytest.importorskip("torch")
+    from trimtab.runtime.vision import recipe, roll
+
+    source = Path(os.environ["ROLL_SOURCE"])
+    try:
+        for worker in roll.WORKERS.values():
+            module, _, kind = worker.rpartition(".")
+            found = ast.walk(tree_of(source / f"{module.replace('.', '/')}.py"))
+            assert kind in {node.name for node in found if isinstance(node, ast.ClassDef)}
+    finally:
+        recipe.unapply_vision_dp_patch()
+    for module, function in recipe._ULYSSES.items():
+        if module.startswith("roll."):
+            assert function in functions_of(source / f"{module.replace('.', '/')}.py")
+    assert "safe_import_class(worker_cls)" in (source / "roll/distributed/executor/cluster.py").read_text()
+
+
+def tree_of(file: Any) -> ast.Module:
+    return ast.parse(Path(file).read_text(encoding="utf-8"))
+
+
+def functions_of(file: Any) -> set[str]:
+    return {node.name for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="needs verl 0.9.1")

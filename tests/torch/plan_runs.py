@@ -112,21 +112,20 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Item i is i and a few tokens that depend on it."""
+    """Item i: a token that names it and a few that depend on it."""
 
     def __len__(self) -> int:
         return 43
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        tokens = torch.randint(1, 30, (3 + row % 5,), generator=torch.Generator().manual_seed(row))
-        return {"row": row, "input_ids": tokens}
+        tokens = torch.randint(50, 80, (3 + row % 5,), generator=torch.Generator().manual_seed(row))
+        ids = torch.cat([torch.tensor([1 + row]), tokens])
+        return {"input_ids": ids, "labels": ids.clone()}
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row; an empty pack is one token without a label."""
-    ids = torch.cat([s["input_ids"] for s in samples]) if samples else torch.zeros(1, dtype=torch.int64)
-    labels = ids.clone() if samples else torch.full_like(ids, -100)
-    return {"rows": [s["row"] for s in samples], "input_ids": ids[None], "labels": labels[None]}
+def rows_in(ids: torch.Tensor) -> list[int]:
+    """Of a pack; the token of an empty one is 0."""
+    return [token - 1 for token in ids[0].tolist() if 0 < token <= 43]
 
 
 def train(
@@ -141,13 +140,13 @@ def train(
     """A tiny Llama over two epochs of the plan; writes rows and loss of every micro-batch to `name`-`rank`.jsonl."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from trimtab.runtime.training.trainer import PlanTrainerMixin
+    from trimtab.runtime.training.balanced import balanced
 
     log = (folder / f"{name}-{rank}.jsonl").open("a")
 
-    class Logged(PlanTrainerMixin, Trainer):
+    class Logged(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            rows = inputs.pop("rows")
+            rows = rows_in(inputs["input_ids"])
             loss = super().training_step(model, inputs, num_items_in_batch)
             line = {"step": self.state.global_step, "rows": rows, "loss": loss.item()}
             log.write(json.dumps(line) + "\n")
@@ -161,7 +160,7 @@ def train(
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=80, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     arguments = TrainingArguments(
         output_dir=str(folder / name),
@@ -180,10 +179,9 @@ def train(
         model=LlamaForCausalLM(config),
         args=arguments,
         train_dataset=Sentences(),
-        data_collator=collate,
-        plan=folder / "plan",
         callbacks=[Killer()],
     )
+    balanced(trainer, folder / "plan")
     trainer.train(resume_from_checkpoint=resume or None)
     if rank == 0:
         torch.save(trainer.model.state_dict(), folder / f"{name}.pt")

@@ -48,14 +48,14 @@ def write_probed(folder: Path, family: str) -> None:
 
 def settings_of(folder: Path, memory_mib: float | None = None, **more: object) -> ProbeSettings:
     memory = None if memory_mib is None else int(memory_mib * MIB)
-    given = {"plan": folder / "alone", "reserve": 0.0, "device": "cpu", "memory_bytes": memory, **more}
+    given = {"plan": folder / "alone", "risk": 0.5, "device": "cpu", "memory_bytes": memory, **more}
     return ProbeSettings(model=folder / "model", **given)
 
 
 @contextmanager
 def bench_of(settings: ProbeSettings) -> Iterator[Bench]:
     found = reload_plan(settings.plan)
-    case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
+    case = with_budget(found.case, memory_bytes=settings.memory_bytes, risk=settings.risk, allocator=False)
     with process_group("cpu") as device:
         bench = open_bench(settings, found, case, device, lambda _: None)
         with frozen_heap():

@@ -12,7 +12,7 @@ import torch
 import transformers
 from PIL import Image
 from tiny_models import IMAGE_TOKEN
-from tiny_packs import CASES, alone, make_tiny_packs, trainer_arguments
+from tiny_packs import CASES, alone, make_tiny_packs
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.families.family import PackFormat
@@ -218,50 +218,6 @@ def test_tiles_that_do_not_fit_are_named(case, change, message):
     packs = make_tiny_packs(case)
     with pytest.raises(SampleError, match=message):
         PackedCollator(packs.model.config)([{**packs.samples[0], **change}])
-
-
-# -- Transformers' Trainer --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trainer_of(tmp_path):
-    from trimtab.runtime.training.packed_trainer import PackedTrainer
-
-    def make(packs, weighting, groups, **options):
-        collator = PackedCollator(packs.model.config, loss_weighting=weighting)
-        more = {"gradient_accumulation_steps": len(groups), "max_steps": 1, **options.pop("arguments", {})}
-        return PackedTrainer(
-            model=packs.model,
-            args=trainer_arguments(tmp_path, **more),
-            train_dataset=groups,
-            data_collator=lambda items: collator(items[0]),
-            **options,
-        )
-
-    return make
-
-
-def test_the_trainer_refuses_losses_it_would_not_compute(trainer_of, qwen):
-    with pytest.raises(UnsupportedPlanError, match="PackedTrainer computes its own loss"):
-        trainer_of(qwen, "token", [qwen.samples], arguments={"label_smoothing_factor": 0.1})
-    with pytest.raises(UnsupportedPlanError, match="PackedTrainer computes its own loss"):
-        trainer_of(qwen, "token", [qwen.samples], compute_loss_func=lambda *_, **__: 0)
-    moe = make_tiny_packs("qwen3_vl_moe")
-    moe.model.config.get_text_config().output_router_logits = True
-    with pytest.raises(UnsupportedPlanError, match="experts' balancing loss"):
-        trainer_of(moe, "token", [moe.samples])
-
-
-def test_the_trainer_refuses_a_model_that_mixes_samples(trainer_of, monkeypatch):
-    packs = make_tiny_packs("internvl qwen2")
-    attention = packs.model.model.language_model.layers[1].self_attn
-    forward = attention.forward
-    attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
-    trainer = trainer_of(packs, "token", [packs.samples[:3]])
-    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.1.self_attn .* one sample sees another"):
-        trainer.train()
-    trainer.verify_packing = False
-    assert trainer.train().global_step == 1
 
 
 # -- what real processors give ----------------------------------------------------------------------------------------

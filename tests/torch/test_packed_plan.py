@@ -5,18 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_packed_gradients import gradient_alone
 from tiny_packs import TinyPacks, make_tiny_packs, trainer_arguments
 
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.tables import PlanTables, hold_tables
-from trimtab.runtime.training.packed_trainer import PackedTrainer
-from trimtab.runtime.training.trainer import PlanTrainerMixin
+from trimtab.runtime.training.balanced import balanced
 from trimtab.specs import Packing, Schedule
-
-
-class PlannedTrainer(PlanTrainerMixin, PackedTrainer):
-    """The two halves together."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +33,13 @@ def test_a_planned_step_of_the_trainer_goes_along_the_gradient_of_the_samples_al
     expected = gradient_alone(packs, packs.samples, weighting)
     packs.model.zero_grad(set_to_none=True)
     before = {name: p.detach().clone() for name, p in packs.model.named_parameters()}
-    trainer = PlannedTrainer(
+    trainer = transformers.Trainer(
         model=packs.model,
         args=trainer_arguments(tmp_path, gradient_accumulation_steps=2, max_steps=1),
         train_dataset=packs.samples,
         data_collator=PackedCollator(packs.model.config, loss_weighting=weighting),
-        plan=tables,
     )
+    assert balanced(trainer, tables) is trainer
     trainer.train()
     with torch.no_grad():
         for name, parameter in packs.model.named_parameters():

@@ -219,7 +219,7 @@ def test_a_device_that_runs_out_of_its_own_memory_ends_the_probe_with_a_sentence
     ("change", "message"),
     [
         ({"num_steps": 1}, "1 steps a run were asked for, and the optimizer's state is there from the second on"),
-        ({"reserve": 1.0}, r"reserve 1.0 was asked for, and it is a share: give 0 or more, below 1"),
+        ({"risk": 1.0}, r"risk 1.0 was asked for, and it is a chance: give one above 0 and below 1"),
         ({"memory_bytes": 2**60}, r"1048576 TiB of memory per device was asked for, and A100-80GB has 79.1 GiB"),
         ({"memory_bytes": 80}, r"80 bytes of memory per device were asked for: give a unit, as in 80GiB"),
     ],
@@ -254,7 +254,7 @@ def test_two_ranks_probe_their_own_stages(folder, tmp_path):
     memory = 3.0
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
     words += ["probe", str(folder / "two"), str(folder / "model"), "--device", "cpu", "--budget", f"{memory}MiB"]
-    words += ["--reserve", "0", "--out", str(tmp_path / "probed"), "--json"]
+    words += ["--risk", "0.5", "--out", str(tmp_path / "probed"), "--json"]
     run = subprocess.run(
         words, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
     )

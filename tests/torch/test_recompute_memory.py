@@ -26,7 +26,8 @@ def forget_values(module: nn.Module) -> None:
     """Parameters and buffers as tensors of sizes alone, of the fake mode that is in force."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            part._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            part._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 

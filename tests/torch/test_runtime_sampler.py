@@ -14,8 +14,10 @@ import pytest
 import torch
 from gloo_ranks import on_ranks
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig
 
 from trimtab.errors import PlanError, SampleError
+from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.specs import SampleTable
 
@@ -117,7 +119,7 @@ class Host:
     """What the mixin asks of a Trainer, without training."""
 
     def __init__(self, arguments: Any, train_dataset: Any) -> None:
-        self.args, self.train_dataset = arguments, train_dataset
+        self.args, self.train_dataset, self.model = arguments, train_dataset, None
 
     def train(self, resume_from_checkpoint: Any = None) -> str:
         return f"trained from {resume_from_checkpoint}"
@@ -126,15 +128,19 @@ class Host:
 def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = True) -> Any:
     from types import SimpleNamespace
 
-    from trimtab.runtime.training.trainer import PlanTrainerMixin
+    from trimtab.runtime.data.tables import open_tables
+    from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 
-    class Planned(PlanTrainerMixin, Host):
+    class Planned(PlannedTrainer, Host):
         pass
 
     arguments = SimpleNamespace(
         world_size=2, process_index=0, gradient_accumulation_steps=accumulation, output_dir=str(folder)
     )
-    return Planned(arguments, data, plan=folder / "plan", reshuffle=reshuffle)
+    host: Any = Planned(arguments, data)
+    tables, pack = open_tables(folder / "plan"), PackedCollator(LlamaConfig())
+    host._feed = Feed(plan=tables, reshuffle=reshuffle, verify=False, pack=pack, max_tokens=None)
+    return host
 
 
 def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +164,9 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
         host_of(folder, plan_runs.Rows(), accumulation=2, reshuffle=False).train(resume_from_checkpoint=tmp_path)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole(folder: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = json.dumps(PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2))
     host = host_of(folder, plan_runs.Rows(), accumulation=2)
     host.args.output_dir = str(tmp_path)
@@ -167,14 +175,12 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole(folder: Path, tm
     assert host.train(resume_from_checkpoint=True) == "trained from True"  # of another Trainer: its own choice
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old"):
         (tmp_path / name / "trimtab_plan.json").write_text(state)
-    assert host.train(resume_from_checkpoint=True) == f"trained from {tmp_path / 'checkpoint-10'}"
-
-
-def test_a_data_set_smaller_than_the_plan_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        PlanError, match="the plan packs row 42, train_dataset has 42 samples: give the data set that was s"
-    ):
-        host_of(folder, range(42), accumulation=2)._get_train_sampler()
+    with caplog.at_level(logging.WARNING, logger="trimtab"):
+        assert host.train(resume_from_checkpoint=True) == f"trained from {tmp_path / 'checkpoint-10'}"
+    assert caplog.messages == [
+        f"{tmp_path / 'checkpoint-11'} was not written whole (it has no trimtab_plan.json): the run resumes from the "
+        "one before, step 10"
+    ]
 
 
 # -- bad samples ------------------------------------------------------------------------------------------------------

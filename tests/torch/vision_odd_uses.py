@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -17,7 +18,6 @@ from vision_runs import Case, make_case, make_rank_case, shard, sum_over_ranks
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import (
-    control,
     exchange,
     rows_of_shards,
     verify_vision_dp,
@@ -102,18 +102,31 @@ def run_problems_of_one_rank(rank: int) -> None:
 
 def run_a_late_rank(rank: int) -> None:
     """Whom a rank waits for is said long before it gives up, and a rank that comes late is not too late."""
-    case = make_case("qwen2_5_vl", "images")
-    patience, control.PATIENCE_S = control.PATIENCE_S, 0.5
-    store, said = dist.distributed_c10d._get_default_store(), io.StringIO()
-    with vision_dp(case.model, timeout_s=60), redirect_stderr(said):
-        if rank:
-            store.wait(["rank 0 has complained"])
-        else:
-            said.write = lambda text: (io.StringIO.write(said, text), store.set("rank 0 has complained", ""))[0]
-        features(case)
-    sentence = "trimtab: rank 0 has waited 0.5 s at get_image_features for rank 1 of 2; it gives up after 60 s\n"
-    assert rank or said.getvalue() == sentence  # on a busy machine the other waits as well, and says so
-    control.PATIENCE_S = patience
+    for how in ("gather", "dispatch"):
+        case, said = make_case("qwen2_5_vl", "images"), io.StringIO()
+        with vision_dp(case.model, exchange=how, timeout_s=60, patience_s=0.5), redirect_stderr(said):
+            _come_late(rank, said, how, "at the start of a forward for rank 1")
+            logits = case.forward()
+            _come_late(rank, said, how, "in the backward of")  # as one that skips it, which never comes
+            logits.sum().backward()
+        if rank == 0:  # on a busy machine the other waits as well, and says so
+            lines = re.sub(r"\d\d:\d\d:\d\d", "T", said.getvalue()).splitlines()
+            told = "trimtab: rank 0 has waited 0.5 s at the start of a forward for rank 1 of 2; it gives up after 60 s"
+            assert told in lines
+            backward = re.compile(
+                r"trimtab: rank 0 has waited 0\.5 s \(since T\) in the backward of get_image_features, exchange \d+ "
+                "for rank 1 of 2, which has not come there: every rank must run the backward of every forward, .*"
+            )
+            assert any(map(backward.fullmatch, lines))
+
+
+def _come_late(rank: int, said: io.StringIO, how: str, complaint: str) -> None:
+    """Rank 1 comes when rank 0 has complained."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait([how + complaint])
+    else:
+        said.write = lambda text: (io.StringIO.write(said, text), complaint in text and store.set(how + complaint, ""))
 
 
 def run_copies(rank: int) -> None:

@@ -16,7 +16,7 @@ from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
-from trimtab.plan.measured.check import verify_plan
+from trimtab.plan.measured.check import check_plan, verify_plan
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile, RecomputeDecision
 
@@ -99,3 +99,21 @@ def test_a_data_file_that_was_changed_is_named(made, tmp_path):
     own.write_text("WHAT is in the image\n")
     with pytest.raises(PlanError, match=r"data file .*data.jsonl has changed since the plan was made"):
         verify_plan(tmp_path / "plan", MODEL)
+
+
+def test_a_plan_changed_by_hand_does_not_keep_its_old_claims(folder):
+    assert check_plan(folder) == []
+    plan = load_plan(folder)
+    recompute = plan.decisions.recompute[0]
+    change_decisions(folder, recompute=(replace(recompute, granularity="full"), *plan.decisions.recompute[1:]))
+    assert any("the estimates are of other decisions than the plan's" in problem for problem in check_plan(folder))
+    (folder / "plan.yaml").write_text(plan_to_yaml(replace(plan, summary=plan.summary.replace("d ", "d 1"))))
+    assert [problem for problem in check_plan(folder) if "the summary is not that of" in problem]
+
+
+def test_a_key_that_stands_twice_is_an_error(folder):
+    """As a merge leaves it that keeps both sides."""
+    text = (folder / "plan.yaml").read_text()
+    (folder / "plan.yaml").write_text(text.replace("\n  recompute:", "\n  recompute: []\n  recompute:"))
+    with pytest.raises(PlanError, match="key 'recompute' stands twice"):
+        load_plan(folder)

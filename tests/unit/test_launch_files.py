@@ -52,6 +52,9 @@ def test_state_is_whole_without_the_distributed_optimizer():
         ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
         ("--optimizer sgd", "optimizer", "sgd_momentum"),
         ("--transformer-impl local", "fused_kernels", False),
+        ("--context-parallel-size 2", "cp", 2),
+        ("--expert-model-parallel-size 4", "ep", 4),
+        ("--expert-tensor-parallel-size 1", "etp", 1),
     ],
 )
 def test_what_megatrons_flags_mean(more, field, value):
@@ -61,7 +64,7 @@ def test_what_megatrons_flags_mean(more, field, value):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (FLAGS + " --context-parallel-size 2", "context-parallel-size 2 is not priced yet"),
+        (FLAGS + " --fp8-format hybrid", "fp8-format hybrid is not priced yet"),
         (FLAGS + " --recompute-granularity full --recompute-method block", "give --recompute the number of blocks"),
         (FLAGS + " --recompute-granularity most", "'most' is unknown"),
         (FLAGS + " --decoder-first-pipeline-num-layers 3", "leave 25 of 28 language blocks to 3 stages"),
@@ -107,9 +110,8 @@ def test_torchtitans_file(tmp_path):
     )
     file.write_text("[training]\nlocal_batch_size = 2\nglobal_batch_size = 64\n")
     assert from_torchtitan(file) == GivenRun(pp=1, zero_stage=3, batch=2, global_batch=64, recompute="none")
-    file.write_text("[parallelism]\ncontext_parallel_degree = 2\n")
-    with pytest.raises(TrimtabError, match="context_parallel_degree 2 is not priced yet"):
-        from_torchtitan(file)
+    file.write_text("[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_degree = 8\n")
+    assert from_torchtitan(file) == GivenRun(pp=1, cp=2, ep=8, zero_stage=3, recompute="none")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"zero_optimization": 3}', "\ud800", "[" * 5000, '{"bf16": []}'])

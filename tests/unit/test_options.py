@@ -105,7 +105,7 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
         "recompute": "full",
     }
     packing = {"order": "sorted", "oversize": "alone", "method": "isf", "seed": 5, "max_patches": 7, "max_tokens": 9}
-    cluster = {"memory_bytes": 2**34, "reserve_bytes": 2**30}
+    cluster = {"memory_bytes": 2**34, "risk": 0.2}
     inputs = replace(
         plan.inputs,
         training=replace(plan.inputs.training, **training),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from partition_cases import constant
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
+from trimtab.costs.memory_band import SLACK, SLACK_ERROR
 from trimtab.costs.profile import profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
@@ -70,7 +72,7 @@ def truth_of(profile: Profile, *, blocks: float, state: float, more: float) -> P
 
 def probes_of(case: Case, found: ReloadedPlan, truth: Profile) -> tuple[list[KeptProbe], list[DeviceProbe]]:
     """What a probe would have measured on that device."""
-    problem = replace(case.problem, profile=truth, overhead_bytes=0.0)
+    problem = replace(case.problem, profile=truth, overhead_bytes=0.0, overhead_share=0.0)
     kept, devices = [], []
     groups = {layer.group: i for i, layer in enumerate(truth.layers) if len(layer.tiers) > 1}
     for pack in heaviest_packs(case, found.stages):
@@ -110,7 +112,7 @@ def test_a_device_that_keeps_otherwise_is_predicted_to_the_byte(
     full, none = full_recompute(truth, found.stages), tuple(replace(x, recompute=()) for x in found.stages)
     for device in range(8):
         heaviest = max((x for x in devices if x.device == device), key=lambda x: x.peak_bytes)
-        problem = replace(case.problem, work_max=case.work[heaviest.pack], overhead_bytes=0.0)
+        problem = replace(case.problem, work_max=case.work[heaviest.pack], overhead_bytes=0.0, overhead_share=0.0)
         for stages in (full, none):
             ours = replace(problem, profile=probed.profile).assess(stages).memory[device]
             theirs = replace(problem, profile=truth).assess(stages).memory[device]
@@ -170,14 +172,15 @@ def test_heaviest_packs_are_those_that_any_device_keeps_most_of(found: ReloadedP
     assert several.any()
 
 
-def test_another_budget_keeps_the_same_share_free_unless_told(found: ReloadedPlan) -> None:
-    case = with_budget(found.case, memory_bytes=80 * GIB, reserve=None)
-    assert case.budget.reserve_bytes == pytest.approx(0.06 * 80 * GIB, abs=2)
-    case = with_budget(found.case, memory_bytes=None, reserve=0.05)
-    assert case.budget.total_bytes == found.case.budget.total_bytes
-    assert case.problem.overhead_bytes == case.budget.reserve_bytes == int(0.05 * case.budget.total_bytes)
-    with pytest.raises(PlanError, match=r"reserve 1\.5 was asked for, and it is a share: give 0 or more, below 1"):
-        with_budget(found.case, memory_bytes=None, reserve=1.5)
+def test_a_probe_fills_more_where_more_is_risked_and_where_no_allocator_has_slack(found: ReloadedPlan) -> None:
+    case = with_budget(found.case, memory_bytes=80 * GIB, risk=None, allocator=True)
+    assert (found.case.options.risk, case.budget.total_bytes) == (0.05, 80 * GIB)
+    assert case.problem.memory_bytes == pytest.approx(80 * GIB / (1 + math.hypot(0.01, SLACK_ERROR)) / (1 + SLACK))
+    assert case.problem.overhead_bytes == case.problem.overhead_share == 0
+    plain = with_budget(found.case, memory_bytes=None, risk=0.5, allocator=False)
+    assert plain.problem.memory_bytes == plain.budget.total_bytes == found.case.budget.total_bytes
+    with pytest.raises(PlanError, match=r"risk 1\.5 was asked for, and it is a chance: give one above 0 and below 1"):
+        with_budget(found.case, memory_bytes=None, risk=1.5, allocator=True)
 
 
 def test_counted_tables_and_outputs_outlive_a_probe(found: ReloadedPlan) -> None:

@@ -71,7 +71,8 @@ def test_assumptions_are_said_in_sentences():
         ({"attention": "magic"}, "attention 'magic' has no cost formula: choose one of flash, sdpa, eager"),
         ({"zero_stage": 4}, "zero_stage 4 does not exist: choose 0, 1, 2 or 3"),
         ({"frozen_towers": frozenset({"sound"})}, "tower 'sound' cannot be frozen: models have vision"),
-        ({"dims": ParallelDims(cp=2)}, "cp 2 was asked for, and context parallelism has no formula yet: use cp 1"),
+        ({"dims": ParallelDims(dp=2, ep=2)}, "ep 2, etp None was asked for, and .* has no experts: leave both out"),
+        ({"expert_imbalance": 0.5}, "expert_imbalance 0.5 was given, .*: give 1 or more"),
         ({"dp_bytes_per_s": 0.0}, "dp_bytes_per_s 0.0 is no bandwidth: give bytes per second above 0"),
         (
             {"dims": ParallelDims(tp=3)},

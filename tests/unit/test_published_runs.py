@@ -10,13 +10,13 @@ import pytest
 
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.memory_band import SLACK, SLACK_ERROR, memory_band
 from trimtab.units import MIB
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
 
 import published_curves as curves  # noqa: E402
-import published_dense as dense  # noqa: E402
 import published_h20 as h20  # noqa: E402
 import published_omnibal as paper  # noqa: E402
 
@@ -45,6 +45,20 @@ def test_memory_of_middle_stages_needs_no_fit():
         # the planner counts a whole block in its place: never too little
         assert 0 <= p.planned_bytes / p.logged_activation_bytes - 1 <= 0.05
         assert abs((p.state_bytes + p.planned_bytes) / p.logged_peak_bytes - 1) <= 0.015
+
+
+def test_every_stage_s_peak_is_met_and_no_upper_edge_is_passed() -> None:
+    """Images on first stages are in no log: two numbers fitted to eleven peaks, and to ten for the eleventh."""
+    runs = h20.h20_runs()
+    peaks, band = h20.stage_peaks(runs, h20.fit_images(runs)), memory_band(None)
+    assert [p.place for p in peaks].count("middle") == 12
+    assert len(peaks) == 34
+    assert all(-0.01 <= p.error <= 0.005 for p in peaks)
+    assert all(-0.012 <= p.error <= 0.01 for p in h20.blind_first_peaks(runs))
+    expected = [p.counted_bytes * (1 + SLACK) for p in peaks]
+    off = [p.reserved_bytes / e - 1 for p, e in zip(peaks, expected, strict=True)]
+    assert max(off) < band.half_width
+    assert sum(abs(x) * (1 + SLACK) <= SLACK_ERROR for x in off) == 32, "nine in ten, as the table of evidence says"
 
 
 def test_step_times_are_predicted_where_every_stage_kind_was_the_slowest():
@@ -79,33 +93,18 @@ def test_constants_of_the_curve_are_those_that_published_kernels_give():
         assert e.matmul < found.share  # a training step draws more power than one product
 
 
-def test_dense_runs_are_predicted_from_two_sizes_of_eight():
-    found = dense.fits()
-    for name, fit in found.items():
-        assert efficiency_of(DEVICES[name]).matmul == pytest.approx(fit.matmul, abs=0.005)
-        assert fit.median(fitted=False) <= 0.03
-    blind = [
-        (run, abs(error))
-        for fit in found.values()
-        for run, error in zip(fit.runs, fit.errors, strict=True)
-        if not run.is_fitted
-    ]
-    assert len(blind) >= 60
-    assert np.quantile([error for _, error in blind], 0.9) <= 0.07
-    assert max(error for run, error in blind if run.gpus > 8) <= 0.07
-    assert max(error for _, error in blind) <= 0.30
-
-
 def test_hardware_and_scale_of_tables_15_and_16_are_predicted_with_their_misses(omnibal):
-    found = {x.what: x.error for x in paper.elsewhere(omnibal)}
+    plain = paper.unfitted(paper.omnibal(fused_kernels=False))
+    found = {x.what: x.error for x in paper.elsewhere(plain, fused_kernels=False)}
     assert len(found) == 7
     for what, error in found.items():
-        assert abs(error) <= (0.40 if "H100" in what else 0.15), what
+        assert abs(error) <= (0.25 if what.startswith("6+20B, H100") else 0.15), what
+    fitted = {x.what: x.error for x in paper.elsewhere(omnibal)}
     within_a_node = {
         x.what: x.error for x in paper.elsewhere(paper.omnibal(exchange_in_node=True), exchange_in_node=True)
     }
     # half the network costs the paper 16 %: sends between stages cannot, exchanging gradients can
-    assert within_a_node["6+20B, A100, 2x200G"] < -0.25 < found["6+20B, A100, 2x200G"]
+    assert within_a_node["6+20B, A100, 2x200G"] < -0.25 < fitted["6+20B, A100, 2x200G"]
 
 
 def test_gpu_days_of_table_9_follow_from_table_4(omnibal):

@@ -13,9 +13,9 @@ from sample_sets import PixelRule, write_jsonl  # noqa: E402
 
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.samples.arrays import pack_arrays  # noqa: E402
+from trimtab.samples.json_lists import read_json_list  # noqa: E402
 from trimtab.samples.problems import BadSample  # noqa: E402
 from trimtab.samples.read import read_lengths  # noqa: E402
-from trimtab.samples.records import read_json_list  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.table import (  # noqa: E402
     SizingResult,
@@ -223,7 +223,7 @@ def test_json_is_strict(tmp_path):
     for text in ('[{"length": NaN}]', '[{"length": 5, "id": "\\ud800"}]', "[" * 100_000, '[{"length": 1e}]', "[\xff]"):
         (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(SampleError, match="JSON"):
-            read_json_list(tmp_path / "a.json")
+            list(read_json_list(tmp_path / "a.json"))
 
 
 # -- saved tables -----------------------------------------------------------------------------------------------------

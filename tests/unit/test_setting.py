@@ -24,8 +24,7 @@ SAMPLES = tile_samples(300)
 
 
 def choose(options: PlanOptions, cluster: ClusterSpec):
-    work = SAMPLES.work(token_window=MODEL.token_window)
-    return choose_setting(MODEL, SAMPLES, work, cluster, options, MemoryBudget.of(cluster, options))
+    return choose_setting(MODEL, SAMPLES, cluster, options, MemoryBudget.of(cluster, options))
 
 
 def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:

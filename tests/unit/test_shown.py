@@ -84,4 +84,4 @@ def test_a_wrong_type_is_one_sentence(call: Callable[[Any], object], message: st
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert trimtab.PlanOptions(pp=np.int64(2), reserve=np.float64(0.1)).pp == 2
+    assert trimtab.PlanOptions(pp=np.int64(2), risk=np.float64(0.1)).pp == 2

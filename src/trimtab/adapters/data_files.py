@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file, open_atomically, write_atomically
+from trimtab.files import fingerprint_file, open_atomically, write_atomically, written_together
 from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
 from trimtab.plan.file.data import find_data_files, refuse_no_records
 from trimtab.plan.file.yaml import array_bytes, open_plan
@@ -246,6 +246,7 @@ def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -
         "num_packs": planned.packing.num_packs,
     }
     contents["manifest.json"] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
-    for name, content in contents.items():
-        write_atomically(out / name, content)
+    with written_together():
+        for name, content in contents.items():
+            write_atomically(out / name, content)
     return _exported(planned, tuple(out / name for name in contents), ragged=False)

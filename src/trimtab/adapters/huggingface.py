@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trimtab.adapters.blocks import TIERS
+from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
 from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs, refuse
 from trimtab.models.families.known import family_of
 from trimtab.options import RecomputedTier
@@ -91,14 +92,14 @@ _HOSTS: Mapping[str, _Host] = {
     "transformers": _Host(
         title="Transformers",
         checked_with="Transformers 5.23, its own models and `TrainingArguments`",
-        packs="`PlanTrainerMixin` with `PackedCollator`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines=_trainer_lines("TrainingArguments"),
         has_switch=True,
     ),
     "trl": _Host(
         title="TRL",
         checked_with="TRL 1.16, its SFTTrainer trained on a CPU",
-        packs="`PlanDataset.as_hf` with `collate_packs`",
+        packs="`trimtab.balanced(trainer, plan)`",
         lines={
             stage: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
             for stage, line in _trainer_lines("SFTConfig").items()
@@ -137,31 +138,39 @@ _HOSTS: Mapping[str, _Host] = {
 }
 
 
-def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
-    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
-    how the host accumulates and shards."""
-    stages, dims = plan.stages, plan.dims
-    problems = []
-    if len(stages) > 1:
+def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[int, list[str]]:
+    """The ZeRO stage that a host of whole models is told, of those that it has, and warnings; or refuses the plan."""
+    dims, problems, warnings = plan.dims, [], []
+    if len(plan.stages) > 1:
         problems.append(
-            f"{len(stages)} stages were planned, and {host.title} runs the whole model on every rank: plan with pp 1, "
+            f"{len(plan.stages)} stages were planned, and {title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
-    if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for {host.title}: plan with cp 1")
+    problems += [
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
+        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
+        if degree > 1
+    ]
     refuse(problems)
-    warnings = []
     if dims.tp > 1:
         warnings.append(
             f"tp {dims.tp} was planned, and the recompute of single layers does not set it: load the model with "
             f"tp_plan='auto' on {dims.tp} ranks"
         )
-    told = plan.zero_stage if plan.zero_stage in host.lines else max(host.lines)
+    told = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
     if told != plan.zero_stage and dims.dp > 1:
         warnings.append(
-            f"ZeRO stage {plan.zero_stage} was planned, and {host.title} is told stage {told}: plan with --zero-stage "
+            f"ZeRO stage {plan.zero_stage} was planned, and {title} is told stage {told}: plan with --zero-stage "
             f"{told}, or its memory and times do not hold"
         )
+    return told, warnings
+
+
+def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
+    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
+    how the host accumulates and shards."""
+    stages = plan.stages
+    told, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
         beside = (
@@ -175,10 +184,14 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     recompute = "# the plan recomputes nothing: leave activation_checkpointing off"
     if modules:
         recompute = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
-    text = f"{recompute}\n{host.lines[told].format(M=plan.num_microbatches)}"
-    return Exported(
-        text=text, fields={"recompute": modules, "python": text}, runs=stages, warnings=tuple(warnings), beside=beside
-    )
+    adapters, said = "", {}
+    if plan.lora is not None:
+        adapters = peft_lines(plan.model, plan.lora, sharded=told == 3) + "\n"
+        quantised = quantisation_config(plan.model, plan.lora, sharded=told == 3)
+        said = {"peft": peft_config(plan.model, plan.lora), "quantisation": quantised}
+    text = f"{recompute}\n{adapters}{host.lines[told].format(M=plan.num_microbatches)}"
+    fields = {"recompute": modules, "python": text, **said}
+    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
 
 
 def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
@@ -199,15 +212,21 @@ def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
     return replace(exported, fields={**exported.fields, "training_arguments": arguments}, beside=beside)
 
 
+def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
+    """What a host can run that has the whole model on every rank, recompute as planned."""
+    choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(zero_stages)}
+    return Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices)
+
+
 def _target(host: _Host) -> Target:
-    choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(host.lines)}
     return Target(
         title=host.title,
         checked_with=host.checked_with,
         packs=host.packs,
-        can=lambda model, _pp: Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices),
+        can=lambda model, _pp: whole(model, tuple(host.lines)),
         export=partial(export, host=host),
         own_setting=_own_setting if host.has_switch else None,
+        lora=(16, 4),
     )
 
 

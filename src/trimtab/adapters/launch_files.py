@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.files import read_small
 from trimtab.plan.given import GivenRun
 from trimtab.specs import ModelSpec
 from trimtab.typed_json import parse_json
@@ -58,6 +59,9 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     given["recompute"] = _megatron_recompute(said, pp, problems)
     given["zero_stage"] = 1 if "use-distributed-optimizer" in said else 0
     given["dtype"] = "bf16" if "bf16" in said else "fp16" if "fp16" in said else "fp32"
+    if said.get("fp8-format", "") not in ("", "0"):
+        given["dtype"] = "mxfp8" if said.get("fp8-recipe") == "mxfp8" else "fp8"
+    given["tp_overlap"] = "tp-comm-overlap" in said
     given["fused_kernels"] = said.get("transformer-impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
@@ -95,12 +99,12 @@ def from_torchtitan(path: Path) -> GivenRun:
     read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
     problems: list[str] = []
     parallel, training = read.get("parallelism", {}), read.get("training", {})
-    for name in ("context_parallel_degree", "expert_parallel_degree"):
-        if parallel.get(name, 1) not in (1, None):
-            problems.append(f"parallelism.{name} {parallel[name]} is not priced yet: leave it out")
     pp = parallel.get("pipeline_parallel_degree", 1)
     given: dict[str, Any] = {
         "tp": parallel.get("tensor_parallel_degree"),
+        "cp": parallel.get("context_parallel_degree"),
+        "ep": parallel.get("expert_parallel_degree"),
+        "etp": parallel.get("expert_tensor_parallel_degree"),
         "pp": pp,
         "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
         "global_batch": training.get("global_batch_size"),
@@ -124,21 +128,21 @@ def from_torchtitan(path: Path) -> GivenRun:
 _MEGATRON_NUMBERS = {
     "tensor-model-parallel-size": "tp",
     "pipeline-model-parallel-size": "pp",
+    "context-parallel-size": "cp",
+    "expert-model-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
     "micro-batch-size": "batch",
     "global-batch-size": "global_batch",
     "num-virtual-stages-per-pipeline-rank": "num_chunks",
     "num-layers-per-virtual-pipeline-stage": "virtual_layers",
 }
-_MEGATRON_UNPRICED = (
-    *("context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
-    *("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout", "fp8-format"),
-)
+_MEGATRON_UNPRICED = ("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout")
 
 
 def _flags(text: str) -> dict[str, str]:
     """Name -> value of every flag, "" where it has none; `text` may name a file that holds them."""
     try:
-        typed = text if text.lstrip().startswith("--") else Path(text).read_text(encoding="utf-8")
+        typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8")
         words = shlex.split(typed.replace("\\\n", " "), comments=True)
     except ValueError as error:  # quotes that do not close
         raise PlanError(f"Megatron's flags cannot be read ({error}): give them as on the command line") from None
@@ -210,7 +214,7 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
 
 def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, Any]:
     try:
-        read = parse(path.read_bytes())
+        read = parse(read_small(path))
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"

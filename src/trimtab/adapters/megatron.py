@@ -33,6 +33,7 @@ from trimtab.adapters.running import (
     refuse,
     schedule_problems,
 )
+from trimtab.costs.profile import has_experts
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage
 
@@ -117,6 +118,11 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     }
     if dims.cp > 1:
         settings["context_parallel_size"] = dims.cp
+    if has_experts(model):  # said even where they divide nothing: launchers' own defaults do
+        settings["expert_model_parallel_size"] = dims.ep
+        settings["expert_tensor_parallel_size"] = dims.expert_tp
+        if dims.tp > 1:  # Megatron-Core's layers of experts refuse to train without
+            settings["sequence_parallel"] = True
     if dims.pp > 1:
         settings["pipeline_model_parallel_layout"] = layout
     settings |= recompute | {"micro_batch_size": 1, "global_batch_size": plan.packs_per_step}
@@ -156,6 +162,7 @@ def can_run(model: ModelSpec, _pp: int) -> Expressible:
         ladders=partial(megatron_ladders, model),
         choices={"schedule": SCHEDULES, "zero_stage": (1, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
+        degrees=("cp", "ep", "etp"),
     )
 
 

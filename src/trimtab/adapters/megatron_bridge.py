@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.adapters.blocks import blocks_of, recomputed_blocks
+from trimtab.adapters.lora import megatron_layers
 from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.running import Decided, Exported, Target
 from trimtab.errors import UnsupportedPlanError
+from trimtab.lora import Lora
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage, recomputing
 
@@ -63,12 +65,28 @@ def export(plan: Decided, price: float | None) -> Exported:
     lines = {name: repr(value) for name, value in values.items()}
     if plan.dims.pp > 1:  # recipes for one stage leave it None
         lines["cfg.model.pipeline_dtype"] = "cfg.model.params_dtype"
+    if plan.lora is not None:
+        lines["cfg.peft"] = _lora(plan.model, plan.lora)
     runs = _with_towers_share(plan.model, flags.runs)
     return Exported(
         text="\n".join(f"{name} = {value}" for name, value in lines.items()),
         fields=fields,
         runs=runs,
         warnings=(*flags.warnings, *_about_tower(plan, runs[0])),
+    )
+
+
+def _lora(model: ModelSpec, lora: Lora) -> str:
+    """Its own class of adapters, on the language model alone; they are made in the model's format."""
+    if lora.weights != "same" or lora.towers != ("language",):
+        raise UnsupportedPlanError(
+            f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
+            "language model: plan with weights=same,towers=language"
+        )
+    names = [f"*language_model*.{name}" for name in megatron_layers(model, lora, "Megatron-Bridge")]
+    return (
+        f"LoRA(dim={lora.r}, alpha={round(lora.alpha)}, dropout={lora.dropout}, target_modules={names!r})"
+        "  # from megatron.bridge.peft.lora"
     )
 
 
@@ -124,5 +142,6 @@ TARGETS = {
         packs=ENERGON,
         can=_can_run,
         export=export,
+        lora=(16,),
     )
 }

@@ -152,6 +152,7 @@ def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: 
         "account_for_loss_in_pipeline_split": False,
         "context_parallel_size": 1,
         "sequence_parallel": False,
+        **({"num_moe_experts": None, "expert_model_parallel_size": 1} if dims.ep > 1 else {}),
         "recompute_granularity": "full" if chosen else None,
         "recompute_method": "block" if chosen else None,
         "recompute_num_layers": len(chosen) or None,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from trimtab.adapters.lora import has_experts, megatron_layers
 from trimtab.adapters.megatron import can_run, megatron_flags
 from trimtab.adapters.running import Decided, Exported, Target
+from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
 
@@ -27,10 +29,12 @@ def export(plan: Decided, price: float | None) -> Exported:
     plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
-    given = dict(flags.settings)
+    given: dict[str, object] = dict(flags.settings)
     given.setdefault("use_distributed_optimizer", False)
     given.setdefault("recompute_granularity", "none")
     given |= {f"freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}
+    if plan.lora is not None:
+        given |= _lora_fields(plan.model, plan.lora)
     given |= {"packing": True, "packing_strategy": "sequential", "packing_num_proc": 1}
     given |= {"dataset_shuffle": False, "train_dataloader_shuffle": False}
     if plan.max_tokens is not None:
@@ -57,6 +61,20 @@ def export(plan: Decided, price: float | None) -> Exported:
     )
 
 
+def _lora_fields(model: ModelSpec, lora: Lora) -> dict[str, object]:
+    """Freezing says which towers get adapters; all-linear takes experts too, so beside these layers are named."""
+    layers = megatron_layers(model, lora, "ms-swift")
+    return {
+        "tuner_type": "lora",
+        "lora_rank": lora.r,
+        "lora_alpha": round(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "target_modules": layers if has_experts(model) else (ALL_LINEAR,),
+        **({"lora_dtype": "float32"} if lora.weights == "fp32" else {}),
+        **{f"freeze_{name}": tower not in lora.towers for name, tower in _FREEZES.items()},
+    }
+
+
 def _whole_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """These stages with full recompute of all vision blocks."""
     tower = dict.fromkeys(model.indices("vision", "block"), _FULL)
@@ -70,5 +88,6 @@ TARGETS = {
         packs="`trimtab export swift-packs`: records in order, and a plug-in for --external_plugins",
         can=can_run,
         export=export,
+        lora=(16,),
     )
 }

@@ -82,14 +82,14 @@ def export(plan: Decided, price: float | None) -> Exported:
         "PR": "bf16",
         "FL": "true",
         "OPTIMIZER_OFFLOAD": "false",
-        "SP": "false",
+        "SP": "true" if "sequence_parallel" in flags.settings else "false",
         "BATCH_SIZE": "1",
         "GLOBAL_BATCH_SIZE": str(plan.samples_per_step),
         "TP": str(dims.tp),
         "PP": str(dims.pp),
         "CP": str(dims.cp),
-        "ETP": str(dims.tp),
-        "EP": "1",
+        "ETP": str(dims.expert_tp),
+        "EP": str(dims.ep),
         "DO": "true" if plan.zero_stage == 1 else "false",
         "AC": "full" if recompute else "none",
     }
@@ -165,6 +165,7 @@ def _can_run(model: ModelSpec, pp: int) -> Expressible:
         ladders=lambda stages: [pai_ladder(model, stages)],
         choices={"schedule": ("1F1B",), "zero_stage": (1, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
+        degrees=("cp", "ep", "etp") if "EP" in SCRIPTS[model.family][1] else ("cp",),
     )
 
 

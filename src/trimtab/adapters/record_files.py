@@ -8,7 +8,6 @@ samples, and no record is held.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from trimtab.errors import SampleError
+from trimtab.files import open_passing
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.record_lines import Lines, places_of, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, read_records, rows_of
@@ -81,7 +81,7 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
     """The samples' records as JSON; found and refused as by `find_records`. `folder` takes the passing JSON Lines."""
     with ExitStack() as stack:
         sources: list[Path] = []
-        for number, path in enumerate(files):
+        for path in files:
             kind, source = detect_format(path), path
             if kind == "tar":
                 raise SampleError(
@@ -89,11 +89,10 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
                     "pack while reading with the Energon adapter"
                 )
             if kind != "jsonl":
-                source = folder / f".records-{number}.{secrets.token_hex(8)}.tmp.jsonl"
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.callback(source.unlink, missing_ok=True)
-                with source.open("wb") as spill:
-                    _spill(path, spill)
+                spill = stack.enter_context(open_passing(folder, ".jsonl"))
+                _spill(path, spill)
+                spill.flush()
+                source = Path(spill.name)
             sources.append(source)
         find_records(sources, samples)
         opened = tuple(

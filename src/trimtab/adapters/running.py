@@ -10,6 +10,7 @@ import numpy as np
 
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import RecomputedTier, ScheduleName, Tower
 from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.case import Case
@@ -42,6 +43,7 @@ class Decided:
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
+    lora: Lora | None = None  # adapters alone are trained
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
@@ -89,6 +91,24 @@ class Target:
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
     own_setting: Callable[[ReloadedPlan, Exported], Exported] | None = None
     """Adds the nearest setting that needs no code of ours; None: the export is such a setting itself."""
+    lora: tuple[
+        int, ...
+    ] = ()  # bits of the frozen weights beside which its export tells LoRA adapters; none: it cannot
+
+    def refuse_lora(self, lora: Lora | None) -> None:
+        """`UnsupportedPlanError` in one sentence, where adapters were asked for that it cannot be told."""
+        if lora is None or lora.bits in self.lora:
+            return
+        if self.lora:
+            known = " or ".join(map(str, self.lora))
+            raise UnsupportedPlanError(
+                f"LoRA over weights of {lora.bits} bits was asked for, and {self.title} is told it over {known}: leave "
+                "bits out, or plan for another framework"
+            )
+        raise UnsupportedPlanError(
+            f"LoRA ({lora}) was asked for, and the export to {self.title} has no words for it: plan without --lora, or "
+            "for another framework, such as transformers or ms-swift"
+        )
 
 
 def decided(found: ReloadedPlan) -> Decided:
@@ -104,6 +124,7 @@ def decided(found: ReloadedPlan) -> Decided:
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
+        lora=case.options.lora,
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
     )
@@ -187,6 +208,7 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
     """
     case, planned = found.case, found.stages
+    target.refuse_lora(case.options.lora)
     said = []
     try:
         exported = target.export(decided(found), None)

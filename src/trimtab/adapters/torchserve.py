@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.files import write_atomically
+from trimtab.files import open_atomically, read_small, write_atomically, written_together
 from trimtab.models.describe import describe
 from trimtab.options import DType, MapRule
+from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
 
 _HANDLER = "torchserve_handler.py"
@@ -79,13 +80,13 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
         "setup_config.json": _json(setup),
         "model-config.yaml": _model_config(options),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        write_atomically(out / name, text)
     archive, config = out / f"{options.name}.mar", out / "config.properties"
-    write_atomically(config, _properties(out.resolve(), options))
     weights = _model_files(model_dir) if options.pack_weights else []
-    _write_archive(archive, {**files, "MAR-INF/MANIFEST.json": _json(_manifest(options))}, weights)
+    with written_together():
+        for name, text in files.items():
+            write_atomically(out / name, text)
+        write_atomically(config, _properties(out.resolve(), options))
+        _write_archive(archive, {**files, "MAR-INF/MANIFEST.json": _json(_manifest(options))}, weights)
     return TorchServeExport(
         archive=archive,
         config=config,
@@ -112,7 +113,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     `ConfigError` for a key that the handler would not honour.
     """
     try:
-        given = json.loads(path.read_bytes())
+        given = parse_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}): give the recipe's setup_config.json") from None
     if not isinstance(given, dict):
@@ -232,19 +233,14 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _write_archive(path: Path, texts: Mapping[str, str], weights: list[Path]) -> None:
     """Texts first; weights stored as they are, because they do not compress."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w") as archive:
-            for name, text in sorted(texts.items()):
-                archive.writestr(_member(name), text)
-            for file in weights:
-                info = _member(f"model/{file.name}")
-                info.file_size = file.stat().st_size  # more than 2 GiB need a larger header from the start
-                with archive.open(info, "w") as member, file.open("rb") as source:
-                    shutil.copyfileobj(source, member, 16 * MIB)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open_atomically(path) as whole, zipfile.ZipFile(whole, "w") as archive:
+        for name, text in sorted(texts.items()):
+            archive.writestr(_member(name), text)
+        for file in weights:
+            info = _member(f"model/{file.name}")
+            info.file_size = file.stat().st_size  # more than 2 GiB need a larger header from the start
+            with archive.open(info, "w") as member, file.open("rb") as source:
+                shutil.copyfileobj(source, member, 16 * MIB)
 
 
 def _member(name: str) -> zipfile.ZipInfo:

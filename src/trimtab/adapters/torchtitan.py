@@ -23,6 +23,7 @@ from trimtab.adapters.running import (
     refuse,
     schedule_problems,
 )
+from trimtab.costs.profile import has_experts
 from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing, tiers_of
@@ -72,6 +73,11 @@ def export(plan: Decided, price: float | None) -> Exported:
         ),
         *schedule_problems(plan, "torchtitan", _SCHEDULES),
     ]
+    if dims.ep > 1 and dims.expert_tp > 1:
+        problems.append(
+            f"ep {dims.ep} and etp {dims.expert_tp} were planned, and torchtitan's experts are whole on their devices: "
+            "plan with --etp 1"
+        )
     if model.tied and dims.pp > 1:
         owner, borrower = model.tied[0]
         problems.append(
@@ -89,6 +95,8 @@ def export(plan: Decided, price: float | None) -> Exported:
         "tensor_parallel_degree": dims.tp,
         "context_parallel_degree": dims.cp,
     }
+    if has_experts(model):
+        parallelism["expert_parallel_degree"] = dims.ep
     if dims.pp > 1:
         parallelism["module_fqns_per_model_part"] = parts
     # replicas hold everything (ZeRO 0), or parameters, gradients and optimizer state are sharded together (ZeRO 3)
@@ -214,6 +222,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
         ladders=lambda stages: [titan_ladder(model, stages)],
         choices={"schedule": _SCHEDULES, "zero_stage": (3, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
+        degrees=("cp", "ep"),
     )
 
 

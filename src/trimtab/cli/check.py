@@ -114,7 +114,9 @@ def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str]
 
 def _memory_json(counted: MemoryCheck) -> dict[str, Any]:
     return {
-        "cap_bytes": counted.cap_bytes,
+        "memory_bytes": counted.budget.total_bytes,
+        "cap_bytes": counted.budget.fill_bytes,
+        "memory_error": counted.budget.band.half_width,
         "ranks": [
             {
                 "rank": rank.rank,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Annotated
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -87,8 +91,19 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
     warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
+    if sys.stdout is None:  # type: ignore[redundant-expr]  # `>&-`
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open to the end)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # which typer has turned into exit code 1
+            _stop_quietly()
+        raise
+    except BrokenPipeError:
+        _stop_quietly()
     except TrimtabError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
@@ -96,16 +111,40 @@ def main() -> None:
         if extra is None:
             raise
         _fail(f"this needs {error.name}, which is not installed: pip install 'trimtab[{extra}]'")
-    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        reason = (error.strerror or "no reason given").lower()
-        _fail(f"cannot use {error.filename}: {reason}; name another file or folder")
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away: nothing is wrong, nobody is left to tell
-        sys.exit(0)
+    except OSError as error:
+        reason = (error.strerror or str(error) or "no reason given").lower()
+        _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}")
+    except MemoryError:
+        _fail("this takes more memory than there is here: give less data at once, or use a larger machine")
 
 
-def _fail(message: str) -> None:
-    if "--json" in sys.argv:
-        print(json.dumps({"error": message}))
+_OTHER = "name another file or folder"
+_CURES = {
+    errno.ENOSPC: "make room there, or name another place",
+    errno.EDQUOT: "make room there, or name another place",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or name another place",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+def _stop_quietly() -> NoReturn:
+    """The reader of our output went away: nothing is wrong, nobody is left to tell."""
+    _drop_output()
+    sys.exit(0)
+
+
+def _drop_output() -> None:
+    """What is left to print goes nowhere; else Python complains once more at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str) -> NoReturn:
+    try:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": message}))
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
     print(f"trimtab: {message}", file=sys.stderr)
     sys.exit(2)

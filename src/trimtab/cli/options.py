@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from trimtab.errors import TrimtabError
 from trimtab.options import Option, option_fields
 
 
@@ -101,6 +105,14 @@ _TOLD = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": 
 class Verb(TyperCommand):
     """A command whose help lists its options in groups: those of no group first, in the order they are declared."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Refuses a device, pipe or socket where a file is to be read: it may never end, or never begin."""
+        for name, given in ctx.params.items():
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if name != "out" and isinstance(value, str | Path) and _is_special(value):
+                    raise TrimtabError(f"{value} is a device, a pipe or a socket: write its content into a file first")
+        return super().invoke(ctx)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
@@ -120,6 +132,13 @@ class Verb(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _is_special(path: str | Path) -> bool:
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR)  # noqa: PTH116 (any text)
+    except (OSError, ValueError):  # none of our files
+        return False
 
 
 class Verbs(TyperGroup):

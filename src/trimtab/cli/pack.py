@@ -81,7 +81,7 @@ def pack(
     import time
 
     from trimtab.balance.packing import pack_samples, report_packing, warm_up
-    from trimtab.files import write_atomically
+    from trimtab.files import write_atomically, written_together
     from trimtab.plan.decide.mixture import describe_draw, draw_epoch
     from trimtab.plan.decide.packs import pack_contents
     from trimtab.samples.read import read_lengths
@@ -99,8 +99,9 @@ def pack(
     seconds = time.perf_counter() - started
     balance = report_packing(samples, packed)
     if out is not None:
-        for name, content in pack_contents(packed.packing, packed.schedule).items():
-            write_atomically(out / name, content)
+        with written_together():
+            for name, content in pack_contents(packed.packing, packed.schedule).items():
+                write_atomically(out / name, content)
         log(f"packs: {out}")
     if as_json:
         print_json(

@@ -124,12 +124,15 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
             "Interleaved1F1B): give --schedule one that it has"
         )
     if target == OWN_LOOP:
-        from trimtab.runtime.training.target import can_train
+        from trimtab.runtime.training.target import can_train, refuse_quantised
 
+        refuse_quantised(options.lora)
         return _Narrowed(tried=within_choices(options, can_train(model), target))
     from trimtab.adapters.frameworks import find_target
 
-    can = find_target(target).can
+    framework = find_target(target)
+    framework.refuse_lora(options.lora)
+    can = framework.can
     return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
 
 

@@ -88,10 +88,14 @@ def predict(
 
 def _figures(found: "Prediction") -> dict[str, object]:
     ran = found.variant
+    peak = max(memory.total_bytes for memory in ran.memory)
     return {
         "dp": found.dims.dp,
         "pp": found.dims.pp,
         "tp": found.dims.tp,
+        "cp": found.dims.cp,
+        "ep": found.dims.ep,
+        "etp": found.dims.expert_tp,
         "num_microbatches": found.num_microbatches,
         "num_steps": len(ran.step_s),
         "mean_step_s": found.mean_step_s,
@@ -100,12 +104,13 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "epoch_s": ran.epoch_s,
         "fits": ran.fits,
         "peak_bytes": [memory.total_bytes for memory in ran.memory],
-        "memory_bytes": found.memory_cap_bytes,
+        "memory_bytes": found.budget.total_bytes,
+        "misfit_chance": found.budget.band.misfit_chance(peak / found.budget.total_bytes),
         "stage_forward_s": ran.stage_forward_s.tolist(),
         "stage_backward_s": ran.stage_backward_s.tolist(),
         "stage_layers": [stage.stop - stage.start for stage in ran.stages],
         "idle_share": ran.idle_share,
         "idle": ran.idle,
         "time_error": found.profile.time_error,
-        "memory_error": found.profile.memory_error,
+        "memory_error": found.budget.band.half_width,
     }

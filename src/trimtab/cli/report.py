@@ -20,7 +20,7 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
-    from trimtab.files import write_atomically
+    from trimtab.files import write_atomically, written_together
     from trimtab.plan.file.reload import load_details
     from trimtab.plan.file.yaml import plan_folder
     from trimtab.plan.measured.run_log import read_run_of
@@ -33,8 +33,9 @@ def report(
     log = None if run is None else read_run_of(details.plan, run / "run.jsonl" if run.is_dir() else run)
     folder = out or plan_folder(plan)
     html, trace = folder / "report.html", folder / "trace.json"
-    write_atomically(html, html_report(details, run=log))
-    write_atomically(trace, chrome_trace(details))
+    with written_together():
+        write_atomically(html, html_report(details, run=log))
+        write_atomically(trace, chrome_trace(details))
     if as_json:
         print_json({"report": html, "trace": trace})
         return

@@ -12,6 +12,7 @@ import typer
 from trimtab.cli.options import verb
 from trimtab.cli.output import log
 from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.files import read_small
 from trimtab.serve.limits import ServeLimits
 
 
@@ -78,7 +79,7 @@ def _log_requests() -> None:
 
 
 def _read_key(path: Path) -> str:
-    key = path.read_text(encoding="utf-8", errors="replace").strip()
+    key = read_small(path).decode("utf-8", errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise TrimtabError(f"{path} holds no key: write one line of printable ASCII into it")
     return key

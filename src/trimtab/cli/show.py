@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.files import fingerprint_file, write_atomically
+from trimtab.files import fingerprint_file, write_atomically, written_together
 from trimtab.plan.build import Within, make_plan, write_plan
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -55,10 +55,11 @@ def plan_with_progress(
 
 def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
     """Plan, tables, report and trace."""
-    paths = {"plan": write_plan(details, folder), "report": folder / "report.html", "trace": folder / "trace.json"}
-    write_atomically(paths["report"], html_report(details))
-    write_atomically(paths["trace"], chrome_trace(details))
-    return paths
+    report, trace = folder / "report.html", folder / "trace.json"
+    with written_together():
+        write_atomically(report, html_report(details))
+        write_atomically(trace, chrome_trace(details))
+        return {"plan": write_plan(details, folder), "report": report, "trace": trace}
 
 
 def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:

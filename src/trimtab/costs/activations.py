@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
 from trimtab.costs.flops import layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
+
+_ROUTING_KERNELS = 12  # router's softmax and choice, counts and places of the rows of each expert, both permutations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,7 @@ class Kept:
     row_bytes: float = 0.0
     pair_bytes: float = 0.0  # for each (query row, key row) pair: unfused attention alone
     for_weights: bool = False  # needed for the gradient of a weight alone, so not kept where the weight is frozen
+    entered: tuple[str, ...] = ()  # products that it is the input of: adapters beside these need it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +65,58 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     if layer.kind == "projector":
         first, *others = layer_matmuls(layer, settings.dims.tp)
         kept = _kept_by_norm(layer, layer.hidden_size, settings) if layer.norm is not None else []
-        kept.append(Kept(name="projector input", row_bytes=w * first.in_width, for_weights=True))
+        kept.append(Kept(name="projector input", row_bytes=w * first.in_width, for_weights=True, entered=(first.name,)))
         for product in others:
             kept.append(Kept(name="activation input", row_bytes=w * product.in_width))
-            kept.append(Kept(name="activation output", row_bytes=w * product.in_width, for_weights=True))
+            kept.append(
+                Kept(
+                    name="activation output", row_bytes=w * product.in_width, for_weights=True, entered=(product.name,)
+                )
+            )
         return tuple(kept)
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (
-            Kept(
-                name="head input", row_bytes=w * layer.hidden_size / settings.row_share(layer.tower), for_weights=True
-            ),
-            Kept(name="logits", row_bytes=w * product.out_width),  # the model's output object holds them
-            Kept(name="log-softmax", row_bytes=4 * product.out_width),
-        )
+        width = layer.hidden_size / settings.row_share(layer.tower)
+        kept = [Kept(name="head input", row_bytes=w * width, for_weights=True)]
+        if not settings.fused_kernels:  # the model's output object holds them; Megatron-Core's loss frees them
+            kept.append(Kept(name="logits", row_bytes=w * product.out_width))
+        return (*kept, Kept(name="log-softmax", row_bytes=4 * product.out_width))
     if layer.kind == "norm":
         return tuple(_kept_by_norm(layer, layer.hidden_size, settings, share=settings.row_share(layer.tower)))
     if layer.tower == "vision":  # patch embedding: the pixels
         return tuple(
-            Kept(name="pixels", row_bytes=w * p.in_width, for_weights=True)
+            Kept(name="pixels", row_bytes=w * p.in_width, for_weights=True, entered=(p.name,))
             for p in layer_matmuls(layer, settings.dims.tp)
         )
     return (Kept(name="token ids", row_bytes=8, for_weights=True),)
+
+
+def kept_when(layer: LayerSpec, settings: CostSettings, *, weights: bool) -> tuple[Kept, ...]:
+    """`kept_by_layer`, of a layer whose own weights are trained or frozen, with what its adapters keep.
+
+    An adapter keeps its input, for A, and A's result, for B. Its input is that of its layer, kept once for all that it
+    enters; where the adapters are fp32 and the model is not, each casts a copy of its own, which autocast keeps in the
+    model's dtype (PEFT's layers of 16 bits; those of bitsandbytes cast nothing under autocast).
+    """
+    adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), settings.item_bytes
+    own = casts_inputs(settings)
+    entered = {name for x in adapters for name in x.products or _likely(layer, x) if not own}
+    kept = [k for k in kept_by_layer(layer, settings) if weights or not k.for_weights or entered & {*k.entered}]
+    kept += [Kept(name="adapter middle", row_bytes=float(w * x.rank)) for x in adapters]
+    alone = [x for x in adapters if own or not (x.products or _likely(layer, x) or layer.measured)]
+    kept += [Kept(name="adapter input", row_bytes=float(w * x.in_width)) for x in alone]
+    return tuple(kept)
+
+
+def casts_inputs(settings: CostSettings) -> bool:
+    """Whether each adapter holds its input in a copy of its own."""
+    lora = settings.lora
+    return lora is not None and lora.weights == "fp32" and lora.bits == 16 and settings.item_bytes < 4
+
+
+def _likely(layer: LayerSpec, adapter: Adapted) -> tuple[str, ...]:
+    """What enters a linear layer that no product stands for: either of a block's inputs, where it is as wide."""
+    return ("q", "gate") if layer.kind == "block" and adapter.in_width == layer.hidden_size else ()
 
 
 def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
@@ -95,8 +129,14 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     """
     w, share = settings.item_bytes, settings.row_share(layer.tower)
     total = w * layer.hidden_size / share
-    for product in layer_matmuls(layer, settings.dims.tp):
-        total += w * product.out_width * product.visits / (share if product.reduced else 1)
+    for product in layer_matmuls(layer, settings.dims):
+        busiest = settings.busiest_experts if product.name.startswith("expert ") else 1.0
+        total += w * product.out_width * product.visits * busiest / (share if product.reduced else 1)
+    total += w * sum(
+        factor.out_width for x in adapt_layer(layer, settings.lora, settings.dims.tp) for factor in x.factors
+    )
+    if layer.mlp is not None and layer.mlp.num_experts is not None and settings.dims.ep > 1:
+        total += w * layer.hidden_size * settings.visits(layer.mlp)  # rows of other devices
     if layer.attention is not None and settings.attention != "eager":
         total += attention_result_bytes(layer.attention, settings)
     return total
@@ -129,18 +169,36 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
     return tuple(_block_traffic(layer, settings))
 
 
+def adapter_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ...]:
+    """Of a block's adapters, forward: B's result scaled (read, written) and added to the layer's (two read, written).
+
+    Where inputs are cast (`casts_inputs`): to fp32 and back. bitsandbytes' layers copy their result before.
+    """
+    adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), settings.item_bytes
+    casts, copies = casts_inputs(settings), quantised_params(layer, settings.lora, 1) > 0
+    return tuple(
+        Traffic(
+            name="adapter",
+            row_bytes=(5 + 2 * copies) * w * x.out_width + (8 + 2 * w) * casts * x.in_width,
+            num_kernels=2 + copies + 2 * casts,
+        )
+        for x in adapters
+    )
+
+
 def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
     kept: list[Kept] = []
     for _ in range(layer.num_norms if layer.norm is not None else 0):
         kept += _kept_by_norm(layer, h, settings, share=share)
     if layer.attention is not None:
-        kept.append(Kept(name="qkv input", row_bytes=w * h / share, for_weights=True))
+        kept.append(Kept(name="qkv input", row_bytes=w * h / share, for_weights=True, entered=("q", "k", "v")))
         kept += _kept_by_attention(layer, layer.attention, settings)
     if layer.layer_scale:
         kept += [Kept(name="scaled half", row_bytes=w * h / share, for_weights=True)] * 2
     if layer.mlp is not None:
-        kept.append(Kept(name="mlp input", row_bytes=w * h / share, for_weights=True))
+        entered = ("gate", "up", "shared gate", "shared up")
+        kept.append(Kept(name="mlp input", row_bytes=w * h / share, for_weights=True, entered=entered))
         kept += _kept_by_mlp(layer, layer.mlp, settings)
     return kept
 
@@ -183,13 +241,13 @@ def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSetting
         # softmax in fp32, then cast to the dtype of the values; InternViT, alone to scale its layers, does not upcast
         upcast = 4 if w < 4 and not layer.layer_scale else 0
         kept.append(Kept(name="scores", pair_bytes=heads.query * (upcast + w)))
-        kept.append(Kept(name="attention result", row_bytes=w * result, for_weights=True))
+        kept.append(Kept(name="attention result", row_bytes=w * result, for_weights=True, entered=("o",)))
     else:
         kept.append(Kept(name="attention result, logsumexp", row_bytes=attention_result_bytes(a, settings)))
         if uses_dense_pairs(layer, settings):  # Transformers' masks are boolean, and SDPA casts them in every layer
             kept.append(Kept(name="mask", pair_bytes=w))
         if _joins_segments(layer, settings):
-            kept.append(Kept(name="joined segments", row_bytes=w * result, for_weights=True))
+            kept.append(Kept(name="joined segments", row_bytes=w * result, for_weights=True, entered=("o",)))
     return kept
 
 
@@ -197,10 +255,10 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
     w, kept = settings.item_bytes, []
     if m.num_experts is None:
         return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
-    visits = m.experts_per_token or 1
-    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * visits))  # softmax; indices and weights
+    visits, k = settings.visits(m), m.experts_per_token or 1
+    kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * k))  # softmax; indices and weights
     kept.append(Kept(name="expert input", row_bytes=w * layer.hidden_size * visits, for_weights=True))
-    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.tp, settings)
+    kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.expert_tp, settings)
     kept.append(Kept(name="expert result", row_bytes=w * layer.hidden_size * visits))  # weighed by the router
     if m.shared_intermediate_size:
         kept += _kept_by_activation("shared", m, m.shared_intermediate_size / settings.dims.tp, settings)
@@ -215,7 +273,14 @@ def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSetti
         kept.append(Kept(name=f"{name} up", row_bytes=bytes_))
     if (m.gated or m.quick_gelu) and not settings.fused_kernels:
         kept.append(Kept(name=f"{name} {'sigmoid' if m.quick_gelu else 'activation output'}", row_bytes=bytes_))
-    kept.append(Kept(name=f"{name} down input", row_bytes=bytes_, for_weights=True))
+    kept.append(
+        Kept(
+            name=f"{name} down input",
+            row_bytes=bytes_,
+            for_weights=True,
+            entered=("down" if name == "mlp" else f"{name} down",),
+        )
+    )
     return kept
 
 
@@ -268,11 +333,37 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         if settings.attention == "eager":
             # scores written; scaled; masked; softmax to fp32; cast; read
             moved.append(Traffic(name="scores", pair_bytes=heads.query * (6 * w + (w + 4) + (4 + w)), num_kernels=5))
+    if settings.in_8_bits:
+        moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:
         width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
         per_value = _activation_bytes(m, w, fused=fused)
         moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
+        if m.num_experts is not None:
+            moved.append(_permutation(layer, m, settings))
     return moved
+
+
+def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
+    """Rows copied to where their experts read them, results weighed and added where the rows came from.
+
+    Rows that came from several devices, for several experts, are sorted by expert and their results sorted back.
+    """
+    copied = settings.item_bytes * layer.hidden_size * settings.visits(m)
+    sorts = 2 if settings.dims.ep > 1 and m.num_experts != settings.dims.ep else 0
+    return Traffic(name="permutation", row_bytes=(4 + 2 * sorts) * copied, num_kernels=_ROUTING_KERNELS)
+
+
+def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
+    """8-bit copies of what enters products: bf16 read, a copy for the product and one for its weights' gradient.
+
+    Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
+    its blocks differ between the two copies). Copies of weights are not counted: once a step where they are kept.
+    """
+    inputs = {p.name.split()[-1]: p.in_width * p.visits for p in layer_matmuls(layer, settings.dims)}
+    fused = settings.fused_kernels and settings.dtype == "fp8"
+    own = {name: width for name, width in inputs.items() if name in ({"o"} if fused else {"q", "o", "up", "down"})}
+    return Traffic(name="casts", row_bytes=4.0 * sum(own.values()), num_kernels=len(own))
 
 
 def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:

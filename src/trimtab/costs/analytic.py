@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.costs.activations import (
+    adapter_traffic,
     attention_result_bytes,
     count_kernels,
-    kept_by_layer,
+    kept_when,
     layer_traffic,
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.curves import Line
-from trimtab.costs.flops import layer_matmuls, local_heads, pair_flops
+from trimtab.costs.adapters import NF4_BYTES, Adapted, adapt_layer, quantised_params
+from trimtab.costs.curves import Line, product_rates
+from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
+from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import added_bytes, bytes_per_param, local_params, step_seconds, tied_copy_params
+from trimtab.costs.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
+from trimtab.lora import Lora
 from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,
@@ -38,7 +42,7 @@ class Gradients:
     """What a layer's backward must compute."""
 
     inputs: bool  # something trainable lies before it
-    weights: bool  # it is trainable itself
+    weights: bool  # it is trainable itself, or has an adapter that is
 
     @property
     def any(self) -> bool:
@@ -63,15 +67,15 @@ class WorkColumns:
         return tuple(values)
 
 
-def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str]) -> list[Gradients]:
-    """What each layer's backward computes, given the towers that do not train.
+def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str], lora: Lora | None = None) -> list[Gradients]:
+    """What each layer's backward computes, given the towers that do not train; with LoRA adapters alone do.
 
     Pixels and token ids have no gradient, and a frozen layer passes none on to nothing: a frozen tower with nothing
     trainable before it has no backward at all, one behind trainable layers has the half for its inputs.
     """
     result, reached = [], False
     for layer in layers:
-        weights = layer.tower not in frozen
+        weights = layer.tower not in frozen if lora is None else bool(adapt_layer(layer, lora, 1))
         starts = layer.kind == "embed" and layer.tower != "projector"  # pixels and ids; not a newline among features
         result.append(Gradients(inputs=reached and not starts, weights=weights))
         reached = reached or weights
@@ -84,10 +88,13 @@ def cost_layer(
     """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
 
     forward = products (`product_line`) + attention + elementwise traffic / (bandwidth x efficiency) + start of each
-        kernel + tensor-parallel collectives, one after the other (none overlaps another).
+        kernel + tensor-parallel collectives, one after the other (none overlaps another but by `tp_overlap`).
     backward = products once for the inputs and once for the weights (`weight_line`), whose gradient is added to what
         earlier micro-batches left + attention x 2.5 (fused: scores computed again; unfused 2) + twice the traffic
         + collectives; its part for the weights alone is their products.
+    With LoRA (`CostSettings.lora`) the weights are those of the adapters, two narrow products beside each matrix.
+    4-bit weights are unpacked before each product, forward and backward: bytes read and written, assumed to take the
+    memory's bandwidth.
     A layer of measured work has no tiers between "none" and "full". An audio tower takes its state alone: no sample
     holds sound.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
@@ -99,39 +106,39 @@ def cost_layer(
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.of(layer, device, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
-    rows = seconds.forward.row + seconds.traffic + seconds.collectives
+    rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.ring + seconds.experts
     pairs = seconds.attention + seconds.pair_traffic
-    forward = columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
-    if layer.tower == "audio":
-        forward = columns.terms()
+    silent = layer.tower == "audio"
+    forward = columns.terms() if silent else columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
     backward = weight = columns.terms()
     if runs_backward and gradients.weights:
-        weight = columns.terms(rows=seconds.weights.row, once=seconds.weights.once + seconds.gather)
+        weight = columns.terms(rows=seconds.weights.row, once=seconds.weights.once + seconds.scatter)
     if runs_backward:
         products = _backward_products(seconds, layer, gradients)
         backward = columns.terms(
             rows=products.row
-            + 2 * seconds.traffic
+            + 2 * (seconds.traffic + seconds.ring)
+            + seconds.experts
             + (seconds.collectives + (seconds.regather if gradients.weights else 0.0) if gradients.inputs else 0.0),
             pairs=pair_factor * seconds.attention + 2 * seconds.pair_traffic,
             once=products.once
             + 2 * (seconds.kernels + seconds.waits)
+            + seconds.unpack
             + seconds.gather
-            + (seconds.gather if gradients.weights else 0.0),
+            + (seconds.scatter if gradients.weights else 0.0),
         )
     none_bytes = columns.terms()
     if runs_backward:
-        kept = [k for k in kept_by_layer(layer, settings) if gradients.weights or not k.for_weights]
+        kept = kept_when(layer, settings, weights=gradients.weights and settings.lora is None)
         none_bytes = columns.terms(rows=sum(k.row_bytes for k in kept), pairs=sum(k.pair_bytes for k in kept))
     tiers = [RecomputeTier(name="none", extra_backward_s=columns.terms(), saved_bytes=none_bytes)]
     if runs_backward and layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, columns, again)
     transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
-    params = local_params(layer, settings.dims.tp)
-    if layer.kind == "head" and params == 0.0 and settings.dims.pp > 1:
-        params = tied_copy_params(layer, settings.dims.tp)
-    gathered = columns.terms(once=_gathered_bytes(params, settings))
+    shares = shares_of(layer, device, settings, trainable=gradients.weights)
+    stored = sum(share.stored_bytes for share in shares)
+    gathered = columns.terms(once=2.0 * stored if settings.zero_stage == 3 else 0.0)  # with the next layer's
     transients = tuple(_add(moment, gathered) for moment in transients)
     return LayerCost(
         name=layer.name,
@@ -140,13 +147,13 @@ def cost_layer(
         forward_s=forward,
         backward_s=backward,
         output_bytes=_output_bytes(layer, columns, settings),
-        state_bytes=params * bytes_per_param(settings, trainable=gradients.weights),
-        num_params=params,
+        state_bytes=sum(state_bytes(share, settings) for share in shares),
+        num_params=sum(share.params for share in shares),
         tiers=tuple(tiers),
         transient_bytes=transients[0],
         other_transient_bytes=transients[1] if len(transients) > 1 else (),
         group=group,
-        step_s=step_seconds(params, device, settings) if gradients.weights else 0.0,
+        step_s=sum(step_seconds(share, device, adapter_settings(settings)) for share in shares),
         weight_s=weight,
     )
 
@@ -155,17 +162,18 @@ def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     """Rows count in "patches" or "tokens"; pairs in the squares, or the windowed squares where a window cuts them.
 
     Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`. Even those count each sample's square,
-    for no work term holds the square of a whole pack: a lower bound for packs of several samples.
+    for no work term holds the square of a whole pack: a lower bound for packs of several samples. Rows and pairs of the
+    language model are those of one of cp devices.
     """
     tower = "tokens" if layer.tower == "language" else "patches"
     a = layer.attention
-    dense = uses_dense_pairs(layer, settings)
+    dense, shared = uses_dense_pairs(layer, settings), settings.token_share(layer.tower)
     windowed = a is not None and a.window is not None and not dense
     return WorkColumns(
         rows=WORK_TERMS.index(tower),
         pairs=WORK_TERMS.index(f"{tower}_windowed" if windowed else f"{tower}_sq"),
-        rows_per_unit=layer.rows_per_input,
-        pair_share=0.5 if a is not None and a.causal and not dense and layer.measured is None else 1.0,
+        rows_per_unit=layer.rows_per_input / shared,
+        pair_share=(0.5 if a is not None and a.causal and not dense and layer.measured is None else 1.0) / shared,
     )
 
 
@@ -190,6 +198,10 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     where fused kernels make one matrix of two, w (2 N h - N f + 2 h f), larger than both only with fewer rows than
     about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
+    LoRA: no gradient of a frozen weight, but of 4 bits the matrix is unpacked, w f h, while the gradient of its rows is
+    made. An adapter beside the last product makes a second gradient of the product's input before both are added.
+    The product's input is freed only where an adapter (or a gradient of the weight) kept it.
+
     Experts (measured on one family, 3 % too much): rows visit several; their results, weighed, and the copies of their
     inputs have gradients too, and one kernel makes the gradient of all experts' weights.
     """
@@ -197,13 +209,18 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     if m is None:
         return _Workspace(rows=0.0, once=0.0), _Workspace(rows=0.0, once=0.0)
     f, leaving = m.intermediate_size / settings.dims.tp, h / settings.row_share(layer.tower)
+    lora = settings.lora
+    matrix = w * f * h if lora is None or quantised_params(layer, lora, 1) else 0.0
+    adapted = lora is not None and any("down" in x.products for x in adapt_layer(layer, lora, 1))
     if m.num_experts is not None:
-        v = m.experts_per_token or 1
-        last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * m.num_experts)
+        v, f = settings.visits(m), m.intermediate_size / settings.dims.expert_tp
+        own = m.num_experts / settings.dims.ep if lora is None else 0.0  # experts stay frozen, in 16 bits
+        last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * own)
         return last, _Workspace(rows=w * (leaving + 3 * v * h), once=0.0)
     separate = m.gated or (m.quick_gelu and not settings.fused_kernels)
-    last = _Workspace(rows=w * (leaving + f), once=w * f * h)
-    return last, _Workspace(rows=w * (leaving + (2 * f if separate else f)), once=0.0)
+    last = _Workspace(rows=w * (leaving + (2 * f if adapted else f)), once=matrix)
+    unkept = f if lora is not None and not adapted else 0.0
+    return last, _Workspace(rows=w * (leaving + (2 * f if separate else f) + unkept), once=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,52 +233,92 @@ class _LayerSeconds:
     weights: Line  # backward: gradients of the weights, added to what earlier micro-batches left
     traffic: float
     collectives: float  # sums over tp, or their halves under sequence parallel
+    ring: float  # keys and values to the other ranks of cp
+    experts: float  # dispatch and combine of ep and etp
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
     kernels: float  # starts of those that are no product
     waits: float  # latency of collectives
-    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped; gradients to them take as long
+    unpack: float  # of 4-bit weights, into the model's dtype
+    gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
+    scatter: float  # gradients to them
 
     @property
     def once(self) -> float:
         """Forward, for each micro-batch."""
-        return self.forward.once + self.kernels + self.waits
+        return self.forward.once + self.kernels + self.waits + self.unpack
 
     @classmethod
     def of(cls, layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> _LayerSeconds:
-        e, w, tp, dp = settings.efficiency_on(device), settings.item_bytes, settings.dims.tp, settings.dims.dp
-        # fp32 products run as TF32, at half the bf16 rate on every device of the table
-        peak = device.peak_flops * (0.5 if settings.dtype == "fp32" else 1.0)
+        e, w, dims, tp = settings.efficiency_on(device), settings.item_bytes, settings.dims, settings.dims.tp
+        stays = settings.in_8_bits and layer.kind != "block"  # head, projector and patch embedding: bf16
+        products, peak = product_rates(e, device.peak_flops, "bf16" if stays else settings.dtype)
+        plain_peak = min(peak, device.peak_flops)  # of adapters and attention, which 8-bit recipes leave alone
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
-        matmuls, traffic = layer_matmuls(layer, tp), layer_traffic(layer, settings)
+        matmuls = busiest_matmuls(layer, settings)
+        traffic = (*layer_traffic(layer, settings), *adapter_traffic(layer, settings))
         num_collectives = sum(p.reduced for p in matmuls) if tp > 1 else 0
         if tp > 1 and layer.kind in ("embed", "head") and layer.tower == "language":
             num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
-        ring = 2.0 * row * (tp - 1) / tp / link
-        gather, params = 0.0, local_params(layer, tp)
+        ring = 2.0 * row * (tp - 1) / tp / link / (tp if settings.tp_overlap else 1)
+        shares = shares_of(layer, device, settings, trainable=True) if layer.num_params else ()
+        adapters = adapt_layer(layer, settings.lora, tp)
+        factors = [factor for x in adapters for factor in x.factors]
+        gather = scatter = 0.0
         if settings.zero_stage == 3:
-            dp_link = (settings.dp_bytes_per_s or device.link_bytes_per_s) * e.link
-            gather = params * w * (dp - 1) / dp / dp_link
+            gather = sum(x.stored_bytes * x.away_s(e) for x in shares)
+            scatter = sum(x.trained_bytes * x.away_s(e) for x in shares)
+        between = (settings.cp_bytes_per_s or device.link_bytes_per_s) * e.link
+        all_to_all, gathered = all_to_all_bytes(layer, settings), expert_tp_bytes(layer, settings)
+        of_experts = all_to_all / ((settings.ep_bytes_per_s or device.link_bytes_per_s) * e.link) + gathered / link
+        num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)
+        ring_sent = ring_bytes(layer, settings)
+        num_messages += dims.cp - 1 if ring_sent else 0
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
-        backward = {p.name: p.backward_line(e, peak) for p in matmuls}
-        added = params * added_bytes(settings) / bandwidth
+        backward = [(p.name in entering, p.backward_line(products, peak)) for p in matmuls]
+        for adapter, (a, b) in ((x, x.factors) for x in adapters):  # the gradient of A asks for that of B's rows
+            enters = _enters(adapter, entering)
+            backward += [(False, b.backward_line(e, plain_peak)), (enters, a.backward_line(e, plain_peak))]
+        weights = [p.weight_line(products, peak) for p in matmuls]
+        if settings.lora is not None:
+            weights = [p.weight_line(e, plain_peak) for p in factors]
+        added = sum(x.trained for x in shares) * added_bytes(adapter_settings(settings)) / bandwidth
+        unpacked = quantised_params(layer, settings.lora, tp)
+        forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(e, plain_peak) for p in factors]
         return cls(
-            forward=sum((p.forward_line(e, peak) for p in matmuls), Line()),
-            inputs=sum((line for name, line in backward.items() if name not in entering), Line()),
-            entering=sum((line for name, line in backward.items() if name in entering), Line()),
-            weights=sum((p.weight_line(e, peak) for p in matmuls), Line(once=added)),
+            forward=sum(forward, Line()),
+            inputs=sum((line for enters, line in backward if not enters), Line()),
+            entering=sum((line for enters, line in backward if enters), Line()),
+            weights=sum(weights, Line(once=added)),
             traffic=sum(t.row_bytes for t in traffic) / bandwidth,
             collectives=num_collectives * ring,
+            ring=ring_sent / between,
+            experts=of_experts,
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
-            attention=pair_flops(layer, tp) / (peak * e.attention),
+            attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
             kernels=count_kernels(traffic, layer) * KERNEL_S,
-            waits=num_collectives * COLLECTIVE_S,
+            waits=num_messages * COLLECTIVE_S,
+            unpack=unpacked * (NF4_BYTES + w) / bandwidth,
             gather=gather,
+            scatter=scatter,
         )
+
+
+def busiest_matmuls(layer: LayerSpec, settings: CostSettings) -> tuple[Matmul, ...]:
+    """`layer_matmuls` of the device whose experts have most rows."""
+    more = settings.busiest_experts
+    return tuple(
+        replace(p, visits=p.visits * more) if more > 1 and p.name.startswith("expert ") else p
+        for p in layer_matmuls(layer, settings.dims)
+    )
+
+
+def _enters(adapter: Adapted, entering: set[str]) -> bool:
+    return bool(adapter.products) and entering.issuperset(adapter.products)
 
 
 def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Gradients) -> Line:
@@ -273,9 +330,9 @@ def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Grad
 
 
 def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
-    """Of the rows that leave, per device: split over tp only under sequence parallel."""
+    """Of the rows that leave, per device: split over cp, over tp only under sequence parallel."""
     values = [0.0] * NUM_WORK_TERMS
-    share = settings.row_share(layer.tower)
+    share = settings.row_share(layer.tower) * settings.token_share(layer.tower)
     values[columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
     return tuple(values)
 
@@ -307,7 +364,7 @@ def _recompute_tiers(
         )
     ]
     if layer.attention is not None and not eager:
-        rows = seconds.forward.row + seconds.traffic + seconds.collectives
+        rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.experts
         tiers.append(
             RecomputeTier(
                 name="attention",
@@ -326,8 +383,10 @@ def _transients(
     Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
     again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
-    before and behind the softmax, 8 bytes for each vocabulary entry and token. Not counted: projectors, norms, random
-    states (16 bytes a layer on a GPU), the vision tower's gather under vision data parallel.
+    before and behind the softmax, 8 bytes for each vocabulary entry and token. Fused, the softmax becomes its own
+    gradient: beside it (kept) that gradient as the head's product takes it, then, the softmax gone, the gradients of
+    weight and input. Not counted: projectors, norms, random states (16 bytes a layer on a GPU), the vision tower's
+    gather under vision data parallel.
     """
     if layer.kind == "block":
         scores = [0.0] * NUM_WORK_TERMS
@@ -342,13 +401,11 @@ def _transients(
         )
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
-        return (columns.terms(rows=8.0 * product.out_width),)
+        V, h, w = product.out_width, layer.hidden_size, settings.item_bytes
+        if not settings.fused_kernels:
+            return (columns.terms(rows=8.0 * V),)
+        return columns.terms(rows=w * V), columns.terms(rows=(w - 4.0) * V + w * h, once=w * h * V)
     return (columns.terms(),)
-
-
-def _gathered_bytes(params: float, settings: CostSettings) -> float:
-    """ZeRO-3: the layer's whole weights while it runs, and the next layer's on their way; 0 otherwise."""
-    return 2.0 * params * settings.item_bytes if settings.zero_stage == 3 else 0.0
 
 
 def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:

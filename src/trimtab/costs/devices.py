@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from trimtab.errors import TrimtabError, join_problems, refuse_type
+from trimtab.files import read_small
 from trimtab.specs import ClusterSpec, DeviceSpec
-from trimtab.typed_json import read_typed
+from trimtab.typed_json import parse_yaml, read_typed
 from trimtab.units import GIB, parse_bytes
 
 # Of each device: memory in GiB, dense bf16 Tflop/s, GB/s of memory, GB/s of the link to another device of its node.
@@ -182,13 +183,10 @@ def read_device(path: str | Path) -> DeviceSpec:
 
     Sizes may carry a unit: `memory_bytes: 64GiB`; rates are numbers in flop/s or bytes/s: `peak_flops: 300e12`.
     """
-    import yaml
-
     try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise TrimtabError(f"{path} should hold the figures of a device and cannot be read: {why}") from error
+        read = parse_yaml(read_small(Path(path)).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrimtabError(f"{path} should hold the figures of a device and cannot be read: {error}") from None
     problems: list[str] = []
     device = read_typed(DeviceSpec, _spell_out(read), "", problems, read_number=_positive)
     if problems:

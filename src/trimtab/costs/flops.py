@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from trimtab.costs.curves import Efficiency, Line, product_line, weight_line
-from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec
+from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec, ParallelDims
+
+_TILE_ROWS = 128  # of grouped kernels for bf16 (CUTLASS's default tile of its grouped product)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class Matmul:
     name: str
     in_width: float
     out_width: float
-    visits: int = 1  # experts per token, for a routed expert
+    visits: float = 1  # experts per token, for a routed expert
+    groups: int = 1  # matrices of this size, each with a part of the rows: the experts of this device
     reduced: bool = False  # row-parallel: the result is summed over the tp devices
 
     @property
@@ -36,11 +39,15 @@ class Matmul:
         return self._visited(product_line(self.out_width, self.in_width, e, peak_flops))
 
     def weight_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Of the gradient of its weights."""
-        return self._visited(weight_line(self.in_width, self.out_width, e, peak_flops))
+        """Of the gradient of its weights: the depth of each expert's sum is its own rows."""
+        line = weight_line(self.in_width, self.out_width, e, peak_flops)
+        depth = (self.groups - 1) * (line.once - e.product_s)
+        return Line(row=line.row * self.visits, once=line.once + depth)
 
     def _visited(self, line: Line) -> Line:
-        return Line(row=line.row * self.visits, once=line.once)
+        """Every further matrix leaves half a tile of rows empty."""
+        empty = (self.groups - 1) * _TILE_ROWS / 2 * line.row
+        return Line(row=line.row * self.visits, once=line.once + empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +86,36 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     return problems
 
 
-def layer_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
-    """The matrix products of `layer` on one of `tp` devices.
+def num_expert_params(layer: LayerSpec) -> int:
+    """Weights of all routed experts of a layer, 0 where it has none; the rest of a layer is dense."""
+    m = layer.mlp
+    if m is None or m.num_experts is None:
+        return 0
+    return (3 if m.gated else 2) * layer.hidden_size * m.intermediate_size * m.num_experts
+
+
+def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
+    """Why the experts of this layer cannot be divided so, in sentences."""
+    m = layer.mlp
+    if m is None or m.num_experts is None:
+        return []
+    problems = []
+    if m.num_experts % dims.ep:
+        problems.append(
+            f"ep {dims.ep} cannot share the {m.num_experts} experts of {layer.name}: use an ep that divides them"
+        )
+    if layer.measured is not None and dims.expert_tp > 1:
+        problems.append(f"etp {dims.etp} cannot share {layer.name}: its work was measured whole: use etp 1")
+    elif m.intermediate_size % dims.expert_tp:
+        problems.append(
+            f"etp {dims.expert_tp} cannot share the {m.intermediate_size} columns of an expert of {layer.name}: use "
+            "one that divides them"
+        )
+    return problems
+
+
+def layer_matmuls(layer: LayerSpec, tp: int | ParallelDims) -> tuple[Matmul, ...]:
+    """The matrix products of `layer` on one of `tp` devices, or of those of `ParallelDims`.
 
     Blocks: q, k, v column-parallel over padded heads; output row-parallel; MLP column- then row-parallel; routers
     whole on each device. Weights of `num_matmul_params` that this does not explain come as one evenly shared product.
@@ -92,8 +127,10 @@ def layer_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
         return _measured_matmul(layer)
     if layer.num_matmul_params == 0:
         return ()
+    dims = ParallelDims(tp=tp) if isinstance(tp, int) else tp
+    tp = dims.tp
     if layer.kind == "block":
-        return _block_matmuls(layer, tp)
+        return _block_matmuls(layer, dims)
     if layer.kind == "projector":
         return _projector_matmuls(layer, tp)
     if layer.kind == "head":
@@ -155,9 +192,9 @@ def pair_flops(layer: LayerSpec, tp: int) -> float:
     return attention_flops_per_pair(layer.attention, tp) if layer.attention else 0.0
 
 
-def _block_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
-    products = _explained_matmuls(layer, tp)
-    explained = sum(p.in_width * p.out_width * p.visits for p in _explained_matmuls(layer, 1))
+def _block_matmuls(layer: LayerSpec, dims: ParallelDims) -> tuple[Matmul, ...]:
+    products, tp = _explained_matmuls(layer, dims), dims.tp
+    explained = sum(p.in_width * p.out_width * p.visits for p in _explained_matmuls(layer, ParallelDims()))
     rest = layer.num_matmul_params - explained
     assert rest >= -0.001 * explained, f"{layer.name}: num_matmul_params is less than its attention and MLP need"
     if rest > 0:
@@ -165,8 +202,12 @@ def _block_matmuls(layer: LayerSpec, tp: int) -> tuple[Matmul, ...]:
     return tuple(products)
 
 
-def _explained_matmuls(layer: LayerSpec, tp: int) -> list[Matmul]:
-    h, products = layer.hidden_size, []
+def _explained_matmuls(layer: LayerSpec, dims: ParallelDims) -> list[Matmul]:
+    """Of E experts a device has E / ep, each cut into etp parts.
+
+    It gets the rows of etp devices of tp, so that the work of a device is the same whatever ep and etp are.
+    """
+    h, tp, products = layer.hidden_size, dims.tp, list[Matmul]()
     if (a := layer.attention) is not None:
         heads = local_heads(a, tp)
         products += [
@@ -181,11 +222,13 @@ def _explained_matmuls(layer: LayerSpec, tp: int) -> list[Matmul]:
             products += [Matmul(name=name, in_width=h, out_width=m.intermediate_size / tp) for name in names]
             products.append(Matmul(name="down", in_width=m.intermediate_size / tp, out_width=h, reduced=True))
         else:
-            k = m.experts_per_token or 1
-            f = m.intermediate_size / tp
+            k = (m.experts_per_token or 1) * dims.expert_tp / tp
+            f, own = m.intermediate_size / dims.expert_tp, m.num_experts // dims.ep
             products.append(Matmul(name="router", in_width=h, out_width=m.num_experts))
-            products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k) for name in names]
-            products.append(Matmul(name="expert down", in_width=f, out_width=h, visits=k, reduced=True))
+            products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k, groups=own) for name in names]
+            products.append(
+                Matmul(name="expert down", in_width=f, out_width=h, visits=k, groups=own, reduced=not dims.is_folded)
+            )
             if s := m.shared_intermediate_size / tp:
                 products += [Matmul(name=f"shared {name}", in_width=h, out_width=s) for name in names]
                 products.append(Matmul(name="shared down", in_width=s, out_width=h, reduced=True))

@@ -14,6 +14,7 @@ import numpy as np
 
 from trimtab.costs.profile import profile_model
 from trimtab.errors import TrimtabError, join_problems
+from trimtab.files import read_small
 from trimtab.options import Tower
 from trimtab.specs import (
     WORK_TERMS,
@@ -136,7 +137,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     Raises `TrimtabError` with every problem at once.
     """
     try:
-        data = parse_json(Path(path).read_bytes())
+        data = parse_json(read_small(Path(path)))
     except ValueError as error:
         raise TrimtabError(f"{path} is not JSON ({error}): list the runs as docs/published-runs.md shows") from None
     found = data.get("format") if isinstance(data, dict) else None

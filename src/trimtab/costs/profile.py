@@ -9,18 +9,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.costs.activations import uses_dense_pairs
+from trimtab.costs.activations import casts_inputs, uses_dense_pairs
+from trimtab.costs.adapters import NF4_BYTES, adapt_layer, count_adapters, refuse_unknown_targets
 from trimtab.costs.analytic import cost_layer, find_gradients
-from trimtab.costs.flops import find_tp_problems
+from trimtab.costs.curves import efficiency_of
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.exchange import document_multiple, find_cp_problems
+from trimtab.costs.flops import find_ep_problems, find_tp_problems
+from trimtab.costs.memory_band import FORMULAS_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
-from trimtab.files import blake2b, write_atomically
+from trimtab.files import blake2b, read_small, write_atomically
+from trimtab.lora import Lora
 from trimtab.options import Tower
 from trimtab.specs import (
     NUM_WORK_TERMS,
     DeviceSpec,
     LayerSpec,
     ModelSpec,
+    ParallelDims,
     Profile,
     RecomputeTier,
     Stage,
@@ -32,9 +39,6 @@ FORMAT = "trimtab-profile 1.2"
 
 TIME_ERROR = 0.30
 """Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
-
-MEMORY_ERROR = 0.10
-"""A margin for CUDA context, buffers and fragmentation, stated and not measured; kept bytes alone miss by far less."""
 
 
 def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
@@ -57,11 +61,14 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
-    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims.tp)
+    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
+    problems += _precision_problems(device, settings)
     if problems:
         raise PartitionError(join_problems(problems))
-    frozen = settings.frozen_towers
-    groups, gradients = group_layers(model, frozen), find_gradients(model.layers, frozen)
+    frozen, lora = settings.frozen_towers, settings.lora
+    if lora is not None:
+        refuse_unknown_targets(model, lora)
+    groups, gradients = group_layers(model, frozen, lora), find_gradients(model.layers, frozen, lora)
     first = {group: i for i, group in reversed(list(enumerate(groups)))}  # layers of one group cost the same
     costs = {g: cost_layer(model.layers[i], gradients[i], device, settings, group=g) for g, i in first.items()}
     return Profile(
@@ -71,23 +78,29 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
         dims=settings.dims,
         dtype=settings.dtype,
         time_error=TIME_ERROR,
-        memory_error=MEMORY_ERROR,
+        memory_error=FORMULAS_ERROR,
         assumptions=tuple(_list_assumptions(model, device, settings)),
         attention=settings.attention,
         fused_kernels=settings.fused_kernels,
         frozen_towers=tuple(sorted(frozen)),
+        lora=lora,
         layers_blake2b=layers_fingerprint(model),
     )
 
 
-def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower]) -> list[int]:
+def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower], lora: Lora | None = None) -> list[int]:
     """For each layer the number of its kind: equal where layers cost the same."""
     kinds = [
-        (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients)
-        for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers), strict=True)
+        (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients, adapt_layer(layer, lora, 1))
+        for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers, lora), strict=True)
     ]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return [numbers[kind] for kind in kinds]
+
+
+def has_experts(model: ModelSpec) -> bool:
+    """Whether any of its layers has routed experts."""
+    return any(layer.mlp is not None and layer.mlp.num_experts is not None for layer in model.layers)
 
 
 def is_unpriced(layer: LayerSpec) -> bool:
@@ -104,7 +117,13 @@ def layers_fingerprint(model: ModelSpec) -> str:
 
 def profile_bytes(profile: Profile) -> bytes:
     """`profile` as JSON: same profile, same bytes."""
-    text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, allow_nan=False)
+    content = {"format": FORMAT, **asdict(profile)}
+    for axis in _LATER_DEGREES:
+        if content["dims"][axis] == getattr(ParallelDims(), axis):
+            del content["dims"][axis]
+    if profile.lora is None:
+        del content["lora"]  # it came after the first profiles
+    text = json.dumps(content, indent=1, allow_nan=False)
     return f"{text}\n".encode()
 
 
@@ -130,7 +149,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Use it for a profile that was timed, traced or fitted elsewhere; `save_profile` has an example.
     """
-    return profile_from_bytes(Path(path).read_bytes(), origin=str(path))
+    return profile_from_bytes(read_small(Path(path)), origin=str(path))
 
 
 def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
@@ -152,7 +171,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         "",
         problems,
         read_number=_read_number,
-        optional=lambda field: field.default is None,
+        optional=lambda field: field.default is None or field.name in _LATER_DEGREES,
         unknown=unknown,
     )
     problems += [f"{place}: unknown" for place in unknown if place not in _NO_MORE_READ]
@@ -174,13 +193,28 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     return profile
 
 
-def _unlike_problems(model: ModelSpec, tp: int) -> list[str]:
-    """Sentences on tp, once for each kind of layer."""
-    problems, seen = [], set()
+def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]:
+    """Products of 8 bits that the device has not, or whose rate nobody has published."""
+    if not settings.in_8_bits or getattr(settings.efficiency_on(device), settings.dtype) is not None:
+        return []
+    have = [name for name, other in DEVICES.items() if getattr(efficiency_of(other), settings.dtype) is not None]
+    return [
+        f"dtype {settings.dtype} was asked for, and no rate of such products on {device.name} is known: use bf16, or "
+        f"one of {', '.join(have)}"
+    ]
+
+
+def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
+    """Sentences on tp, cp and the experts' degrees, once for each kind of layer."""
+    problems, seen = list[str](), set()
+    if max(dims.ep, dims.etp or 1) > 1 and not has_experts(model):
+        problems.append(f"ep {dims.ep}, etp {dims.etp} was asked for, and {model.name} has no experts: leave both out")
     for layer in model.layers:
         if layer.alike not in seen:
             seen.add(layer.alike)
-            problems += find_tp_problems(layer, tp)
+            problems += find_tp_problems(layer, dims.tp)
+            problems += find_cp_problems(layer, dims.cp)
+            problems += find_ep_problems(layer, dims)
     return problems
 
 
@@ -237,16 +271,53 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"Work of {len(measured)} layers, {measured[0]} the first, is what Transformers' own code was seen to do "
             "(matrix products and kept bytes); kernels made for such layers do and keep less."
         )
+    if settings.dims.is_folded:
+        said.append(
+            f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
+            "mean's rows; rows are sent once for each of their experts, not overlapped with computing: an upper bound."
+        )
+    if settings.dims.cp > 1:
+        said.append(
+            f"Documents are padded to multiples of {document_multiple(settings.dims)} tokens and cut in zig-zag among "
+            f"cp {settings.dims.cp}; keys and values go round, not overlapped with computing: an upper bound. Every "
+            "device of cp runs the whole vision tower."
+        )
+    if settings.tp_overlap and tp > 1:
+        said.append(f"Of tensor-parallel messages one part in {tp} is waited for: switch overlap on in your launcher.")
+    if settings.in_8_bits:
+        said.append(f"Products of the blocks are {settings.dtype.upper()}: switch it on in your launcher.")
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
     if settings.frozen_towers:
         said.append(f"Frozen: {', '.join(sorted(settings.frozen_towers))}.")
+    if settings.lora is not None:
+        said += _about_lora(model, settings, settings.lora)
     if settings.dims.pp > 1 and any(x.kind == "head" and x.num_params == 0 for x in model.layers):
         said.append("The tied head holds its own copy of the embedding, as on a stage of its own.")
     return said
 
 
+def _about_lora(model: ModelSpec, settings: CostSettings, lora: Lora) -> list[str]:
+    """What is trained, and in which form the rest lies."""
+    count = count_adapters(model, lora)
+    kept = "each holds a copy of its input in the model's dtype, cast from fp32 under autocast (weights=same: none)"
+    said = [
+        f"LoRA of rank {lora.r} on {count.num_matrices} linear layers of {' and '.join(lora.towers)} trains "
+        f"{count.num_params:,} parameters; all other weights are frozen."
+    ]
+    if casts_inputs(settings):
+        said.append(f"Adapters are fp32, as PEFT makes them: {kept}.")
+    if lora.bits == 4:
+        said.append(
+            f"Frozen linear layers of {' and '.join(lora.towers)} take {NF4_BYTES:.3f} bytes a weight (NF4, scales "
+            "quantised again); unpacking them is assumed to take the memory's bandwidth."
+        )
+    return said
+
+
 _ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
+_LATER_DEGREES = ("ep", "etp")
+"""Not in files of earlier profiles: left out where they divide nothing."""
 _NO_MORE_READ = ("device.host_bytes_per_s", "device.host_memory_bytes")
 """Of profiles made when layers could be offloaded."""
 

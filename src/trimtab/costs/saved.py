@@ -36,6 +36,7 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
             ", ".join(target.frozen_towers) or "none",
             "give plan and profile the same --freeze",
         ),
+        ("LoRA", saved.lora or "none", target.lora or "none", "give plan and profile the same --lora"),
         (
             "fused kernels",
             "yes" if saved.fused_kernels else "no",

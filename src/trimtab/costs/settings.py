@@ -9,9 +9,11 @@ from typing import get_args
 from trimtab.costs.curves import Efficiency as Efficiency
 from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
+from trimtab.lora import Lora
+from trimtab.options import EXPERT_IMBALANCE, DType, Precision
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
-from trimtab.specs import DeviceSpec, ParallelDims, Tower
+from trimtab.specs import DeviceSpec, MlpSpec, ParallelDims, Tower
 
 OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
 """Bytes of optimizer state for each parameter, the fp32 master copy aside: two fp32 moments, two 8-bit, one, none."""
@@ -30,15 +32,21 @@ class CostSettings:
     packed: bool = True  # several samples share one row of tokens, which SDPA can only do with a mask
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
+    tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
     frozen_towers: frozenset[Tower] = frozenset()
+    lora: Lora | None = None  # adapters alone are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
+    expert_dp_bytes_per_s: float | None = None  # the same between copies of experts
+    cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens
+    ep_bytes_per_s: float | None = None  # between devices that share experts, all to all
+    expert_imbalance: float = EXPERT_IMBALANCE
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
 
     def __post_init__(self) -> None:
         problems: list[str] = []
         for what, value, known in (
-            ("dtype", self.dtype, ITEM_BYTES),
-            ("grad_dtype", self.grad_dtype, ITEM_BYTES),
+            ("dtype", self.dtype, get_args(Precision)),
+            ("grad_dtype", self.grad_dtype, get_args(DType)),
             ("optimizer", self.optimizer, OPTIMIZER_BYTES),
             ("attention", self.attention, get_args(Attention)),
         ):
@@ -48,10 +56,15 @@ class CostSettings:
             problems.append(f"zero_stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
         for tower in sorted(self.frozen_towers - set(get_args(Tower))):
             problems.append(f"tower {tower!r} cannot be frozen: models have {', '.join(get_args(Tower))}")
-        if self.dims.cp > 1:
-            problems.append(f"cp {self.dims.cp} was asked for, and context parallelism has no formula yet: use cp 1")
-        if self.dp_bytes_per_s is not None and self.dp_bytes_per_s <= 0:
-            problems.append(f"dp_bytes_per_s {self.dp_bytes_per_s} is no bandwidth: give bytes per second above 0")
+        for name in ("dp_bytes_per_s", "expert_dp_bytes_per_s", "cp_bytes_per_s", "ep_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and rate <= 0:
+                problems.append(f"{name} {rate} is no bandwidth: give bytes per second above 0")
+        if not 1 <= self.expert_imbalance < float("inf"):
+            problems.append(
+                f"expert_imbalance {self.expert_imbalance} was given, and it is the busiest device's rows over the "
+                "mean's: give 1 or more"
+            )
         if problems:
             raise PartitionError(join_problems(problems))
 
@@ -59,9 +72,27 @@ class CostSettings:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether blocks multiply 8-bit copies of bf16 weights and activations."""
+        return self.dtype in ("fp8", "mxfp8")
+
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
         """What kernels reach on `device`: as given, else as published benchmarks show."""
         return self.efficiency or efficiency_of(device)
+
+    def visits(self, m: MlpSpec) -> float:
+        """Rows of the busiest device's experts for each row of its own; k where all devices have all experts."""
+        return (m.experts_per_token or 1) * self.dims.expert_tp / self.dims.tp * self.busiest_experts
+
+    @property
+    def busiest_experts(self) -> float:
+        """Rows of the busiest device's experts over the mean's; a device that has them all has no more than its own."""
+        return self.expert_imbalance if self.dims.ep > 1 else 1.0
+
+    def token_share(self, tower: Tower) -> int:
+        """Devices that share the rows of a pack: cp in the language model; vision towers run whole on each."""
+        return self.dims.cp if tower == "language" else 1
 
     def row_share(self, tower: Tower) -> int:
         """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1.

@@ -101,19 +101,20 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
             }
         ):
             seen = seeing if words == _FEW else set(real.chosen)
-            yield _run(real, batches.make(times, words, copies=copies), seen)
+            yield run_of(real, batches.make(times, words, copies=copies), seen)
     for batch in texts.values():
         if batch is not None:
-            yield _run(real, batch, set(real.chosen) - seeing)
+            yield run_of(real, batch, set(real.chosen) - seeing)
 
 
 def _work_of_one(real: RealModel) -> Terms:
     """Of the smallest images."""
-    run = _run(real, real.kinds.batches.make(1, _FEW), set(real.chosen))
+    run = run_of(real, real.kinds.batches.make(1, _FEW), set(real.chosen))
     return next(iter(run.work.values()))
 
 
-def _run(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
+def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
+    """One forward on `batch`: what the layers `numbers` were handed, and the work it was for each layer."""
     calls: dict[int, list[Call]] = {}
 
     def keep(number: int) -> Callable[..., None]:

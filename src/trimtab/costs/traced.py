@@ -44,7 +44,7 @@ def profile_traced(
     Seconds are the formulas'. Raises `UnknownModelError` where Transformers has no such model or takes no step.
     """
     settings = CostSettings(dims=ParallelDims(), **{"attention": "sdpa", **choices})
-    numbers = group_layers(model, settings.frozen_towers)
+    numbers = group_layers(model, settings.frozen_towers, settings.lora)
     groups = {numbers.index(group): group for group in set(numbers)}  # by the first layer of each
     traced = KindModel(config, model, settings, sorted(groups))
     kept = [_probe(traced, times, words) for times, words in _SMALL]

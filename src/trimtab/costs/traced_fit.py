@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from trimtab.costs.analytic import find_columns
+from trimtab.costs.memory_band import COUNTED_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_saved import SavedStorage, Trace
 from trimtab.errors import TrimtabError
@@ -273,6 +274,7 @@ def traced_profile(
             analytic,
             layers=_ungroup(layers),
             method="traced",
+            memory_error=COUNTED_ERROR,
             assumptions=(analytic.assumptions[0], *said, *analytic.assumptions[1:]),
         ),
         kinds=tuple(kinds),

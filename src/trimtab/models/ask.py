@@ -27,7 +27,7 @@ MAX_WALL_S = 300  # disks of clusters are slow to import from
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
 CHILD = "trimtab.models.asking.child"
-ANSWERS = 4  # raise it when answers to the same question change: remembered ones are then asked again
+ANSWERS = 5  # raise it when answers to the same question change: remembered ones are then asked again
 
 INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which are asked for it without weights"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -33,11 +33,19 @@ class DeviceMemory:
     state_bytes: float  # parameters, gradients, optimizer state
     saved_bytes: float  # activations of all micro-batches in flight at the worst moment
     transient_bytes: float  # the most one layer's backward needs: its workspace, and what it computes again
-    overhead_bytes: float  # what the caller set aside: context, allocator, communication buffers
+    overhead_bytes: float  # expected beside those counted: context, allocator, communication buffers
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.saved_bytes + self.transient_bytes + self.overhead_bytes
+        return self.counted_bytes + self.overhead_bytes
+
+    @property
+    def counted_bytes(self) -> float:
+        return self.state_bytes + self.saved_bytes + self.transient_bytes
+
+    def with_share(self, share: float) -> DeviceMemory:
+        """With so much of the counted bytes expected beside them."""
+        return replace(self, overhead_bytes=self.overhead_bytes + share * self.counted_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +92,8 @@ class SplitProblem:
     schedule: ScheduleName = "1F1B"
     num_chunks: int = 1  # virtual stages of a device
     recompute: RecomputeMode = "auto"
-    overhead_bytes: float = 0.0
+    overhead_bytes: float = 0.0  # of each device, whatever it holds
+    overhead_share: float = 0.0  # of the bytes that it holds
 
     def __post_init__(self) -> None:
         L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks
@@ -107,6 +116,12 @@ class SplitProblem:
             )
 
     @property
+    def room_bytes(self) -> float:
+        """What a device may hold, overhead aside; less by what rounding may add."""
+        room = (self.memory_bytes - self.overhead_bytes) / (1.0 + self.overhead_share)
+        return room * (1.0 - 1e-12) if self.overhead_share else room
+
+    @property
     def order(self) -> BlockOrder:
         """What each device runs."""
         return block_order(
@@ -120,7 +135,7 @@ class SplitProblem:
         """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
         Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
-        what its first layer enters with) + largest transient + overhead, bytes at `work_max`. A layer's transient is
+        what its first layer enters with) + largest transient, bytes at `work_max`, + overhead. A layer's transient is
         the workspace of its backward (`transient_bytes`) and, where it recomputes, what it then holds more than its
         tier saves: layers are computed again one at a time. Not counted there: a row of its input where its norm keeps
         another copy (RMSNorm in separate operations). Where weight gradients run apart, a micro-batch whose backward
@@ -161,7 +176,7 @@ class SplitProblem:
                     saved_bytes=float(peaks[d]),
                     transient_bytes=float(transient[devices == d].max()),
                     overhead_bytes=float(self.overhead_bytes),
-                )
+                ).with_share(self.overhead_share)
                 for d in range(P)
             ),
             devices=tuple(devices.tolist()),

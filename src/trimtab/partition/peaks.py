@@ -66,7 +66,7 @@ def replay_peaks(
                     saved_bytes=float(saved_then[worst]),
                     transient_bytes=float(most[worst] - saved_then[worst]),
                     overhead_bytes=float(problem.overhead_bytes),
-                ),
+                ).with_share(problem.overhead_share),
                 step=worst // table.shape[1],
                 dp_rank=worst % table.shape[1],
             )

@@ -81,7 +81,7 @@ def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitRes
 def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> FloatArray:
     """(S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` would fill it."""
     P, V = problem.num_stages, problem.num_chunks
-    room = problem.memory_bytes - problem.overhead_bytes
+    room = problem.room_bytes
     if like is None:
         return np.full(P * V, room / V)
     single = replace(problem, num_chunks=1, schedule="1F1B", num_microbatches=1)
@@ -145,7 +145,7 @@ def _solve_capped(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> 
 def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     """How many bytes the fullest device lacks in the split that needs least on it."""
     pipeline = pipeline_of(problem, table, chunk_room(problem))
-    least = least_memory(pipeline) * problem.num_chunks + problem.overhead_bytes
+    least = least_memory(pipeline) * problem.num_chunks * (1 + problem.overhead_share) + problem.overhead_bytes
     missing = least - problem.memory_bytes
     how = {
         "auto": "even with the strongest recompute everywhere",
@@ -162,7 +162,7 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     if problem.recompute != "auto":
         tries.append("recompute='auto'")
     return PartitionError(
-        f"{len(problem.profile.layers)} layers do not fit {problem.num_stages} devices of "
-        f"{format_bytes(problem.memory_bytes)}: {how} the best split needs {format_bytes(least)} on its fullest "
+        f"{len(problem.profile.layers)} layers do not fit {problem.num_stages} devices that may hold "
+        f"{format_bytes(problem.memory_bytes)} each: {how} the best split needs {format_bytes(least)} on its fullest "
         f"device, {format_bytes(missing)} ({missing:.0f} bytes) too many: try {', '.join(tries[:-1])} or {tries[-1]}"
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PartitionError, PlanError, refuse_type
-from trimtab.files import write_atomically
+from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case, Setting
 from trimtab.plan.decide.assemble import assemble_plan
@@ -22,7 +22,7 @@ from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
-from trimtab.plan.decide.work import in_patches, packed_work, price_samples, select_rows
+from trimtab.plan.decide.work import in_patches, packed_work, pad_documents, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -80,9 +80,7 @@ def make_plan(
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
 
-    chosen = choose_setting(
-        model, epoch.drawn, samples_work[rows], cluster, options, budget, progress=_step(progress, "settings")
-    )
+    chosen = choose_setting(model, epoch.drawn, cluster, options, budget, progress=_step(progress, "settings"))
     settled = _settle(model, epoch, samples_work, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options
@@ -160,6 +158,8 @@ def _pack_case(
     options: PlanOptions,
 ) -> Case:
     """The epoch in packs for this setting; stages are still to come."""
+    if setting.dims.cp > 1:
+        samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
     packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
     return Case(
         model=model,
@@ -196,7 +196,7 @@ def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: Fl
     """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
     packed = epoch.of_table(
         pack_samples(
-            epoch.drawn,
+            pad_documents(epoch.drawn, setting.dims),
             limits=(setting.max_patches, setting.max_tokens),
             dp=setting.dims.dp,
             num_microbatches=setting.num_microbatches,
@@ -254,10 +254,11 @@ def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """
     refuse_type("details", details, PlanDetails, "make_plan(...)")
     folder = Path(folder)
-    for name, content in details.tables.items():
-        write_atomically(folder / name, content)
     path = folder / "plan.yaml"
-    write_atomically(path, plan_to_yaml(details.plan))
+    with written_together():
+        for name, content in details.tables.items():
+            write_atomically(folder / name, content)
+        write_atomically(path, plan_to_yaml(details.plan))
     return path
 
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.options import ScheduleName
+from trimtab.units import format_degrees
 
 BASELINE = "baseline"  # the name of the variant that a plan is told against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up)."""
+    """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up).
+
+    `reserve_gib` is what is expected beside the counted bytes: context, the allocator's slack.
+    """
 
     stage: int
     forward_ms: float
@@ -113,20 +117,22 @@ class SettingEstimate:
     step_ms: float
     samples_per_s: float
     peak_memory_gib: float
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def label(self) -> str:
         """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
-        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "pp", "tp"))
         chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
         sharded = f", ZeRO-{self.zero_stage}" if self.dp > 1 and self.zero_stage else ""
-        return degrees + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
+        return format_degrees(self) + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
-    memory_error: float
+    memory_error: float  # of the expected bytes below: 5 % of devices need more, 5 % less
     step_ms: float
     epoch_s: float
     samples_per_s: float
@@ -134,6 +140,8 @@ class Estimates:
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
+    memory_share: float | None = None  # of its memory that the fullest device is expected to fill; null: an older plan
+    misfit_chance: float | None = None  # that it needs more than it has
     vision_data_parallel: VisionEstimate | None = None
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open

@@ -1,34 +1,37 @@
 """What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
-    DType,
     Optimizer,
     Option,
     PackMethod,
+    Precision,
     ScheduleName,
     Tower,
     option_problems,
     same_fields,
 )
+from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
+    IMBALANCE,
+    LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
+    TP_OVERLAP,
     PlanOptions,
     batch_problems,
 )
-
-if TYPE_CHECKING:
-    from trimtab.specs import ParallelDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,9 @@ class GivenRun:
     dp: Annotated[int | None, Option("Data-parallel degree; default: the devices left.", least=1, common=True)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: 1.", least=1, common=True)] = None
     tp: Annotated[int | None, Option("Tensor-parallel degree; default: 1.", least=1, common=True)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree; default: 1.", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree; default: 1.", least=1)] = None
+    etp: Annotated[int | None, Option("Tensor-parallel degree of one expert; default: that of --tp.", least=1)] = None
     batch: Annotated[
         int | None, Option("Samples of a micro-batch; else give --max-patches, --max-tokens.", least=1, common=True)
     ] = None
@@ -72,10 +78,13 @@ class GivenRun:
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
     zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
-    dtype: Annotated[DType | None, DTYPE] = None
+    dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
 
@@ -90,9 +99,9 @@ class GivenRun:
         if problems:
             raise PlanError(join_problems(problems))
 
-    def options(self, dims: "ParallelDims") -> PlanOptions:
+    def options(self, dims: ParallelDims) -> PlanOptions:
         """What prices it; what is not said is as a plan has it."""
-        return replace(self._said(), **{axis: getattr(dims, axis) for axis in ("dp", "pp", "tp")})
+        return replace(self._said(), **same_fields(dims, ParallelDims))
 
     def open_options(self, *, global_batch: int) -> PlanOptions:
         """What a plan in its place is made with: its training, and all that `trimtab plan` decides left open."""
@@ -100,7 +109,7 @@ class GivenRun:
 
     def _said(self) -> PlanOptions:
         decided = {
-            *("dp", "pp", "tp", "method", "recompute"),
+            *("dp", "pp", "tp", "cp", "ep", "etp", "method", "recompute"),
             *("max_patches", "max_tokens", "num_microbatches", "global_batch"),
         }
         said = same_fields(self, PlanOptions)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from trimtab.errors import PlanError, join_problems
+from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
-    DType,
     Optimizer,
     Option,
     Order,
     Oversize,
     PlanMethod,
+    Precision,
     RecomputeMode,
     Tower,
     option_problems,
@@ -75,12 +77,23 @@ WEIGHTS = Option(
 
 # of every run that is priced
 MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
+RISK = Option(
+    "Accepted chance that the fullest device needs more memory than it has; a larger one fills more.",
+    read=parse_share,
+    shown="5%",
+)
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
-DTYPE = Option("Of weights and activations.")
+DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
 ATTENTION = Option("Attention as it will run.")
 FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
+)
+ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
+IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+LORA = Option(
+    "Train LoRA adapters alone, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None
 )
 SEED = Option("Same seed, same result.")
 
@@ -98,6 +111,9 @@ class PlanOptions:
     dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
     pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
     tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
+    etp: Annotated[int | None, ETP] = None
     num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
         None
     )
@@ -121,10 +137,8 @@ class PlanOptions:
         "auto"
     )
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
-    reserve: Annotated[float, Option("Share of the memory kept free, as in 6%.", read=parse_share, shown="6%")] = (
-        0.06  # context, communication buffers, allocator rounding
-    )
-    reserve_bytes: int | None = None  # the same in bytes, instead of the share
+    risk: Annotated[float, RISK] = 0.05
+    reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
     zero_stage: Annotated[
         int | None,
         Option("ZeRO sharding; default: 1, or 3 where plain data parallel is then taken.", least=0, most=3),
@@ -133,10 +147,13 @@ class PlanOptions:
         Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
     ] = "simplest"
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
-    dtype: Annotated[DType, DTYPE] = "bf16"
+    dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
+    tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
     search: Annotated[
@@ -164,8 +181,7 @@ class PlanOptions:
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         problems += self.vision.problems()
-        if not 0 <= self.reserve < 1:
-            problems.append(f"reserve {self.reserve} was asked for, and it is a share: give 0 or more, below 1")
+        problems += risk_problems(self.risk)
         problems += self._schedule_problems()
         problems += [problem for text in self.baselines for problem in parse_baseline(text).problems(text)]
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
@@ -173,6 +189,7 @@ class PlanOptions:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
         if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
             problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
+        problems += lora_problems(self.lora, self.frozen_towers)
         if problems:
             raise PlanError(join_problems(problems))
 
@@ -218,6 +235,13 @@ class PlanOrigin:
     assumptions: tuple[str, ...] = ()
 
 
+def risk_problems(risk: float) -> list[str]:
+    """A sentence where `risk` is no chance."""
+    if 0 < risk < 1:
+        return []
+    return [f"risk {risk} was asked for, and it is a chance: give one above 0 and below 1, as in 5%"]
+
+
 def batch_problems(num_microbatches: int | None, global_batch: int | None) -> list[str]:
     """A sentence where a step's size was given twice."""
     if num_microbatches is None or global_batch is None:
@@ -225,6 +249,16 @@ def batch_problems(num_microbatches: int | None, global_batch: int | None) -> li
     return [
         f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from "
         "the other: give one of them"
+    ]
+
+
+def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
+    """A sentence for each tower that was to have adapters and to be frozen with them."""
+    return [
+        f"tower {tower!r} was to be frozen (--freeze) and to have adapters (--lora): LoRA freezes its weights by "
+        "itself, leave one of the two out"
+        for tower in (() if lora is None else lora.towers)
+        if tower in frozen
     ]
 
 

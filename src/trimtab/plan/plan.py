@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.lora import Lora
 from trimtab.options import (
+    EXPERT_IMBALANCE,
     Attention,
     Order,
     Oversize,
@@ -97,7 +99,8 @@ class ClusterInput:
     node_link_bytes_per_s: float
     latency_s: float
     memory_bytes: int
-    reserve_bytes: int  # kept free: allocator rounding, context, communication buffers
+    risk: float | None = None  # accepted chance that the fullest device needs more; null: reserve_bytes stay free
+    reserve_bytes: int | None = None
     device_figures: DeviceSpec | None = None  # of a device from the user's own file; null: a table or profile has them
 
 
@@ -117,6 +120,8 @@ class TrainingInput:
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
+    expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
+    lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
@@ -137,6 +142,8 @@ class ParallelDecision:
     pp: int
     tp: int
     cp: int
+    ep: int = 1  # of experts, among the dp x cp x tp devices of a stage
+    etp: int | None = None  # none, and no such key: as many as tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import Run, simulate_run
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, padded_work
+from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, pad_documents, padded_work
 from trimtab.plan.file.details import Variant
 from trimtab.plan.given import GivenRun
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
@@ -40,10 +40,10 @@ class Prediction:
 
     model: ModelSpec
     cluster: ClusterSpec
-    profile: Profile  # its `time_error` and `memory_error` are the bands of what is said here
+    profile: Profile  # its `time_error` is the band of the seconds here, `budget.band` that of the bytes
     num_samples: int
     num_microbatches: int
-    memory_cap_bytes: int
+    budget: MemoryBudget
     variant: Variant
 
     @property
@@ -88,7 +88,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
     epoch = open_epoch(model, samples, options)
     profile, budget = profile_setting(model, cluster, options, dims), MemoryBudget.of(cluster, options)
     made, padded = _batches(epoch, run, dims)
-    sample_work = epoch.samples.work(token_window=model.token_window)
+    sample_work = pad_documents(epoch.samples, dims).work(token_window=model.token_window)
     work = padded_work(made.packing, sample_work) if padded else packed_work(made.packing, sample_work)
     joined = not padded and joins_samples(options.attention)
     problem = split_problem(
@@ -116,7 +116,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         profile=profile,
         num_samples=len(made.packing.indices),
         num_microbatches=problem.num_microbatches,
-        memory_cap_bytes=budget.total_bytes,
+        budget=budget,
         variant=simulate_run(ran, cluster),
     )
 
@@ -141,18 +141,20 @@ def parse_stages(text: str) -> list[dict[str, int]]:
 
 
 def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
-    pp, tp = run.pp or 1, run.tp or 1
-    dp = run.dp or max(1, cluster.num_devices // (pp * tp))
-    if dp * pp * tp != cluster.num_devices:
+    pp, tp, cp = run.pp or 1, run.tp or 1, run.cp or 1
+    dp = run.dp or max(1, cluster.num_devices // (pp * tp * cp))
+    dims = ParallelDims(dp=dp, pp=pp, tp=tp, cp=cp, ep=run.ep or 1, etp=run.etp)
+    if dp * pp * tp * cp != cluster.num_devices:
+        degrees = f"dp {dp} x pp {pp} x tp {tp}" + (f" x cp {cp}" if cp > 1 else "")
         raise PlanError(
-            f"dp {dp} x pp {pp} x tp {tp} are {dp * pp * tp} devices, and the cluster has {cluster.num_devices}: give "
-            "degrees whose product it is"
+            f"{degrees} are {dp * pp * tp * cp} devices, and the cluster has {cluster.num_devices}: give degrees whose "
+            "product it is"
         )
     if cluster.devices_per_node % tp:
         raise PlanError(
             f"tp {tp} was given, and nodes have {cluster.devices_per_node} devices: give one that divides a node"
         )
-    return ParallelDims(dp=dp, pp=pp, tp=tp)
+    return dims
 
 
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:

@@ -63,7 +63,7 @@ _MEMORY_PARTS = (
     ("state", "weights, gradients, optimizer", "state_bytes"),
     ("saved", "saved activations", "saved_bytes"),
     ("transient", "transient", "transient_bytes"),
-    ("reserve", "kept in reserve", "overhead_bytes"),
+    ("reserve", "context, allocator", "overhead_bytes"),
 )
 
 
@@ -74,7 +74,8 @@ def memory_bars(details: PlanDetails) -> str:
     panels = [f"<figure><h3>{name}</h3>{_memory_panel(name, v, span, cap)}</figure>" for name, v in shown.items()]
     return section(
         "Memory of each pipeline rank",
-        "Peak of one device when all micro-batches in flight are of the largest size. What passes the cap is outlined.",
+        "Peak of one device when all micro-batches in flight are of the largest size, as expected. What passes "
+        "the cap, up to which a plan may fill it at the accepted risk, is outlined.",
         legend(((look,), text) for look, text, _ in _MEMORY_PARTS) + f'<div class="pair">{"".join(panels)}</div>',
     )
 

@@ -165,6 +165,8 @@ def _decisions(details: PlanDetails) -> str:
         ("Pipeline parallel", f"{parallel.pp}"),
         ("Tensor parallel", f"{parallel.tp}"),
         ("Context parallel", f"{parallel.cp}"),
+        *((("Expert parallel", f"{parallel.ep}"),) if parallel.ep > 1 else ()),
+        *((("Tensor parallel of an expert", f"{parallel.etp}"),) if parallel.etp is not None else ()),
         ("Schedule", esc(schedule.name)),
         ("Micro-batches", f"{schedule.num_microbatches} per rank and step"),
         ("Virtual stages", f"{schedule.num_chunks} per device"),
@@ -183,6 +185,7 @@ def _inputs(details: PlanDetails) -> str:
     skipped = f", {data.num_skipped:,} skipped" if data.num_skipped else ""
     counted = "counted by the tokenizer" if data.tokens_exact else "estimated without a tokenizer"
     frozen = ", ".join(esc(tower, 40) for tower in training.frozen_towers) or "none"
+    adapters = () if training.lora is None else (("LoRA", esc(str(training.lora), 160)),)
     pairs = (
         ("Model", f"{esc(given.model.name, 120)} ({esc(given.model.family, 60)})"),
         ("Described from", f"<code>{esc(given.model.config, 160)}</code>"),
@@ -193,12 +196,14 @@ def _inputs(details: PlanDetails) -> str:
         ("Cluster", f"{cluster.num_nodes} × {cluster.devices_per_node} {esc(cluster.device, 60)}"),
         (
             "Memory",
-            f"{format_bytes(cluster.memory_bytes)} per device, {format_bytes(cluster.reserve_bytes)} in reserve",
+            f"{format_bytes(cluster.memory_bytes)} per device, "
+            + (f"risk {percent(cluster.risk)}" if cluster.risk else f"{format_bytes(cluster.reserve_bytes or 0)} free"),
         ),
         ("Number format", esc(training.dtype, 40)),
         ("Optimizer", f"{esc(training.optimizer, 40)}, ZeRO stage {training.zero_stage}"),
         ("Attention", esc(training.attention, 40)),
         ("Frozen towers", frozen),
+        *adapters,
         ("Costs", esc(training.costs, 40)),
         ("Command", f"<code>{esc(details.plan.command)}</code>"),
     )

@@ -12,28 +12,26 @@ from trimtab.report.plan_tables import variant_stages
 from trimtab.report.table import print_table
 from trimtab.report.text import MAX_STAGE_ROWS
 from trimtab.report.words import clean, idle_sentence
-from trimtab.units import format_bytes, format_number, format_seconds
+from trimtab.units import format_bytes, format_degrees, format_number, format_seconds
 
 
 def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
-    dims, ran = found.dims, found.variant
-    time_band, memory_band = found.profile.time_error, found.profile.memory_error
-    peak, cap = max(memory.total_bytes for memory in ran.memory), found.memory_cap_bytes
-    fits = "IT DOES NOT FIT"
-    if ran.fits:
-        fits = "it fits" if peak * (1 + memory_band) <= cap else "it fits, by less than the error of the figure"
+    ran = found.variant
+    time_band, memory = found.profile.time_error, found.budget
+    peak = max(held.total_bytes for held in ran.memory)
     steps = len(ran.step_s)
     return (
-        f"{found.cluster.num_devices} {found.cluster.device.name} as dp {dims.dp} x pp {dims.pp} x tp {dims.tp}, "
+        f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
         f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
         f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.p95_step_s)} or more in "
         f"one of 20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
         f"{found.num_samples:,} samples in {steps:,} steps.",
-        f"The fullest device holds {format_bytes(peak)} of {format_bytes(cap)}: {fits}.",
+        f"The fullest device is expected to hold {format_bytes(peak)} of {format_bytes(memory.total_bytes)}: "
+        f"{memory.band.verdict(peak / memory.total_bytes)}.",
         idle_sentence(ran),
-        f"Seconds are within {time_band:.0%}, bytes within {memory_band:.0%} of measured runs, as far as is known "
-        "(docs/published-runs.md).",
+        f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
+        "is known (docs/published-runs.md).",
     )
 
 

@@ -31,7 +31,7 @@ function deviceOrder(schedule, device, P, V, M) {
 }
 
 // seconds of the step, the idle share of its pipeline, and the most bytes of each device
-function simulateStep({ schedule, apart, num_devices: P, reserve_bytes }, split, M) {
+function simulateStep({ schedule, apart, num_devices: P, reserve_bytes, reserve_share }, split, M) {
   const S = split.seconds[0].length, V = S / P, comesBack = schedule === "ZBVZeroBubble";
   const deviceOf = (stage) => (comesBack && stage >= P ? 2 * P - 1 - stage : stage % P);
   const stageOf = (device, chunk) => (comesBack && chunk ? 2 * P - 1 - device : device + chunk * P);
@@ -56,7 +56,7 @@ function simulateStep({ schedule, apart, num_devices: P, reserve_bytes }, split,
       transient = Math.max(transient, split.transient_bytes[stageOf(d, c)]);
     }
     rows.push(row);
-    peak_bytes.push(state + peak + transient + reserve_bytes);
+    peak_bytes.push((state + peak + transient) * (1 + reserve_share) + reserve_bytes);
   }
   const end = [0, 1, 2].map(() => Array.from({ length: S }, () => Array(M).fill(-1)));
   const at = Array(P).fill(0), free = Array(P).fill(0);

@@ -59,6 +59,7 @@ def what_if_json(case: Case, splits: Sequence[CappedSplit], plan: Variant) -> st
         "num_devices": problem.num_stages,
         "num_microbatches": problem.num_microbatches,
         "reserve_bytes": problem.overhead_bytes,
+        "reserve_share": problem.overhead_share,
         "samples_per_microbatch": case.setting.dims.dp * len(packing.indices) / packing.num_packs,
         "samples_per_s": len(packing.indices) / plan.epoch_s,
         "splits": [asdict(split) for split in splits],

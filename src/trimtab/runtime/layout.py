@@ -71,7 +71,7 @@ class PipelineLayout:
 def read_layout(plan: Plan) -> PipelineLayout:
     """The part of the plan's decisions that a pipeline runs; its data-parallel ranks and packing are the loop's."""
     decisions = plan.decisions
-    for axis in ("tp", "cp"):
+    for axis in ("tp", "cp", "ep"):
         degree = getattr(decisions.parallel, axis)
         if degree > 1:
             raise UnsupportedPlanError(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.typed_json import parse_json
 
+MAX_VALUES = 5_000_000  # of one record: Python takes some 70 bytes for each
 Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "mds", "tar"]
 
 
@@ -52,6 +53,8 @@ class Groups:
 
 def parse_record(data: bytes) -> object:
     """A JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
+    if len(data) > MAX_VALUES and sum(map(data.count, (b"[", b"{", b","))) > MAX_VALUES:
+        raise BadRecordError("json", f"it holds more than {MAX_VALUES:,} values: name files instead")
     try:
         value = parse_json(data)
         if b"\\ud" in data or b"\\uD" in data:  # lone surrogates, which no tokenizer takes, do not encode

@@ -15,8 +15,9 @@ from trimtab.errors import ImageError, SampleError
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
 from trimtab.samples.columns import open_parquet
+from trimtab.samples.json_lists import read_json_list
 from trimtab.samples.problems import BadSample, shorten
-from trimtab.samples.records import GROUPED, detect_format, read_json_list, read_records
+from trimtab.samples.records import GROUPED, detect_format, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table, numbers_of
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
@@ -80,7 +81,7 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         num_rows = len(next(iter(columns.values())))
         return _make_part(path, columns, range(1, num_rows + 1), bad, count_image)
     if kind == "json":
-        numbered = list(enumerate(read_json_list(path), 1))
+        numbered = [(line, value) for line, (value, _) in enumerate(read_json_list(path), 1)]
     else:
         numbered = []
         for record in read_records(path, more_columns=_KEYS):

@@ -19,7 +19,7 @@ BadKind = Literal[
     "image",  # the image file is not one, is truncated, has no or too many pixels
     "video",  # the video file is not one, is damaged, has no frames, or its processor refuses it
     "placeholder",  # as many placeholders as images and videos are needed
-    "template",  # the chat template refuses the conversation
+    "template",  # the chat template or the tokenizer refuses the conversation
     "length",  # more tokens than the limit
 ]
 
@@ -65,12 +65,13 @@ def shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True) -> None:
-    """Raise one `SampleError` that names the bad samples, if there are any."""
+def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True, of: str = "") -> None:
+    """Raise one `SampleError` that names the bad samples, if there are any; `of`: which samples were read."""
     if not bad:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
     cure = "fix them, or leave them out with on_bad='skip' (--on-bad skip)" if can_skip else "fix them"
     raise SampleError(
-        f"{len(bad)} of {num_read} samples cannot be planned ({kinds}): {cure}\n" + join_problems([str(b) for b in bad])
+        f"{len(bad)} of {of}{num_read} samples cannot be planned ({kinds}): {cure}\n"
+        + join_problems([str(b) for b in bad])
     )

@@ -19,6 +19,7 @@ from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.samples.chunks import Chunk, Format, Groups, Record, parse_record
 from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups
+from trimtab.samples.json_lists import read_json_list
 from trimtab.samples.mds import CODECS, mds_groups
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import KNOWN_KEYS
@@ -27,6 +28,7 @@ from trimtab.samples.tars import read_tar
 CHUNK_BYTES = 1 << 20  # of a JSONL file: about 0.3 s of work, and what a kill can lose per worker
 CHUNK_RECORDS = 2000  # of a JSON list; of groups at least as many
 MAX_CHUNKS = 4096  # of one JSONL file; a larger file gets larger chunks
+LIST_CHUNK_CHARACTERS = 32 << 20  # of a JSON list of large records
 MAX_LINE_BYTES = 256 << 20
 _BOM = b"\xef\xbb\xbf"
 
@@ -79,35 +81,43 @@ def detect_format(path: Path) -> Format:
     return found
 
 
-def list_chunks(path: Path) -> list[Chunk]:
-    """The file in chunks, in order; the same for any number of workers. A JSON list is parsed here."""
+def list_chunks(path: Path) -> Iterator[Chunk]:
+    """The file in chunks, in order; the same for any number of workers. A JSON list is parsed here, as it is asked."""
     kind = detect_format(path)
     size = path.stat().st_size
     if kind == "jsonl":
         step = max(CHUNK_BYTES, -(-size // MAX_CHUNKS))
-        return [_chunk(path, kind, at, min(at + step, size), None, min(step, size - at)) for at in range(0, size, step)]
+        for at in range(0, size, step):
+            yield _chunk(path, kind, at, min(at + step, size), None, min(step, size - at))
+        return
     if kind == "tar":
-        return [_chunk(path, kind, 0, 1, 1, size)]
+        yield _chunk(path, kind, 0, 1, 1, size)
+        return
     if kind == "json":
-        rows = read_json_list(path)
-        step = CHUNK_RECORDS
-        return [
-            replace(
-                _chunk(path, kind, at, stop := min(at + step, len(rows)), at + 1, size * (stop - at) // len(rows)),
-                rows=tuple(rows[at:stop]),
-            )
-            for at in range(0, len(rows), step)
-        ]
+        yield from _list_chunks(path)
+        return
     counts = GROUPED[kind](path).counts
     firsts = [0, *accumulate(counts)]
-    chunks, start = [], 0
+    start = 0
     for stop in range(1, len(counts) + 1):
         rows_in = firsts[stop] - firsts[start]
         if rows_in >= CHUNK_RECORDS or stop == len(counts):
             share = size * rows_in // max(1, firsts[-1])
-            chunks.append(_chunk(path, kind, start, stop, firsts[start] + 1, share))
+            yield _chunk(path, kind, start, stop, firsts[start] + 1, share)
             start = stop
-    return chunks
+
+
+def _list_chunks(path: Path) -> Iterator[Chunk]:
+    rows: list[object] = []
+    first = start = end = 0
+    for value, end in read_json_list(path):
+        rows.append(value)
+        if len(rows) == CHUNK_RECORDS or end - start > LIST_CHUNK_CHARACTERS:
+            chunk = _chunk(path, "json", first, first + len(rows), first + 1, end - start)
+            yield replace(chunk, rows=tuple(rows))
+            first, start, rows = first + len(rows), end, []
+    if rows:
+        yield replace(_chunk(path, "json", first, first + len(rows), first + 1, end - start), rows=tuple(rows))
 
 
 def _chunk(path: Path, kind: Format, start: int, stop: int, first_line: int | None, num_bytes: int) -> Chunk:
@@ -146,24 +156,12 @@ def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def read_json_list(path: Path) -> list[object]:
-    """A file that is one JSON list; `SampleError` if it is not, because then no record can be told from another."""
-    try:
-        rows = parse_record(path.read_bytes())
-    except BadRecordError as error:
-        raise SampleError(
-            f"{path} is {error} (one JSON list is read whole: a JSON Lines file can skip lines)"
-        ) from None
-    assert isinstance(rows, list), "detect_format saw a ["
-    return rows
-
-
 def _read_lines(file: BinaryIO, start: int, stop: int) -> Iterator[Record]:
     """Lines that begin in [start, stop), numbered from 1 within the chunk."""
     position = start
     if start:
         file.seek(start - 1)
-        position = _skip_line(file, start - 1)
+        position = _skip_line(file, start - 1, stop)
     number = 0
     while position < stop:
         line = file.readline(MAX_LINE_BYTES + 1)
@@ -172,7 +170,7 @@ def _read_lines(file: BinaryIO, start: int, stop: int) -> Iterator[Record]:
         number += 1
         position += len(line)
         if len(line) > MAX_LINE_BYTES:
-            position = _skip_line(file, position)
+            position = _skip_line(file, position, stop)
             yield Record(line=number, problem=BadRecordError("json", _TOO_LONG))
             continue
         if position == len(line) and start == 0:
@@ -194,9 +192,9 @@ def _parse_line(line: bytes, number: int) -> Record:
         return Record(line=number, problem=error)
 
 
-def _skip_line(file: BinaryIO, position: int) -> int:
-    """Read on behind the next line end; lines of any length in little memory."""
-    while part := file.readline(1 << 20):
+def _skip_line(file: BinaryIO, position: int, stop: int) -> int:
+    """Read on behind the next line end, or to `stop`: who skips a long line in every chunk reads it once in all."""
+    while position < stop and (part := file.readline(min(1 << 20, stop - position))):
         position += len(part)
         if part.endswith(b"\n"):
             break
@@ -228,7 +226,7 @@ def open_rows(path: Path) -> Callable[[int], object]:
     """A record by its number in the file, from 1: of a JSON list, or of groups, of which the last one is kept."""
     kind = detect_format(path)
     if kind == "json":
-        rows = read_json_list(path)
+        rows = [value for value, _ in read_json_list(path)]
         return lambda line: rows[line - 1]
     groups = GROUPED[kind](path)
     firsts = np.cumsum([0, *groups.counts])
@@ -248,7 +246,7 @@ def rows_of(path: Path) -> Iterator[object]:
     """Every record of a JSON list or of groups, all columns."""
     kind = detect_format(path)
     if kind == "json":
-        yield from read_json_list(path)
+        yield from (value for value, _ in read_json_list(path))
         return
     groups = GROUPED[kind](path)
     try:

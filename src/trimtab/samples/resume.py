@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +14,41 @@ from trimtab.samples.chunks import Chunk
 from trimtab.samples.table import UNREADABLE, Part, bad_from_dict
 
 
-def chunk_path(folder: Path, chunk: Chunk, settings_key: str) -> Path:
-    """Where the chunk's result lies; the name changes with the file's size or time, the chunk, and the settings."""
-    status = chunk.file.stat()
-    identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
-    identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
-    return folder / f"chunk-{blake2b(repr((identity, settings_key)).encode())}.npz"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFile:
+    """Where a chunk's result lies, and what it says that it is the result of."""
+
+    path: Path
+    of: str
+
+    @staticmethod
+    def of_chunk(folder: Path, chunk: Chunk, settings_key: str) -> ChunkFile:
+        """The name changes with the file's size or time, the chunk, and the settings."""
+        status = chunk.file.stat()
+        identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
+        identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
+        of = repr((identity, blake2b(settings_key.encode())))
+        return ChunkFile(path=folder / f"chunk-{blake2b(of.encode())}.npz", of=of)
 
 
-def save_part(path: Path, part: Part) -> None:
+def save_part(file: ChunkFile, part: Part) -> None:
     """Write one finished chunk; the file is complete, or is not there."""
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in values.items() if name not in arrays}
-    content = pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad]})
-    if isinstance(path, Address):
-        path.write_bytes(content)
+    content = pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad], "of": file.of})
+    if isinstance(file.path, Address):
+        file.path.write_bytes(content)
     else:
-        write_atomically(path, content)
+        write_atomically(file.path, content)
 
 
-def load_part(path: Path) -> Part | None:
-    """The chunk saved there; None where there is none or it is damaged (every array has a checksum): sized again."""
+def load_part(file: ChunkFile) -> Part | None:
+    """The chunk saved there; None where there is none, or it is damaged (every array has a checksum) or another's."""
     try:
-        arrays, plain = unpack_arrays(path.read_bytes())
+        arrays, plain = unpack_arrays(file.path.read_bytes())
+        if plain.pop("of") != file.of:
+            return None
         lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
         return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})
     except UNREADABLE:

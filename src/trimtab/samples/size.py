@@ -21,9 +21,9 @@ from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk
 from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
-from trimtab.samples.problems import refuse_bad, shorten
+from trimtab.samples.problems import BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
-from trimtab.samples.resume import chunk_path, load_part, save_part
+from trimtab.samples.resume import ChunkFile, load_part, save_part
 from trimtab.samples.sizer import Sizer, SizerSettings
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
@@ -32,6 +32,7 @@ from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_sam
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
+_MAX_BAD = 1000  # samples: when so many are bad, something is wrong with all of them
 Progress = Callable[[int, int], None]
 MapChunks = Callable[
     [Callable[[], Callable[[Chunk], Part]], Iterable[Chunk], int, Callable[[Chunk, Part], None]], Iterator[Part]
@@ -108,7 +109,8 @@ def size_samples(
             clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
-        parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress)
+        most_bad = _MAX_BAD if on_bad == "error" and shard is None else None
+        parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress, most_bad)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
@@ -200,13 +202,14 @@ def _size_conversations(
     resume_dir: Path | None,
     shard: tuple[int, int] | None,
     progress: Progress | None,
+    most_bad: int | None,
 ) -> list[list[Part]]:
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
         alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
-        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None)
+        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None, most_bad)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress)
+    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress, most_bad)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -226,8 +229,12 @@ def _size_files(
     resume_dir: Path | None,
     shard: tuple[int, int] | None,
     progress: Progress | None,
+    most_bad: int | None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file; of a shard its own parts alone."""
+    """Parts of every file, lines numbered within the file; of a shard its own parts alone.
+
+    Where they hold more than `most_bad` bad samples nothing more is read, and all that there are so far are raised.
+    """
     files = [source.file for source in sources]
     total = sum(file.stat().st_size for file in files)
     done = 0
@@ -249,27 +256,33 @@ def _size_files(
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
+    bad: list[BadSample] = []
     with _one_core_a_worker():
-        results = map_chunks(partial(_make_work, settings, resume_dir), chunks(), workers, advance)
+        results = map_chunks(partial(_make_work, settings, resume_dir, most_bad), chunks(), workers, advance)
         for position, part in enumerate(results):
             number = order[position]
             parts[number].append(_place(part, files[number], lines[number]))
             lines[number] += part.num_lines
+            bad += parts[number][-1].bad
+            if most_bad is not None and len(bad) > most_bad:
+                num_read = sum(part.num_read for file_parts in parts for part in file_parts)
+                refuse_bad(bad, num_read, of="the first ")
     return parts
 
 
-def _make_work(settings: SizerSettings, resume_dir: Path | None) -> Callable[[Chunk], Part]:
+def _make_work(settings: SizerSettings, resume_dir: Path | None, most_bad: int | None) -> Callable[[Chunk], Part]:
     """What a worker does with a chunk: take it from the resume folder, else size it and put it there."""
     sizer, key = Sizer(settings), settings.key()
 
     def work(chunk: Chunk) -> Part:
         if resume_dir is None:
-            return sizer.size(chunk)
-        path = chunk_path(resume_dir, chunk, key)
-        part = load_part(path)
+            return sizer.size(chunk, most_bad)
+        file = ChunkFile.of_chunk(resume_dir, chunk, key)
+        part = load_part(file)
         if part is None:
-            part = sizer.size(chunk)
-            save_part(path, part)
+            part = sizer.size(chunk, most_bad)
+            if most_bad is None or len(part.bad) <= most_bad:  # else it is not whole
+                save_part(file, part)
         return part
 
     return work

@@ -84,13 +84,15 @@ class Sizer:
             max_pixels=settings.max_pixels,
         )
 
-    def size(self, chunk: Chunk) -> Part:
-        """The chunk's samples."""
+    def size(self, chunk: Chunk, most_bad: int | None = None) -> Part:
+        """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
         sized: list[_Sized] = []
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
         for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
+            if most_bad is not None and len(bad) > most_bad:
+                break
             num_lines += 1
             if record.blank:
                 continue
@@ -114,10 +116,15 @@ class Sizer:
         if with_videos:
             sized.sort(key=lambda x: x.line)
             bad.sort(key=lambda x: x.line or 0)
-        tokens: list[int] = []
+        counted: list[int | BadRecordError] = []
         for first in range(0, len(sized), _BATCH):
-            tokens += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
-        rows = [numbers_of(x.images, num) for x, num in zip(sized, tokens, strict=True)]
+            counted += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
+        refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
+        if refused:
+            bad += [BadSample.of(chunk.file, x.line, x.name, error.kind, str(error)) for x, error in refused]
+            bad.sort(key=lambda sample: sample.line or 0)
+        counts = [(x, num) for x, num in zip(sized, counted, strict=True) if isinstance(num, int)]
+        sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
         return Part(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
 from trimtab.typed_json import parse_json
 
 
@@ -39,9 +40,8 @@ def find_template(tokenizer: Path) -> str | None:
 def read_template(path: Path) -> str | None:
     """The Jinja text of a .jinja file, or of the `chat_template` field of a JSON file; None if the field is absent."""
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
-            return text
+            return read_small(path).decode("utf-8")
         template = read_json_object(path).get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template {path}: {error}; name a .jinja or .json file") from None
@@ -56,7 +56,7 @@ def read_template(path: Path) -> str | None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; download it again") from None
     if not isinstance(value, dict):
@@ -69,43 +69,11 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
 
     Names, filters and trimming are those of `apply_chat_template` in Transformers 5.23: `raise_exception`,
     `strftime_now` (today's date, so a template that writes it may count differently tomorrow), plain `tojson`, loop
-    controls, the `generation` block. The template is a stranger's code: `dict` and `namespace` are narrowed, because
-    the originals hand out attributes that a sandbox should not.
+    controls, the `generation` block. The template is a stranger's code: what it may do is in `sandbox.py`.
     """
     import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-    import jinja2.utils
 
-    class GenerationBlock(jinja2.ext.Extension):
-        """{% generation %}: marks what the assistant wrote; here its text alone."""
-
-        tags = {"generation"}  # noqa: RUF012 (read by jinja2)
-
-        def parse(self, parser: Any) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
-
-        def _text(self, caller: Callable[[], str]) -> str:
-            return caller()
-
-    class PublicNamespace(jinja2.utils.Namespace):
-        def __init__(*args: Any, **fields: Any) -> None:
-            self, *positional = args
-            values = dict(*positional, **fields)
-            for name in values:
-                _check_public(name)
-            jinja2.utils.Namespace.__init__(self, values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check_public(name)
-            super().__setitem__(name, value)
-
-    def _check_public(name: object) -> None:
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template must not set {name!r} on a namespace")
+    from trimtab.samples.sandbox import Environment
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -119,16 +87,9 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-    )
+    environment = Environment()
     environment.filters["tojson"] = tojson
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=lambda form: datetime.now().strftime(form),
-        dict=lambda *items, **fields: dict(*items, **fields),
-        namespace=PublicNamespace,
-    )
+    environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     try:
         template = environment.from_string(text)
     except jinja2.TemplateError as error:
@@ -137,6 +98,7 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     def render(
         messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, generation_prompt: bool = False
     ) -> str:
+        environment.start()
         return template.render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **special_tokens
         )

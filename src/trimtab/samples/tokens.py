@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
 from trimtab.models.families.known import MARKUPS
 from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
@@ -27,6 +28,8 @@ characters a token, which is why bytes are counted. It has no error band: name a
 """
 
 _PLAIN = ImageMarkup(placeholder="<image>", soft="<image>")  # where neither model nor tokenizer names a token
+MAX_CHARACTERS = 1 << 22  # of one conversation: some million tokens, and seconds of a tokenizer
+_MAX_TOKENIZER_BYTES = 256 << 20
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,7 +68,7 @@ def read_tokenizer(
     """
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     try:
-        content = path.read_bytes()
+        content = read_small(path, most_bytes=_MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise ConfigError(
             f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json or the folder that holds it"
@@ -202,6 +205,10 @@ class TokenCounter:
                 text = self._render(messages, conversation.tools, generation_prompt=generation_prompt)
             except Exception as error:  # whatever a template's expressions raise on this conversation
                 raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
+        if len(text) > MAX_CHARACTERS:
+            raise BadRecordError(
+                "length", f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}: shorten the sample"
+            )
         if self._tokenizer is None:
             num_tokens = sum(x.tokens for x in images) + sum(x.image.tokens for x in videos)
             text = text.replace(self._markup.placeholder, "").replace(video, "")
@@ -274,21 +281,34 @@ class TokenCounter:
         assert token is not None, "added when loaded, or with the first video"
         return token
 
-    def count(self, rendered: Sequence[Rendered]) -> list[int]:
-        """Tokens of each chat, image tokens included; one batch, because a call costs as much as a short text."""
+    def count(self, rendered: Sequence[Rendered]) -> list[int | BadRecordError]:
+        """Tokens of each chat, image tokens included, or why the tokenizer refuses it.
+
+        One batch, because a call costs as much as a short text; a batch that fails is encoded chat by chat.
+        """
         if self._tokenizer is None:
             return [
                 -(-len(r.text.encode()) // BYTES_PER_TOKEN) + TOKENS_PER_TURN * r.num_turns + r.num_image_tokens
                 for r in rendered
             ]
-        lengths = [r.num_image_tokens for r in rendered]
+        lengths: list[int | BadRecordError] = [0] * len(rendered)
         for add_special in {False, self._add_special}:
             rows = [i for i, r in enumerate(rendered) if self._adds_special(r) is add_special]
             texts = [rendered[i].text for i in rows]
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
-            for i, encoding in zip(rows, encoded, strict=True):
-                lengths[i] += len(encoding)
+            for i, length in zip(rows, self._lengths(texts, add_special), strict=True):
+                lengths[i] = length if isinstance(length, BadRecordError) else length + rendered[i].num_image_tokens
         return lengths
+
+    def _lengths(self, texts: list[str], add_special: bool) -> list[int | BadRecordError]:
+        assert self._tokenizer is not None, "there is a tokenizer"
+        try:
+            return list(map(len, self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the binding raises bare Exception, and a panic that is not even that
+            if len(texts) == 1:
+                return [BadRecordError("template", f"the tokenizer refuses it: {shorten(str(error), 200)}")]
+            return [length for text in texts for length in self._lengths([text], add_special)]
 
     def _adds_special(self, rendered: Rendered) -> bool:
         return self._add_special and not (bool(self._bos) and rendered.text.startswith(self._bos))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
+from trimtab.typed_json import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,11 @@ class WrittenMap:
 def read_device_map(path: Path) -> WrittenMap:
     """A JSON file's map: the bare mapping, or what `trimtab map` wrote with where the rest runs."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_small(path))
         placed = content.get("device_map", content)
         runs_on = {**content.get("runs_on", {}), **dict.fromkeys(content.get("run_on_cpu", []), "cpu")}
         if not placed or not all(type(x) in (int, str) for x in [*placed.values(), *runs_on.values()]):
             raise ValueError("its devices are neither numbers, cpu nor disk")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} holds no device map ({error}): write it with trimtab map --json") from None
     return WrittenMap(placed, runs_on)

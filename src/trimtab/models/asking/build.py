@@ -53,8 +53,9 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
 
     attention: as Transformers names it; eager where the model has no code for it.
     """
-    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
-        if type(config) in auto._model_mapping:
+    for name in ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"):  # the second since Transformers 5
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping:
             break
     else:
         raise UnknownModelError(

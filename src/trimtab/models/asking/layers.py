@@ -18,6 +18,7 @@ from trimtab.specs import (
     AttentionSpec,
     LayerKind,
     LayerSpec,
+    Linear,
     MeasuredWork,
     Tower,
 )
@@ -64,12 +65,22 @@ def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerS
             layer = _block(unit, seen, width, windows.get(unit.path))
         else:
             layer = _other(unit, kind, seen, width)
+        layer = replace(layer, linears=read_linears(unit.module))
         if unit.tower == "audio":  # samples hold none
             layer = replace(layer, rows_per_input=0.0, rows_out_per_input=0.0)
         if unit.tower in ("vision", "projector") and passes.image is not None and unit.path in passes.image.unread:
             layer = replace(layer, unread=True)
         layers.append(layer)
     return layers
+
+
+def read_linears(module: Any) -> tuple[Linear, ...]:
+    """Of a unit's modules, those that PEFT takes for linear layers; none where it has no module."""
+    found = {name: x for name, x in (module.named_modules() if module else ()) if isinstance(x, nn.Linear)}
+    return tuple(
+        Linear(name=name, in_width=int(x.weight.shape[1]), out_width=int(x.weight.shape[0]))
+        for name, x in found.items()
+    )
 
 
 def main_lists(units: list[Unit]) -> dict[Tower, str | None]:

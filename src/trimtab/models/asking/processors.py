@@ -12,7 +12,6 @@ from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers.processing_utils import _get_modality_for_attribute
 
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.asking.build import one_line
@@ -149,6 +148,8 @@ def processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _part(name: str, folder: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    from transformers.processing_utils import _get_modality_for_attribute  # since Transformers 5
+
     modality = _get_modality_for_attribute(name)
     if modality == "tokenizer":
         return AnyTokenizer({k: v for k, v in files.get("tokenizer_config.json", {}).items() if k.endswith("_token")})

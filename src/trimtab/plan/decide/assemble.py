@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.adapters import count_adapters
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.memory_band import MemoryBand
 from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
@@ -48,7 +50,16 @@ from trimtab.plan.plan import (
 from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Stage
-from trimtab.units import format_number, format_ratio, format_seconds, round_digits, round_gib
+from trimtab.units import (
+    format_bytes,
+    format_count,
+    format_degrees,
+    format_number,
+    format_ratio,
+    format_seconds,
+    round_digits,
+    round_gib,
+)
 
 _LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"
@@ -89,7 +100,7 @@ def assemble_plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
         command=origin.command,
-        summary=summarise(inputs, decisions, estimates),
+        summary=summarise(inputs, decisions, estimates, trained=_trained(case)),
         inputs=inputs,
         decisions=decisions,
         estimates=estimates,
@@ -106,7 +117,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         packing=case.packing,
         schedule=case.schedule,
         profile=case.setting.profile,
-        memory_cap_bytes=case.budget.total_bytes,
+        memory_cap_bytes=case.budget.fill_bytes,
         variants=variants,
         case=case,
         tables=tables,
@@ -155,7 +166,8 @@ def describe_inputs(
                 "device_blake2b": device_fingerprint(cluster.device),
                 "device_figures": None if published or PROFILE_FILE in files else cluster.device,
                 "memory_bytes": budget.total_bytes,
-                "reserve_bytes": budget.reserve_bytes,
+                "risk": options.risk if options.reserve_bytes is None else None,
+                "reserve_bytes": options.reserve_bytes,
             }
         ),
         training=TrainingInput(
@@ -203,7 +215,8 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
 
 def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Variant]) -> Estimates:
     """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
-    ours, profile = variants[-1], case.setting.profile
+    ours, profile, band = variants[-1], case.setting.profile, case.budget.band
+    share = split.peak_bytes / case.budget.total_bytes
     cost = price_samples(case.without_vision().setting.profile, case.samples_work)
     balance = report_packing(case.samples, PackResult(packing=case.packing, schedule=case.schedule), cost=cost)
     num_packed, chi2 = balance.num_packed, balance.shuffle_chi2
@@ -212,7 +225,9 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
     }
     return Estimates(
         time_error=profile.time_error,
-        memory_error=profile.memory_error,
+        memory_error=round(band.half_width, 4),
+        memory_share=round(share, 4),
+        misfit_chance=float(f"{band.misfit_chance(share):.2g}"),
         step_ms=round_digits(ours.step_s.mean() * 1e3),
         epoch_s=round_digits(ours.epoch_s),
         samples_per_s=round_digits(num_packed / ours.epoch_s),
@@ -252,17 +267,18 @@ def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
     )
 
 
-def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str:
-    """Two sentences: the shape, then the expectation beside the baseline and where the gain comes from.
+def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, trained: str = "") -> str:
+    """Three sentences: the shape; the expectation beside the baseline and where the gain comes from; the memory.
 
     A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
-    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named.
+    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named. `trained`: what
+    is trained, with a comma before it, if not all that is not frozen.
     """
     parallel, cluster = decisions.parallel, inputs.cluster
     compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     baseline, *_, ours = compared
     told = estimates.told
-    degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("dp", "pp", "tp"))
+    degrees = format_degrees(parallel)
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
     is_cut = len(decisions.stages) > 1
     gains = [
@@ -288,11 +304,34 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates) -> str
             if slower > _LONGER
             else ""
         )
-        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}, "
+        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}{trained}, "
         f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
         f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
-        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}" + _faster(estimates)
+        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
+        + _fits(ours, cluster, estimates)
+        + _faster(estimates)
     )
+
+
+def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
+    """How likely the plan fits; nothing of an older plan, whose file does not say."""
+    if estimates.memory_share is None:
+        return ""
+    band = MemoryBand(half_width=estimates.memory_error)
+    return (
+        f" The fullest device is expected to hold {ours.peak_memory_gib:.1f} GiB of "
+        f"{format_bytes(cluster.memory_bytes)}: {band.verdict(estimates.memory_share)}."
+    )
+
+
+def _trained(case: Case) -> str:
+    """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
+    lora = case.options.lora
+    if lora is None:
+        return ""
+    count = count_adapters(case.model, lora)
+    base = f", {lora.bits}-bit base" if lora.bits < 16 else ""
+    return f", LoRA r {lora.r} on {count.num_matrices} matrices, {format_count(count.num_params)} trainable{base}"
 
 
 def _faster(estimates: Estimates) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
-from trimtab.options import RecomputeMode
+from trimtab.options import RecomputeMode, same_fields
 from trimtab.partition.baselines import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, simulate
@@ -160,13 +160,13 @@ def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstim
 
 
 def _dims(setting: SettingEstimate) -> ParallelDims:
-    return ParallelDims(dp=setting.dp, pp=setting.pp, tp=setting.tp)
+    return ParallelDims(**same_fields(setting, ParallelDims))
 
 
 def _moved(case: Case, to: SettingEstimate) -> Case:
     """The same run on other degrees, with as many samples a step."""
     dims = _dims(to)
-    options = replace(case.options, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
+    options = replace(case.options, pp=to.pp, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
     num_microbatches = max(1, round(case.setting.num_microbatches * case.setting.dims.dp / to.dp))
     unit = microbatch_unit(to.schedule, to.pp)
     num_microbatches = -(-num_microbatches // unit) * unit
@@ -280,6 +280,13 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _B
     best = min(priced, key=lambda x: x.epoch_s).split
     rule = "full" if any(stage.recompute for stage in best.stages) else "none"
     return _Balanced(stages=best.stages, rules=("balanced", rule))
+
+
+def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
+    """The plan's own row, without those it is compared with."""
+    held = None if case.vision is None else case.without_vision().work
+    run = Run(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
+    return simulate_run(replace(run, stages=tuple(stages)), case.cluster)
 
 
 def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:

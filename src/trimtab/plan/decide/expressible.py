@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
@@ -34,6 +35,7 @@ class Expressible:
     choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Fields of `PlanOptions` and the values that it can run: the first stands where the user left the field open."""
     tp_degrees: Callable[[int], bool] | None = None  # whether it runs this tensor-parallel degree; None: any
+    degrees: tuple[Literal["cp", "ep", "etp"], ...] = ()  # that it has beside dp, pp and tp
 
 
 _MOST_TP = 64
@@ -59,6 +61,13 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
         settled["tp_degrees"] = allowed
         if options.tp is not None:
             choices["tp"] = allowed
+    settled |= {axis: 1 for axis in ("cp", "ep") if axis not in can.degrees}
+    for axis in {"cp", "ep", "etp"}.difference(can.degrees):
+        if getattr(options, axis) not in (None, 1):
+            problems.append(
+                f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
+                f"--{axis} out"
+            )
     for name, values in choices.items():
         given = getattr(options, name)
         if given in values:
@@ -159,7 +168,7 @@ def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int
 
 def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
     # without the cap where recompute is not per layer: ladders and the memory check decide together
-    free = replace(case, budget=replace(case.budget, total_bytes=2**62))
+    free = replace(case, budget=replace(case.budget, fill_bytes=2.0**62))
     if can.splits is not None:
         num_layers = len(case.model.layers)
         for cuts in can.splits:
@@ -215,7 +224,7 @@ def mean_step_s(case: Case, stages: Sequence[Stage]) -> float:
 
 
 def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Predicted peak of every pipeline rank, reserve included."""
+    """Expected peak of every pipeline rank."""
     memory = case.problem.assess(_as_priced(case.setting.profile, stages)).memory
     return tuple(device.total_bytes for device in memory)
 

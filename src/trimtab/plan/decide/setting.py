@@ -13,11 +13,14 @@ candidate's limits. Heuristic: a grid, and a simulation that knows only the mean
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
+from trimtab.costs.exchange import document_multiple
 from trimtab.costs.profile import profile_model
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.settings import CostSettings
@@ -28,25 +31,24 @@ from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
 from trimtab.plan.case import Setting, split_problem
 from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.degrees import parallel_dims
 from trimtab.plan.decide.limits import TriedLimits, try_limits
 from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
 from trimtab.plan.decide.times import rank_step_s, times_of
-from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, price_samples
+from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, pad_documents, price_samples
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
-from trimtab.units import format_number
+from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.units import format_degrees, format_number
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
 _MOST_OVER = 1.25  # of the global batch
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
-_MOST_STAGES = 16  # pipeline degree, where it is left open
 _RESCHEDULED = 3  # fastest divisions of the devices that are tried with other schedules
 
 
 def choose_setting(
     model: ModelSpec,
     samples: SampleTable,
-    samples_work: FloatArray,
     cluster: ClusterSpec,
     options: PlanOptions,
     budget: MemoryBudget,
@@ -62,57 +64,74 @@ def choose_setting(
     first = replace(options, zero_stage=options.sharding)
     if options.schedule == "auto":
         first = replace(first, schedule="1F1B", num_chunks=1)
-    candidates = [(first, dims) for dims in _parallel_dims(model, cluster, first)]
+    longest = int(samples.num_tokens.max())
+    candidates = [(first, dims) for dims in parallel_dims(model, cluster, first, longest=longest)]
     if _leaves_sharding_open(options, cluster):
-        sharded = replace(first, pp=1, tp=1, zero_stage=3)
-        candidates.insert(1, (sharded, ParallelDims(dp=cluster.num_devices)))  # the last is the most divided
+        sharded = replace(first, pp=1, tp=1, zero_stage=3), ParallelDims(dp=cluster.num_devices)
+        candidates.insert(1, sharded)  # the last is the most divided
     profiles, refused = _profile_candidates(model, cluster, candidates)
     if not profiles:
         assert refused is not None, "every candidate was profiled or refused"
         raise refused
-    # how samples pack hardly depends on the degrees: once is enough
-    limits = try_limits(samples, samples_work, options, price_samples(profiles[0][1], samples_work))
-    global_batch = default_global_batch(cluster, options, len(samples))
+    # how samples pack hardly depends on the degrees but cp: once is enough
+    limits_at = cache(partial(_limits_at, profiles[0][1], samples, model.token_window, options))
+    global_batch, pending = default_global_batch(cluster, options, len(samples)), profiles
     while True:
-        priced: list[Priced] = []
-        misfit: PartitionError | None = None
-        for number, (own, profile) in enumerate(profiles):
+        priced = list[Priced]()
+        for number, (own, profile) in enumerate(pending):
             if progress is not None:
-                progress(number, len(profiles))
+                progress(number, len(pending))
             try:
+                limits = limits_at(profile.dims.cp)
                 priced.append(_price_limits(model, cluster, own, profile, budget, limits, global_batch))
             except PartitionError as error:
-                misfit = PartitionError(f"{_degrees_of(profile.dims)}: {error}")  # the last divides the model most
+                refused = PartitionError(f"{format_degrees(profile.dims)}: {error}")  # the last divides the model most
         if priced:
             break
+        if options.cp is None and len(pending) == len(profiles):  # packs that do not fit one device may fit several
+            crowded = [(first, d) for d in parallel_dims(model, cluster, first, longest=longest, crowded=True)]
+            candidates += (more := [x for x in crowded if x not in candidates])
+            profiles += (pending := _profile_candidates(model, cluster, more)[0])
+            if pending:
+                continue
         if global_batch is None or options.global_batch is not None or global_batch == 1:
-            assert misfit is not None, "every profile was priced or does not fit"
+            assert refused is not None, "every profile was priced or does not fit"
             if len(profiles) == 1:
-                raise misfit
+                raise refused
             raise PartitionError(
-                f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{misfit}\n"
+                f"none of {len(profiles)} divisions of the devices fits; the one that divides most:\n{refused}\n"
                 "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
             )
-        global_batch //= 2
-    num_misfits = len(candidates) - len(priced)
+        global_batch, pending = global_batch // 2, profiles
+    num_fitting = len(priced)
     if options.schedule == "auto":
-        fastest = sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]
-        for found in fastest:
+        for found in sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]:
+            limits, profile = limits_at(found.setting.dims.cp), found.setting.profile
             for other in _other_schedules(found.options, options.num_chunks, found.setting.dims):
-                try:
-                    priced.append(
-                        _price_limits(model, cluster, other, found.setting.profile, budget, limits, global_batch)
-                    )
-                except PartitionError:
-                    continue
+                with suppress(PartitionError):
+                    priced.append(_price_limits(model, cluster, other, profile, budget, limits, global_batch))
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
     band = 0.0 if options.prefer == "fastest" else min(CHOICE_ERROR, profiles[0][1].time_error)
-    return ChosenSetting(considered=tuple(priced), num_misfits=num_misfits, error=band)
+    return ChosenSetting(considered=tuple(priced), num_misfits=len(candidates) - num_fitting, error=band)
+
+
+def _limits_at(
+    profile: Profile, samples: SampleTable, token_window: int | None, options: PlanOptions, cp: int
+) -> list[TriedLimits]:
+    """Limits that are tried where cp devices share a pack, and how the documents pack, padded as cp cuts them."""
+    dims = ParallelDims(cp=cp)
+    if options.max_tokens is not None:
+        unit = document_multiple(dims)
+        options = replace(options, max_tokens=-(-options.max_tokens // unit) * unit)
+    padded = pad_documents(samples, dims)
+    work = padded.work(token_window=token_window)
+    return try_limits(padded, work, options, price_samples(profile, work))
 
 
 def _leaves_sharding_open(options: PlanOptions, cluster: ClusterSpec) -> bool:
     """Whether plain data parallel with ZeRO-3 may be taken: nobody asked for another division, stage or sharing."""
-    asked = (options.dp not in (None, cluster.num_devices), options.pp not in (None, 1), options.tp not in (None, 1))
+    others = (options.pp, options.tp, options.cp, options.ep, options.etp)
+    asked = (options.dp not in (None, cluster.num_devices), *(degree not in (None, 1) for degree in others))
     return (
         cluster.num_devices > 1
         and options.zero_stage is None
@@ -147,12 +166,8 @@ def _profile_candidates(
         try:
             profiles.append((options, profile_setting(model, cluster, options, dims)))
         except PartitionError as error:
-            refused = PartitionError(f"{_degrees_of(dims)}: {error}")
+            refused = PartitionError(f"{format_degrees(dims)}: {error}")
     return profiles, refused
-
-
-def _degrees_of(dims: ParallelDims) -> str:
-    return f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}"
 
 
 def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int | None:
@@ -171,7 +186,8 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     """
     traced = options.profile is not None and options.profile.method == "traced"
 
-    def formulas(device: DeviceSpec, dims: ParallelDims, dp_bytes_per_s: float, *, gathered: bool = True) -> Profile:
+    def formulas(device: DeviceSpec, dims: ParallelDims, *, links: bool = True, gathered: bool = True) -> Profile:
+        rates = _link_rates(cluster, dims)
         return profile_model(
             model,
             device,
@@ -179,15 +195,13 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             | {
                 "dims": dims,
                 "zero_stage": options.sharding if gathered else min(options.sharding, 2),
-                "dp_bytes_per_s": dp_bytes_per_s,
+                "sequence_parallel": dims.is_folded and dims.tp > 1,  # which dispatchers ask for
                 "frozen_towers": frozenset(options.frozen_towers),
-            },
+            }
+            | (rates if links else dict.fromkeys(rates, math.inf)),
         )
 
-    def ring(dims: ParallelDims) -> float:
-        return cluster.ring_bytes_per_s(dims.dp, stride=dims.tp)  # data-parallel ranks lie next to each other
-
-    target, saved = formulas(cluster.device, dims, ring(dims)), options.profile
+    target, saved = formulas(cluster.device, dims), options.profile
     if saved is None:
         return target
     refuse_unlike(saved, model, target)
@@ -197,56 +211,26 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             f"{options.optimizer} at stage {options.sharding}, whose state was not measured: plan with those, or "
             "probe again"
         )
-    base = formulas(saved.device, saved.dims, ring(saved.dims), gathered=not traced)
+    base = formulas(saved.device, saved.dims, gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(
         saved,
         base=base,
         target=target,
         # with such links gathering takes no seconds either
-        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, math.inf, gathered=not traced),
+        linkless=formulas(replace(cluster.device, link_bytes_per_s=math.inf), dims, links=False, gathered=not traced),
     )
     return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
 
 
-def _parallel_dims(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> Iterator[ParallelDims]:
-    devices = cluster.num_devices
-    fixed = math.prod(d for d in (options.dp, options.pp, options.tp) if d is not None)
-    if devices % fixed:
-        raise PlanError(
-            f"dp x pp x tp was asked to be a multiple of {fixed}, and the cluster has {devices} devices: "
-            "choose degrees whose product divides them"
-        )
-    if options.tp is not None and cluster.devices_per_node % options.tp:
-        raise PlanError(
-            f"tp {options.tp} was asked for, and nodes have {cluster.devices_per_node} devices: "
-            "choose a tp that divides a node, tensor-parallel devices talk in every layer"
-        )
-    found = False
-    for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
-        if options.tp_degrees and tp not in options.tp_degrees:
-            continue
-        for pp in _degrees(options.pp, devices, limit=min(_MOST_STAGES, len(model.layers))):
-            if devices % (tp * pp) or cluster.devices_per_node % tp or (pp == 1 and options.num_chunks > 1):
-                continue
-            dp = devices // (tp * pp)
-            if options.dp is not None and options.dp != dp:
-                continue
-            found = True
-            yield ParallelDims(dp=dp, pp=pp, tp=tp)
-    if not found:
-        asked = {name: getattr(options, name) for name in ("dp", "pp", "tp") if getattr(options, name) is not None}
-        raise PlanError(
-            f"{asked} was asked for on {devices} devices, and no whole number of replicas uses them all: "
-            "leave one of dp, pp, tp out, or change the cluster"
-        )
-
-
-def _degrees(asked: int | None, devices: int, *, limit: int) -> list[int]:
-    """The degree asked for, or every divisor of the devices up to `limit`."""
-    if asked is not None:
-        return [asked]
-    return [degree for degree in range(1, limit + 1) if devices % degree == 0]
+def _link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
+    """Bytes per second between the devices that share something; neighbours as `ParallelDims` orders them."""
+    return {
+        "dp_bytes_per_s": cluster.ring_bytes_per_s(dims.replicas, stride=dims.tp),
+        "expert_dp_bytes_per_s": cluster.ring_bytes_per_s(dims.expert_replicas, stride=dims.ep * dims.expert_tp),
+        "cp_bytes_per_s": cluster.ring_bytes_per_s(dims.cp, stride=dims.tp),
+        "ep_bytes_per_s": cluster.all_to_all_bytes_per_s(dims.ep, stride=dims.expert_tp),
+    }
 
 
 def _price_limits(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trimtab.options import same_fields
 from trimtab.plan.case import Setting
 from trimtab.plan.estimates import SettingEstimate
 from trimtab.plan.options import PlanOptions
-from trimtab.units import format_number, round_digits, round_gib
+from trimtab.units import format_bytes, format_number, round_digits, round_gib
 
 CHOICE_ERROR = 0.05
 """Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
 
-Smaller than that of a time, for what they share cancels. Where one efficiency was fitted to two runs and predicted 64
-others on 8 to 64 devices, the median error was 2.4 % and nine tenths were within 6.1 % (bench/published_dense.py).
+Smaller than that of a time, for what they share cancels. Where shares fitted to two sizes of one source predict its
+other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published_text.py).
 """
 
 _PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them
@@ -33,11 +35,13 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
 
     First by kind: plain data parallel is what launchers do by themselves, ZeRO-1 and ZeRO-2 are a flag of theirs;
     ZeRO-3 gathers weights in every layer, tensor parallelism divides the layers, a pipeline divides model and batch,
-    and last come both. Within a kind by the schedule, as few frameworks have more than 1F1B and GPipe; then by the
-    devices of one replica.
+    and last come both. Within a kind by expert and context parallelism, which few frameworks have; by the schedule, as
+    few have more than 1F1B and GPipe; then by the devices of one replica.
     """
     special = setting.schedule not in _PLAIN_SCHEDULES
-    return (_kind(setting.pp, setting.tp, setting.zero_stage), int(special), setting.pp * setting.tp, setting.pp)
+    shared = (setting.ep > 1) + 2 * (setting.cp > 1)
+    kind, replica = _kind(setting.pp, setting.tp, setting.zero_stage), setting.pp * setting.tp * setting.cp
+    return (kind, shared, int(special), replica, setting.pp, setting.ep)
 
 
 def _kind(pp: int, tp: int, zero_stage: int) -> int:
@@ -63,11 +67,10 @@ class Priced:
         """As the plan file lists it."""
         dims, zero_stage, schedule = self.setting.dims, self.options.sharding, self.options.schedule
         assert schedule != "auto", "it is chosen before a setting is priced"
+        shared = ", expert parallel" * (dims.ep > 1) + ", context parallel" * (dims.cp > 1)
         return SettingEstimate(
-            kind=_KINDS[_kind(dims.pp, dims.tp, zero_stage)].format(zero_stage),
-            dp=dims.dp,
-            pp=dims.pp,
-            tp=dims.tp,
+            kind=_KINDS[_kind(dims.pp, dims.tp, zero_stage)].format(zero_stage) + shared,
+            **same_fields(dims, SettingEstimate),
             zero_stage=zero_stage,
             schedule=schedule,
             num_chunks=self.options.num_chunks,
@@ -127,4 +130,20 @@ class ChosenSetting:
                 f"Degrees, ZeRO and schedule are {best.estimate.label}: of {len(self.considered)} settings that fit, "
                 f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings."
             )
-        return tuple(said)
+        return (*said, *self._why_shared())
+
+    def _why_shared(self) -> Iterator[str]:
+        """What the best setting without expert or context parallelism would be, where the plan has them."""
+        best = self.best
+        for axis, what in (("ep", "expert parallelism"), ("cp", "context parallelism")):
+            if getattr(best.setting.dims, axis) > 1:
+                other = next((x for x in self.considered if getattr(x.setting.dims, axis) == 1), None)
+                if other is None:
+                    yield f"No setting without {what} fits the memory, of those that were tried."
+                else:
+                    yield (
+                        f"The fastest that fits without {what} is {other.estimate.label}: "
+                        f"{format_number(other.samples_per_s)} samples/s instead of "
+                        f"{format_number(best.samples_per_s)}, {format_bytes(other.peak_bytes)} on the fullest device "
+                        f"instead of {format_bytes(best.peak_bytes)}."
+                    )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.costs.exchange import document_multiple
 from trimtab.errors import PlanError
 from trimtab.options import Attention
 from trimtab.specs import (
@@ -15,6 +16,7 @@ from trimtab.specs import (
     IntArray,
     ModelSpec,
     Packing,
+    ParallelDims,
     Profile,
     SampleTable,
     evaluate,
@@ -28,6 +30,12 @@ def packed_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
     work = np.asarray(packing.sums(samples_work), np.float64)
     work[:, MICROBATCHES] = 1.0
     return work
+
+
+def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
+    """The table with every sample as long as context parallelism makes it; itself without."""
+    multiple = document_multiple(dims)
+    return samples if multiple == 1 else replace(samples, num_tokens=-(-samples.num_tokens // multiple) * multiple)
 
 
 def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:

@@ -66,7 +66,7 @@ class PlanDetails:
     packing: Packing
     schedule: Schedule
     profile: Profile
-    memory_cap_bytes: float  # per device, reserve included
+    memory_cap_bytes: float  # per device: what it may be expected to hold
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
     case: Case | None = field(default=None, repr=False)  # to solve and simulate more; None: of a plan made by hand
     # file name -> content of what lies beside the plan file, as its hashes name it

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab import __version__
-from trimtab.files import write_atomically
+from trimtab.files import write_atomically, written_together
 from trimtab.options import same_fields
 from trimtab.placement.device_bytes import ALLOCATOR_DIVISOR, DeviceKey
 from trimtab.placement.machine import Machine
@@ -130,8 +130,9 @@ class PlacementFile:
 
 def write_placement(folder: Path, record: PlacementFile, placement: Placement) -> None:
     """placement.yaml, and map.json with the bare map, into `folder`."""
-    write_atomically(folder / "placement.yaml", record_to_yaml(record))
-    write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
+    with written_together():
+        write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
+        write_atomically(folder / "placement.yaml", record_to_yaml(record))
 
 
 def map_json(placement: Placement) -> dict[str, object]:

@@ -19,7 +19,7 @@ from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import load_packs, read_samples, sizes_file
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import packed_work
+from trimtab.plan.decide.work import packed_work, pad_documents
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.file.yaml import open_plan, plan_folder, read_table
@@ -62,7 +62,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     packs = load_packs(folder, decisions.packing, times=epoch.times)
     parallel = decisions.parallel
     dims = ParallelDims(**same_fields(parallel, ParallelDims))
-    samples_work = samples.work(token_window=model.token_window)
+    samples_work = pad_documents(samples, dims).work(token_window=model.token_window)
     case = Case(
         model=model,
         samples=samples,
@@ -140,6 +140,8 @@ def options_of(plan: Plan) -> PlanOptions:
     kept: dict[str, Any] = {}
     for record in records:  # what a plan keeps under an option's own name
         kept |= same_fields(record, PlanOptions)
+    if kept["risk"] is None:
+        del kept["risk"]
     kept |= {
         "profile": None,
         "schedule": decisions.schedule.name,

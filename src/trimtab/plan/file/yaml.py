@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from trimtab.errors import PlanError, join_problems, refuse_type
 from trimtab.files import blake2b
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
-from trimtab.typed_json import ReadNumber, read_typed
+from trimtab.typed_json import ReadNumber, parse_yaml, read_typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -212,7 +211,19 @@ def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
 
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
-    *("dp", "pp", "tp", "cp", "num_microbatches", "num_chunks", "num_steps", "num_nodes", "devices_per_node"),
+    *(
+        "dp",
+        "pp",
+        "tp",
+        "cp",
+        "ep",
+        "etp",
+        "num_microbatches",
+        "num_chunks",
+        "num_steps",
+        "num_nodes",
+        "devices_per_node",
+    ),
     *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
 )
 
@@ -246,23 +257,10 @@ def record_from_yaml(
 
     The file is called a `verb` in messages too.
     """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            if self.check_event(yaml.AliasEvent):  # a few lines of aliases can stand for billions of nodes
-                raise yaml.YAMLError("aliases are not allowed")
-            return super().compose_node(parent, index)
-
-    # as people write it, where YAML 1.1 asks for a point and a sign
-    exponent = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     try:
-        content = yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, RecursionError) as error:
-        raise PlanError(
-            f"{origin} is not YAML ({_one_line(error)}): give a {verb} that `trimtab {verb}` wrote"
-        ) from error
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise PlanError(f"{origin} is not YAML ({error}): give a {verb} that `trimtab {verb}` wrote") from None
     if not isinstance(content, dict):
         raise PlanError(f"{origin} holds no mapping at its top: give a {verb} that `trimtab {verb}` wrote")
     key_name, ours = version
@@ -282,7 +280,3 @@ def record_from_yaml(
         warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
     assert isinstance(record, kind)
     return record
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trimtab import __version__
 from trimtab.address import Address, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.case import tower_cuts
-from trimtab.plan.decide.assemble import model_fingerprint
+from trimtab.plan.decide.assemble import describe_estimates, model_fingerprint, summarise
+from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
 from trimtab.plan.file.reload import ReloadedPlan, options_of, reload_plan, stages_of
@@ -21,6 +25,8 @@ from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import decision_problems
 from trimtab.specs import ClusterSpec, ModelSpec
 from trimtab.units import format_bytes
+
+_ROUNDING = 0.011  # of a figure in GiB or ms
 
 
 def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
@@ -86,7 +92,7 @@ def refuse_broken(path: Path) -> None:
 def reloaded_problems(found: ReloadedPlan) -> list[str]:
     """What does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
     problems: list[str] = []
-    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory, _divided_tower):
+    for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory, _divided_tower, _old_claims):
         try:
             problems += check(found)
         except TrimtabError as error:
@@ -125,6 +131,8 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
     used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
     if used != there:
         yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
+    if given.devices_per_node % (parallel.etp or 1):
+        yield f"etp {parallel.etp} does not divide a node of {given.devices_per_node} devices"
     if given.devices_per_node % parallel.tp:
         yield f"tp {parallel.tp} does not divide a node of {given.devices_per_node} devices"
     for name, said, true in (
@@ -170,8 +178,45 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
         if memory.total_bytes > problem.memory_bytes:
             yield (
                 f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
-                f"{format_bytes(problem.memory_bytes)}: recompute more of its layers, or run `trimtab plan` again"
+                f"{format_bytes(problem.memory_bytes)} that may be expected: recompute more of its layers, or "
+                "run `trimtab plan` again"
             )
+
+
+def _old_claims(found: ReloadedPlan) -> Iterator[str]:
+    """Figures and summary of other decisions than the plan's; not looked at where another version computed them."""
+    plan, case = found.plan, found.case
+    if plan.created_by != f"trimtab {__version__}":
+        return
+    ours, said = simulate_plan(case, found.stages), plan.estimates
+    true = describe_estimates(case, case.problem.assess(found.stages), (ours, ours))
+    own = ("step_ms", "epoch_s", "samples_per_s", "stage_imbalance", "stages", "balance")
+    other = [told for name in own for told in _differences(name, getattr(said, name), getattr(true, name))]
+    row, true_row = said.variants[-1], true.variants[-1]
+    for name in ("step_ms", "epoch_s", "samples_per_s", "peak_memory_gib", "fits"):
+        other += _differences(f"variants[-1].{name}", getattr(row, name), getattr(true_row, name))
+    if other:
+        yield (
+            f"the estimates are of other decisions than the plan's ({'; '.join(other[:3])}): run `trimtab plan` again, "
+            "or `trimtab report` for the figures of a plan that was changed by hand"
+        )
+    if plan.summary != summarise(plan.inputs, plan.decisions, said):
+        yield "the summary is not that of the plan's decisions and estimates: run `trimtab plan` again"
+
+
+def _differences(place: str, said: Any, true: Any) -> Iterator[str]:
+    """Figures that are not the same but for rounding."""
+    if is_dataclass(true):
+        for field in fields(true):
+            yield from _differences(f"{place}.{field.name}", getattr(said, field.name), getattr(true, field.name))
+    elif isinstance(true, tuple) and len(said) == len(true):
+        for number, (one, two) in enumerate(zip(said, true, strict=True)):
+            yield from _differences(f"{place}[{number}]", one, two)
+    elif isinstance(true, float) and said is not None:
+        if abs(said - true) > max(_ROUNDING, 0.005 * abs(true)):
+            yield f"{place} is {said} and by its decisions {true}"
+    elif said != true:
+        yield f"{place} is {said} and by its decisions {true}"
 
 
 def _divided_tower(found: ReloadedPlan) -> Iterator[str]:

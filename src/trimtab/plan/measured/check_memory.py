@@ -43,7 +43,7 @@ class MemoryCheck:
     """Every pipeline rank beside the cap."""
 
     ranks: tuple[RankMemory, ...]
-    cap_bytes: int  # reserve included, as in the peaks
+    budget: MemoryBudget  # of the counted bytes: their band is narrower than the plan's
     assumptions: tuple[str, ...]  # how the bytes were counted
 
     @property
@@ -104,6 +104,7 @@ def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:
         attention=options.attention,
         fused_kernels=options.fused_kernels,
         frozen_towers=frozenset(options.frozen_towers),
+        lora=options.lora,
     )
 
 
@@ -113,7 +114,8 @@ def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
     options = replace(case.options, profile=traced.profile)
     plain = case.without_vision()
     profile = profile_setting(case.model, case.cluster, options, case.setting.dims)
-    counted = replace(plain, options=options, setting=replace(plain.setting, profile=profile))
+    budget = MemoryBudget.of(case.cluster, options)
+    counted = replace(plain, options=options, budget=budget, setting=replace(plain.setting, profile=profile))
     if case.vision is not None:
         counted = share_vision(counted, case.vision.decision)
     peaks = replay_peaks(counted.problem, stages, counted.held_work, case.schedule.table)
@@ -127,17 +129,17 @@ def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
                 stages=own,
                 peak=peak,
                 planned=planned.memory[rank],
-                problem=_problem(rank, own, peak, case.model, case.budget),
+                problem=_problem(rank, own, peak, case.model, budget),
             )
         )
     said = [sentence for sentence in profile.assumptions if sentence in traced.profile.assumptions[1:]]
-    return MemoryCheck(ranks=tuple(ranks), cap_bytes=case.budget.total_bytes, assumptions=tuple(said))
+    return MemoryCheck(ranks=tuple(ranks), budget=budget, assumptions=tuple(said))
 
 
 def _problem(
     rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, budget: MemoryBudget
 ) -> str | None:
-    need, cap = peak.memory.total_bytes, budget.total_bytes
+    need, cap = peak.memory.total_bytes, budget.fill_bytes
     if need <= cap:
         return None
     blocks = sum(model.layers[i].kind == "block" for stage in stages for i in range(stage.start, stage.stop))
@@ -148,7 +150,8 @@ def _problem(
         else "plan with more stages or a larger tp"
     )
     return (
-        f"pipeline rank {rank} needs {format_bytes(need)} of {format_bytes(cap)} by counted bytes, in step {peak.step} "
+        f"pipeline rank {rank} needs {format_bytes(need)} by counted bytes, of {format_bytes(cap)} that may be "
+        f"expected of its {format_bytes(budget.total_bytes)}, in step {peak.step} "
         f"of data-parallel rank {peak.dp_rank} ({math.ceil(need - cap)} bytes too many): {cure}, or pack less into a "
         "micro-batch"
     )

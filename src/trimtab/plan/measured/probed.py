@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimtab.costs.memory_band import measured_band
 from trimtab.errors import PlanError
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.case import Case
 from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.options import risk_problems
 from trimtab.specs import FloatArray, LayerCost, Profile, Stage
 from trimtab.units import format_bytes
 
@@ -131,17 +133,17 @@ def add_transient(profile: Profile, stages: Sequence[Stage], num_bytes: float) -
     return replace(profile, layers=_regroup(layers))
 
 
-def with_budget(case: Case, *, memory_bytes: int | None, reserve: float | None) -> Case:
-    """The case with another memory of each device; None: the plan's, a share of it kept free as in the plan."""
-    before = case.budget
-    total = before.total_bytes if memory_bytes is None else memory_bytes
-    if reserve is not None:
-        if not 0 <= reserve < 1:
-            raise PlanError(f"reserve {reserve} was asked for, and it is a share: give 0 or more, below 1")
-        kept_free = int(total * reserve)
-    else:
-        kept_free = int(total * (before.reserve_bytes / before.total_bytes))
-    options = replace(case.options, memory_bytes=total, reserve_bytes=kept_free)
+def with_budget(case: Case, *, memory_bytes: int | None, risk: float | None, allocator: bool) -> Case:
+    """The case with another memory of each device, or another risk; None: the plan's. What stays free is then fixed.
+
+    `allocator`: the device's is torch's for CUDA, whose slack a measured peak does not hold; on a CPU there is none.
+    """
+    total = case.budget.total_bytes if memory_bytes is None else memory_bytes
+    accepted = case.options.risk if risk is None else risk
+    if problems := risk_problems(accepted):
+        raise PlanError(problems[0])
+    share = measured_band(allocator=allocator).largest_counted(accepted)
+    options = replace(case.options, memory_bytes=total, reserve_bytes=max(0, int(total * (1.0 - share))))
     return replace(case, options=options, budget=MemoryBudget.of(case.cluster, options))
 
 
@@ -180,7 +182,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
 
 def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: DeviceProbe, case: Case) -> float:
     """Changes those of `layers` that the device holds; the bytes that its peak is above what is priced."""
-    problem = replace(case.problem, work_max=case.held_work[probe.pack], overhead_bytes=0.0)
+    problem = replace(case.problem, work_max=case.held_work[probe.pack], overhead_bytes=0.0, overhead_share=0.0)
     own = [s for s, device in zip(stages, problem.order.device, strict=True) if device == probe.device]
     held = np.array([i for stage in own for i in range(stage.start, stage.stop)])
     number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in own])

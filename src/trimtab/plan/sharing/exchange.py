@@ -9,6 +9,7 @@ import numpy as np
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import keep_at_home, share_images, tower_bytes, tower_seconds
+from trimtab.costs.adapters import adapt_layer
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
 from trimtab.plan.case import Case
 from trimtab.plan.decide.image_sizes import ImageSizes
@@ -190,4 +191,9 @@ def plus_constant(terms: tuple[float, ...], constant: float) -> tuple[float, ...
 
 
 def num_trained(case: Case, layer: LayerCost) -> float:
+    """Parameters of the layer that get a gradient: its own, or with LoRA those of its adapters."""
+    lora = case.options.lora
+    if lora is not None:
+        spec = next(x for x in case.model.layers if x.name == layer.name)
+        return sum(x.num_params for x in adapt_layer(spec, lora, 1))
     return 0.0 if layer.tower in case.options.frozen_towers else layer.num_params

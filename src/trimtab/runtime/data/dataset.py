@@ -25,7 +25,7 @@ class PlanBatchSampler(Sampler[list[int]]):
     """Micro-batches of one rank as lists of sample rows, an epoch at a time; [] is an empty pack.
 
     Use it as `DataLoader(data, batch_sampler=...)` in a plain loop. Already per rank: nothing may deal its batches out
-    again. In an Accelerate run use `PlanDataLoader`, in a Transformers `Trainer` `PlanTrainerMixin`. Every iteration
+    again. In an Accelerate run use `PlanDataLoader`, for a Transformers `Trainer` `balanced`. Every iteration
     begins where `set_epoch` or `load_state_dict` put it, and ends with that epoch.
 
     >>> import numpy as np
@@ -68,7 +68,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         if self.deal.dp > 1:
             raise PlanError(
                 f"something is about to share the batches of rank {self.rank} of {self.deal.dp} among ranks again: "
-                "give Accelerate a PlanDataLoader, and the Trainer the mixin of trimtab.runtime.training.trainer"
+                "give Accelerate a PlanDataLoader, and a Trainer to trimtab.balanced"
             )
         return None
 

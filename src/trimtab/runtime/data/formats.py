@@ -93,14 +93,15 @@ def model_classes(config: Any) -> tuple[Any, Any]:
 
 def has_state(config: Any) -> bool:
     """Whether a layer of the text model carries a state along the row: its kind says so, or its code convolves."""
-    from transformers import MODEL_MAPPING
-    from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as MASKS
-    from transformers.masking_utils import create_recurrent_attention_mask
+    from transformers import MODEL_MAPPING, masking_utils
+
+    masks = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+    recurrent = getattr(masking_utils, "create_recurrent_attention_mask", None)  # None: before 5.17 they had no mask
 
     text = config.get_text_config()
     for kind in set(getattr(text, "layer_types", None) or ()):
-        made = MASKS.get(kind)
-        if create_recurrent_attention_mask in (made.values() if isinstance(made, dict) else (made,)):
+        made = masks.get(kind)
+        if recurrent in (made.values() if isinstance(made, dict) else (made,)):
             return True
     if type(text) not in MODEL_MAPPING:
         return False

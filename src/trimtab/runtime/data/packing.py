@@ -83,7 +83,7 @@ def verify_packing(
     begin = time.perf_counter()
     model = unwrap(model)
     with untouched(model):
-        given = collator or _collator_of(model)
+        given = collator or collator_of(model)
         stood_in = given.attention == "flash_attention_2" and device_of(model).type == "cpu"
         attention: Attention = "sdpa" if stood_in else given.attention
         check = _Check(model, replace(given, vision_in_every_pack=False, attention=attention))
@@ -138,7 +138,8 @@ def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
         hold_samples_apart(model)
 
 
-def _collator_of(model: Any) -> PackedCollator:
+def collator_of(model: Any, *, vision_in_every_pack: bool = False) -> PackedCollator:
+    """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise UnsupportedPlanError(
             f"packing was to be verified for {type(model).__name__}, which is no model of Transformers: give one that "
@@ -156,7 +157,7 @@ def _collator_of(model: Any) -> PackedCollator:
             f"packs were asked for a model with {attention} attention, but they are made for "
             f"{', '.join(get_args(Attention))}: load it with one of these (attn_implementation=)"
         )
-    return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
+    return PackedCollator(model.config, attention=attention, vision_in_every_pack=vision_in_every_pack)
 
 
 @dataclass(frozen=True, slots=True)

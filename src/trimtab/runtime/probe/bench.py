@@ -60,7 +60,7 @@ class Bench:
 
     @property
     def limit_bytes(self) -> int:
-        return self.case.budget.total_bytes - self.case.budget.reserve_bytes
+        return int(self.case.budget.fill_bytes)
 
     def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
         """What each device held; not `whole`: one step, and the optimizer is left out."""

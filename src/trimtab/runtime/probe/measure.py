@@ -103,4 +103,4 @@ def _move(stage: Stage, layer: int, tier: str) -> Stage:
 
 def _budget_words(case: Case) -> str:
     budget = case.budget
-    return f"memory of {format_bytes(budget.total_bytes)}, {format_bytes(budget.reserve_bytes)} of it reserve,"
+    return f"memory of {format_bytes(budget.total_bytes)}, of which {format_bytes(budget.fill_bytes)} may be filled,"

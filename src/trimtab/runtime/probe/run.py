@@ -101,7 +101,7 @@ class ProbeResult:
     """The plan with the recompute that ran, and what was seen on the way; the same on every rank."""
 
     details: PlanDetails
-    limit_bytes: int  # memory less its reserve
+    limit_bytes: int  # of a measured peak: the memory less what stays free
     devices: tuple[ProbedDevice, ...]
     runs: tuple[ProbeRun, ...]
     wall_s: float
@@ -120,7 +120,8 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     Alone or on torchrun's ranks, as `train` runs the plan; collective. Every run is of whole training steps, learning
     rate 0, on the heaviest packs. First everything recomputes, without a limit. Then, kind by kind and tier by tier,
     one layer a stage keeps more, which tells its bytes. The choice is the exact one at the plan's own limits with the
-    probed profile, and has run within memory less reserve; a choice whose peak is above it is stepped back from.
+    probed profile, and has run within that part of the memory that may be filled; a choice whose peak is above it is
+    stepped back from.
     Raises `PlanError` where not even full recompute fits, with the bytes that are missing (not under split backwards:
     there recompute may need more than none). Writes nothing.
     """
@@ -131,8 +132,13 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
             "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
             "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
         )
-    case = with_budget(found.case, memory_bytes=settings.memory_bytes, reserve=settings.reserve)
     with process_group(settings.device) as device:
+        case = with_budget(
+            found.case,
+            memory_bytes=settings.memory_bytes,
+            risk=settings.risk,
+            allocator=device.type == "cuda",
+        )
         bench = open_bench(settings, found, case, device, progress or (lambda _: None))
         with frozen_heap():
             full = measure_full(bench)
@@ -213,7 +219,9 @@ def _result(
         stages = [settled.stages[s] for s in layout.stages_of(device)]
         peaks = {pack: readings[device].peak_bytes for pack, readings in settled.readings.items()}
         heaviest = max(peaks, key=lambda pack: peaks[pack])
-        there = replace(problem, work_max=bench.case.held_work[heaviest], overhead_bytes=0.0).assess(settled.stages)
+        there = replace(
+            problem, work_max=bench.case.held_work[heaviest], overhead_bytes=0.0, overhead_share=0.0
+        ).assess(settled.stages)
         counts: Counter[str] = Counter(
             choice.tier for stage in stages for choice in stage.recompute for _ in choice.layers
         )

@@ -22,8 +22,9 @@ class ProbeSettings:
         int | None,
         Option("Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes),
     ] = None
-    reserve: Annotated[
-        float | None, Option("Share of it kept free, as in 5%; default: the plan's.", read=parse_share)
+    risk: Annotated[
+        float | None,
+        Option("Accepted chance that the choice needs more than it, as in 5%; default: the plan's.", read=parse_share),
     ] = None
     num_steps: Annotated[int, Option("Training steps of each run of the choice.", flag="--steps", least=2)] = 2
     device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None

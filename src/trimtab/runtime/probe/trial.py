@@ -21,7 +21,7 @@ from trimtab.runtime.pipeline.stage import PackedStage
 from trimtab.runtime.probe.meter import Meter, storage_bytes
 from trimtab.runtime.recompute.apply import Granularity, apply
 
-CURES = "give more memory (--budget) or a smaller reserve, or plan with more stages or smaller packs"
+CURES = "give more memory (--budget) or a larger --risk, or plan with more stages or smaller packs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

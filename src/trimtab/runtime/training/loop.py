@@ -42,6 +42,7 @@ from trimtab.runtime.training.checkpoint import (
     read_progress,
     save_checkpoint,
 )
+from trimtab.runtime.training.lora import add_adapters, merged
 from trimtab.runtime.training.ranks import device_mesh, on_first_rank, process_group
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
@@ -96,9 +97,11 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         if num_fillers:
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
+            tensors: dict[str, Tensor] = {**run.parameters, **run.buffers}
+            lora = plan.inputs.training.lora
             export_model(
                 settings.export,
-                run.parameters | run.buffers,
+                tensors if lora is None else merged(tensors, lora),
                 run.pipeline.stages[0].model.config,
                 beside=settings.model,
             )
@@ -244,7 +247,8 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any:
-    """The Hugging Face model on the CPU in float32, towers frozen as the plan says; no code of its folder runs."""
+    """The Hugging Face model on the CPU in float32, towers frozen as the plan says or adapters added; no code of its
+    folder runs."""
     attention = settings.attention or attention_of(plan, device)
     if not settings.random_weights and not any(settings.model.glob("*.safetensors")):
         raise PlanError(
@@ -263,6 +267,8 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
         for layer in describe(settings.model).layers:
             if layer.tower in frozen:
                 model.get_submodule(layer.name).requires_grad_(False)
+    if plan.inputs.training.lora is not None:
+        add_adapters(model, settings.model, plan.inputs.training.lora)
     return model.train()
 
 

@@ -152,7 +152,7 @@ def _put_aside(log: Path) -> None:
 def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh) -> RunHeader:
     device, layout = pipeline.device, pipeline.layout
     config: Any = pipeline.stages[0].model.config
-    # of a stage's whole device; the reserve is room for what torch's allocator does not count
+    # of a stage's whole device, by counted bytes: what torch's allocator says is allocated
     gib = {stage.stage: stage.memory_gib - stage.reserve_gib for stage in plan.estimates.stages}
     first = [layout.stages_of(d)[0] for d in range(layout.num_devices)]
     return RunHeader(

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import get_args
 
 from trimtab.address import place_of
-from trimtab.errors import ConfigError, SampleError
+from trimtab.errors import ConfigError, SampleError, UnsupportedPlanError
+from trimtab.lora import Lora
 from trimtab.models.families.known import family_of
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.runtime.data.records import refuse_tars
@@ -50,6 +51,15 @@ def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
     saved = [file for file in found if is_saved_table(file)]
     behind = [place_of(file.path) for table in saved for file in sized_files(table)]
     refuse_tars([file for file in (*found, *behind) if file not in saved and file.is_file()])
+
+
+def refuse_quantised(lora: Lora | None) -> None:
+    """Raises `UnsupportedPlanError` for adapters over weights that the loop, which loads float32, does not hold."""
+    if lora is not None and lora.bits < 16:
+        raise UnsupportedPlanError(
+            f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
+            "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
+        )
 
 
 def refuse_remote_code(model: ModelSpec) -> None:

@@ -1,45 +1,44 @@
-"""A plan in a Transformers `Trainer`: the sampler it hands on untouched, and the mixin that makes it.
+"""A user's own Transformers `Trainer` on a plan: its packs in its order, their loss, and the place in every checkpoint.
 
-Written against Transformers 5.23, which lets a batch sampler through as it is only if it is a `BatchRebalanceSampler`;
-any other is divided among the ranks a second time.
+Nothing here is of one version of Transformers: the loader is our own, which the Trainer of 4.57 to 5.23 runs as it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import transformers
-from transformers import TrainerCallback, trainer_pt_utils
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trimtab.errors import ConfigError, PlanError
+from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.runtime.data.alone import AloneThenPacked
+from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state
 from trimtab.runtime.data.dataset import PlanBatchSampler
+from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
+from trimtab.runtime.data.packing import prepare_packing
+from trimtab.runtime.data.packing_runs import sharded
 from trimtab.runtime.data.tables import PlanTables
+
+LOG = logging.getLogger("trimtab")
 
 STATE_FILE = "trimtab_plan.json"
 """In every checkpoint: where the run stands in its plan. Written last, so a checkpoint that has it is whole."""
 
 
-if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
-    raise ConfigError(
-        f"PlanTrainerMixin was asked for, and the Trainer of Transformers {transformers.__version__} takes no batch "
-        "sampler: upgrade to 5.17 or newer, or train on PlanDataset.as_hf(...), packs for any version's Trainer"
-    )
-
-
-class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSampler):  # type: ignore[misc]
-    """A `PlanBatchSampler` by kind a `BatchRebalanceSampler`; nothing of the latter's work is used."""
-
-    @property
-    def batch_size(self) -> None:
-        """None: packs differ in size. The Trainer undoes what Accelerate does with it."""
+class TrainerPlanSampler(PlanBatchSampler):
+    """A `PlanBatchSampler` that a Trainer may take up in the middle of an epoch."""
 
     num_unread = 0
     """Batches the Trainer is about to skip: the next iteration gives empty ones in their place and reads nothing."""
@@ -50,33 +49,39 @@ class TrainerPlanSampler(PlanBatchSampler, trainer_pt_utils.BatchRebalanceSample
         return chain(([] for _ in range(num_unread)), self.deal.microbatches(self.rank, start))
 
 
-class PlanTrainerMixin:
-    """Feeds a Trainer from a plan: `class MyTrainer(PlanTrainerMixin, Trainer)`, made with `plan=`, a folder or tables.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a balanced Trainer runs."""
 
-    Use it to train from a plan with `transformers.Trainer`. docs/howto-trainer.md is a whole run.
+    plan: PlanTables
+    reshuffle: bool
+    verify: bool  # that the model keeps samples of a pack apart, before the first step
+    pack: PackedCollator
+    max_tokens: int | None  # of the plan's packs; None: not known
 
-    Row i of the plan is item i of `train_dataset`. The number of micro-batches of a step is
-    `gradient_accumulation_steps`; `per_device_train_batch_size` is not used. The Trainer's own checkpoints resume in
-    the middle of any epoch, on any number of ranks whose steps hold as many packs (dp x accumulation) as before: the
-    Trainer counts steps. For another number of packs a step, the checkpoint's `trimtab_plan.json` is a state that
-    `PlanDataLoader` resumes.
+    def collate(self, given: Callable[[list[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+        """Packs of what the user's own collator makes of samples; one of packs is taken as it is."""
+        return given if isinstance(given, PackedCollator) else AloneThenPacked(given, self.pack, self.max_tokens)
+
+
+class PlannedTrainer:
+    """Goes before the class of a Trainer, which `balanced` then makes the class of the instance.
+
+    The loss is `packed_loss` over the whole optimizer step, for any weighting the collator chose. Transformers' own
+    (5.23) counts labels over the step for llava, llava_next, llava_onevision and internvl. The Qwen-VL and Gemma 3
+    classes say `accepts_loss_kwargs = False`: there it takes the mean of each micro-batch and then of those, so that a
+    token weighs more the fewer labels its pack has. It knows no weights per sample.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        plan: PlanTables | Path | str,
-        reshuffle: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self._plan = plan
-        self._reshuffle = reshuffle
-        super().__init__(*args, **kwargs)
+    _feed: Feed
+    loss_is_scaled_for_ga = True  # the Trainer must not divide by the number of micro-batches again
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's `train`; refuses a checkpoint of another plan, or of steps of another number of packs.
 
-        True resumes from the newest checkpoint that was written whole: a kill may have torn the newest.
+        True resumes from the newest checkpoint that was written whole: a kill may have torn the newest. Every rank
+        first checks that its own copy of the model keeps the samples of a pack apart; one that is loaded in pieces
+        (FSDP, ZeRO-3) is not checked: call `verify_packing` on a copy of it, whole or with fewer layers.
         """
         trainer: Any = super()
         folder: str | bool | None = resume_from_checkpoint
@@ -84,40 +89,82 @@ class PlanTrainerMixin:
             folder = self._last_whole_checkpoint() or True
         if isinstance(folder, (str, Path)) and (Path(folder) / STATE_FILE).is_file():
             _check_state(self._make_sampler().deal, Path(folder) / STATE_FILE)
-        return trainer.train(resume_from_checkpoint=folder, **kwargs)
+        model: Any = self.model  # type: ignore[attr-defined]
+        if self._feed.verify and not sharded(model):
+            prepare_packing(model, collator=self._feed.pack)
+        return trainer.train(folder, *args, **kwargs)
 
     def _last_whole_checkpoint(self) -> str | None:
         """Of those in `output_dir`, on every rank the one that the first rank sees."""
-        files = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}")  # type: ignore[attr-defined]
-        steps = {int(number): file for file in files if (number := file.parent.name.rpartition("-")[2]).isdigit()}
-        found = [str(steps[max(steps)].parent) if steps else None]
+        folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
+        found = {int(x.name.rpartition("-")[2]): x for x in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")}
+        whole = [step for step, place in found.items() if (place / STATE_FILE).is_file()]
+        for step in sorted(found):
+            if whole and step > max(whole):
+                LOG.warning(
+                    "%s was not written whole (it has no %s): the run resumes from the one before, step %d",
+                    found[step],
+                    STATE_FILE,
+                    max(whole),
+                )
+        chosen = [str(found[max(whole)]) if whole else None]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(found)
-        return found[0]
+            dist.broadcast_object_list(chosen)
+        return chosen[0]
 
     def _make_sampler(self) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
         return TrainerPlanSampler(
-            self._plan,
+            self._feed.plan,
             dp=max(1, arguments.world_size),
             rank=arguments.process_index,
             num_microbatches=arguments.gradient_accumulation_steps,
-            reshuffle=self._reshuffle,
+            reshuffle=self._feed.reshuffle,
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> TrainerPlanSampler:  # the Trainer's hook; not public
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's packs, not to be prepared: they are this rank's already, and the Trainer moves them itself."""
         trainer: Any = self
-        size = len(train_dataset if train_dataset is not None else trainer.train_dataset)
-        sampler = self._make_sampler()
-        last = int(sampler.deal.tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
-        if size <= last:
-            raise PlanError(
-                f"the plan packs row {last}, train_dataset has {size} samples: give the data set that was sized, "
-                "row for row (PlanDataset)"
-            )
+        arguments, sampler = trainer.args, self._make_sampler()
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
         trainer.add_callback(_FollowEpochs(sampler))
-        return sampler
+        data = trainer.train_dataset
+        if hasattr(data, "column_names"):  # of the library `datasets`: without the columns that the collator never saw
+            data = trainer._remove_unused_columns(data, description="training")
+        return DataLoader(
+            data,
+            batch_sampler=sampler,
+            collate_fn=self._feed.collate(trainer.data_collator),
+            num_workers=arguments.dataloader_num_workers,
+            pin_memory=arguments.dataloader_pin_memory and arguments.device.type != "cpu",
+            persistent_workers=arguments.dataloader_persistent_workers,
+            prefetch_factor=arguments.dataloader_prefetch_factor,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The micro-batches of one step, and its denominator over all ranks."""
+        trainer: Any = super()
+        batches, _ = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, step_denominator(batches) if batches else None
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """Evaluation gives no denominator: the batch's own weights are taken."""
+        batch: dict[str, Any] = {key: inputs[key] for key in ("labels", "loss_weights") if key in inputs}
+        outputs = model(**{key: value for key, value in inputs.items() if key not in batch})
+        if num_items_in_batch is None or not model.training:
+            loss = packed_loss(outputs.logits, batch, denominator=label_weights(batch).sum())
+        else:
+            ranks = self.accelerator.num_processes  # type: ignore[attr-defined]
+            loss = packed_loss(outputs.logits, batch, denominator=num_items_in_batch, num_ranks=ranks)
+        return (loss, outputs) if return_outputs else loss
 
 
 def _check_state(deal: Deal, path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -13,7 +14,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import RULES
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
-from trimtab.runtime.vision.control import Control, open_control
+from trimtab.runtime.vision.control import PATIENCE_S, Control, open_control
 from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
@@ -35,6 +36,7 @@ def vision_dp(
     family: Family | None = None,
     at: Place | None = None,
     timeout_s: float = 600.0,
+    patience_s: float = PATIENCE_S,
 ) -> VisionDataParallel:
     """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
 
@@ -49,12 +51,13 @@ def vision_dp(
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
     which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
-    `at` None: the functions `get_image_features` and `get_video_features` of the instance, or under Transformers 4 the
-    tower's `forward`.
+    `at` None: the functions `get_image_features` and `get_video_features` of the instance, or of a tower alone its
+    `forward`.
     Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
     shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
-    at another call, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
-    default what NCCL's own watchdog waits.
+    at another call, cannot be told from a slow one: those that wait name it after `patience_s` and raise after
+    `timeout_s`, by default what NCCL's own watchdog waits. So does a rank that waits in a backward for one that skipped
+    it, where the host's group ends the wait.
     """
     problems = []
     if exchange not in get_args(Exchange):
@@ -75,7 +78,8 @@ def vision_dp(
     seams = find_seams(model, at)
     cost = cost or tower_flops(seams[0].module.config)
     settings = Settings(exchange=exchange, rule=rule, cost=cost, loss=loss, reduction=reduction)
-    return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
+    waits = partial(open_control, timeout_s=timeout_s, patience_s=patience_s)
+    return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, waits)
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
@@ -83,7 +87,8 @@ def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 
     seams = find_seams(model)
     cost = tower_flops(seams[0].module.config)
     settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None)
-    return _put_on(model, seams, settings, None, group or dist.group.WORLD, None, timeout_s)
+    waits = partial(open_control, timeout_s=timeout_s)
+    return _put_on(model, seams, settings, None, group or dist.group.WORLD, None, waits)
 
 
 def _put_on(
@@ -93,7 +98,7 @@ def _put_on(
     group: Any,
     heartbeat: Any,
     family: Family | None,
-    timeout_s: float,
+    connect: Callable[[Any], Control],
 ) -> VisionDataParallel:
     """A handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, either of them or both.
 
@@ -113,10 +118,10 @@ def _put_on(
     if (existing := _find_existing(model, found)) is not None:
         return existing
     if group is not None and dist.get_world_size(group) > 1:
-        found.control = open_control(group, timeout_s)
+        found.control = connect(group)
     if found.over is not None:
         shared = found.control if settings.exchange == "dispatch" else None
-        found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
+        found.heartbeat = _make_heartbeat(found, shared or connect(found.over))
     found._install()
     return found
 

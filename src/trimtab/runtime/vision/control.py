@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.runtime.vision.watch import MEETING_S, Watch
 
 _FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one
 _LENGTH_BYTES = 8
@@ -34,7 +35,14 @@ class Control:
     timeout_s: float
     store: Any  # of torch's processes: there a rank that waits long says that it has come
     prefix: str
+    patience_s: float = PATIENCE_S
     num_exchanges: int = 0  # so far, the same on every rank
+    watch: Watch = field(init=False)  # of the backwards
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(
+            rank=self.rank, num_ranks=self.num_ranks, patience_s=self.patience_s, find_missing=self._find_missing
+        )
 
     def gather(self, what: str, value: object) -> list[Any]:
         """The value of every rank, in rank order.
@@ -100,11 +108,11 @@ class Control:
         start = time.monotonic()
         try:
             work = collective()
-            if self.timeout_s > PATIENCE_S and not _is_done(work, PATIENCE_S):
+            if self.timeout_s > self.patience_s and not _is_done(work, self.patience_s):
                 self._say_who_is_missing(what)
             work.wait()
         except RuntimeError as error:
-            missing = self._find_missing()
+            missing = self._find_missing(self._here)
             whom = f"rank {listed(missing)}" if missing else "the others"
             raise TrimtabError(
                 f"rank {self.rank} of {self.num_ranks} waited {time.monotonic() - start:.0f} s at {what} for {whom}, "
@@ -113,19 +121,23 @@ class Control:
             ) from error
 
     def _say_who_is_missing(self, what: str) -> None:
-        self._find_missing()
-        time.sleep(0.5)  # the others wait about as long as this rank, and say so
-        if missing := self._find_missing():
+        self._find_missing(self._here)
+        time.sleep(MEETING_S)
+        if missing := self._find_missing(self._here):
             print(
-                f"trimtab: rank {self.rank} has waited {PATIENCE_S:g} s at {what} for rank "
+                f"trimtab: rank {self.rank} has waited {self.patience_s:g} s at {what} for rank "
                 f"{listed(missing)} of {self.num_ranks}; it gives up after {self.timeout_s:g} s",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _find_missing(self) -> list[int]:
-        """Ranks that have not said that they wait here; this one does."""
-        here = f"{self.prefix}/waits/{self.num_exchanges}"
+    @property
+    def _here(self) -> str:
+        return f"exchange {self.num_exchanges}"
+
+    def _find_missing(self, place: str) -> list[int]:
+        """Ranks that have not said that they wait at this place; this one does."""
+        here = f"{self.prefix}/waits/{place}"
         try:
             self.store.set(f"{here}/{self.rank}", "here")
             return [rank for rank in range(self.num_ranks) if not self.store.check([f"{here}/{rank}"])]
@@ -142,7 +154,7 @@ def _is_done(work: Any, seconds: float) -> bool:
     return True
 
 
-def open_control(group: Any, timeout_s: float) -> Control:
+def open_control(group: Any, timeout_s: float, patience_s: float = PATIENCE_S) -> Control:
     """Connects the ranks of `group`; all of them must call this, others need not. Closed when nothing holds it.
 
     Not by `new_group`: that names a group of some ranks by how many groups each of them is in, and ranks in unequally
@@ -160,6 +172,7 @@ def open_control(group: Any, timeout_s: float) -> Control:
         rank=rank,
         num_ranks=len(ranks),
         timeout_s=timeout_s,
+        patience_s=patience_s,
         store=store,
         prefix=prefix,
     )

@@ -16,6 +16,7 @@ Symbols: N ranks, T rows in all, D features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,22 +68,33 @@ def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayou
     )
 
 
-def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
+Waiting = Callable[[Any, Tensor], None]
+"""(work of a collective, its result): waits for it."""
+
+
+def just_wait(work: Any, _result: Tensor) -> None:
+    work.wait()
+
+
+def gather_rows(rows: Tensor, layout: RowLayout, group: Any, wait: Waiting = just_wait) -> Tensor:
     """All rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
 
-    One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
+    One collective forward and one backward, of (N - 1) / N T D elements received by each rank; `wait` is the
+    backward's, where a rank may wait for another that skips it.
     """
     num_ranks = dist.get_world_size(group)
     if not layout.is_padded_cheaply:
         everything = np.arange(len(layout))
-        return route_rows(rows, layout, [everything] * num_ranks, group)
+        return route_rows(rows, layout, [everything] * num_ranks, group, wait)
     padded = int(layout.counts.max())
     index = torch.from_numpy(layout.owner * padded + layout.position).to(rows.device)
-    result: Tensor = _GatherRows.apply(rows, index, padded, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherRows.apply(rows, index, padded, group, wait)  # type: ignore[no-untyped-call]
     return result
 
 
-def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any) -> Tensor:
+def route_rows(
+    rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any, wait: Waiting = just_wait
+) -> Tensor:
     """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
 
     One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
@@ -94,14 +106,16 @@ def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: A
     received = np.bincount(owners, minlength=len(wanted))
     places = np.argsort(owners, kind="stable")  # rows come rank after rank
     indices = [torch.from_numpy(np.ascontiguousarray(ids)).to(rows.device) for ids in (*send, places)]
-    result: Tensor = _RouteRows.apply(rows, indices[:-1], received.tolist(), indices[-1], group)  # type: ignore[no-untyped-call]
+    result: Tensor = _RouteRows.apply(  # type: ignore[no-untyped-call]
+        rows, indices[:-1], received.tolist(), indices[-1], group, wait
+    )
     return result
 
 
-def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any, wait: Waiting = just_wait) -> Tensor:
     """Rows to other ranks, `sent[r]` of them to rank r in order; no gradient flows back."""
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    wait(dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group, async_op=True), arrived)
     return arrived
 
 
@@ -109,8 +123,8 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of padded rows, put in order; backward: reduce-scatter (sum)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any) -> Tensor:
-        ctx.index, ctx.padded, ctx.num_rows, ctx.group = index, padded, len(rows), group
+    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any, wait: Waiting) -> Tensor:
+        ctx.index, ctx.padded, ctx.num_rows, ctx.group, ctx.wait = index, padded, len(rows), group, wait
         num_ranks = dist.get_world_size(group)
         own = rows.new_zeros(padded, rows.shape[1])
         own[: len(rows)] = rows
@@ -124,16 +138,19 @@ class _GatherRows(torch.autograd.Function):
         spread = grad.new_zeros(dist.get_world_size(ctx.group) * ctx.padded, grad.shape[1])
         spread.index_copy_(0, ctx.index, grad)
         own = grad.new_empty(ctx.padded, grad.shape[1])
-        _reduce_scatter(own, spread, group=ctx.group)
-        return own[: ctx.num_rows], None, None, None
+        ctx.wait(_reduce_scatter(own, spread, group=ctx.group, async_op=True), own)
+        return own[: ctx.num_rows], None, None, None, None
 
 
 class _RouteRows(torch.autograd.Function):
     """All-to-all of chosen rows; backward: the reverse, and the sum over the ranks a row went to, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any, wait: Waiting
+    ) -> Tensor:
         """Own rows `send[r]` go to rank r, `received[r]` come from it; of those arriving row i goes to `places[i]`."""
+        ctx.wait = wait
         ctx.send, ctx.received, ctx.places, ctx.group, ctx.num_rows = send, received, places, group, len(rows)
         arrived = move_rows(rows.index_select(0, torch.cat(send)), [len(ids) for ids in send], received, group)
         return torch.empty_like(arrived).index_copy_(0, places, arrived)
@@ -142,8 +159,8 @@ class _RouteRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         sent = [len(ids) for ids in ctx.send]
-        returned = move_rows(grad.index_select(0, ctx.places), ctx.received, sent, ctx.group)
+        returned = move_rows(grad.index_select(0, ctx.places), ctx.received, sent, ctx.group, ctx.wait)
         own = grad.new_zeros(ctx.num_rows, grad.shape[1])
         for ids, part in zip(ctx.send, torch.split(returned, sent), strict=True):
             own.index_add_(0, ids, part)  # ids are distinct within one rank: no order of additions to depend on
-        return own, None, None, None, None
+        return own, None, None, None, None, None

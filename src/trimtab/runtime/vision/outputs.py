@@ -1,8 +1,8 @@
 """What a vision tower returns, as one matrix of rows, and back into the shape its caller reads.
 
-Understood: an output object with `pooler_output` and perhaps `deepstack_features` (Transformers 5), a tensor, or a
-tensor and a list of tensors (4.57). Each of these holds one piece for each image, in a tuple or stacked, or the rows
-of all.
+Understood: an output object with `pooler_output` and perhaps `deepstack_features` (Transformers 5), the features alone,
+or the features and a list of those of DeepStack layers (4.57). Each of these holds one piece for each image, in a tuple
+or stacked, or the rows of all.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Features:
 
 def read_features(output: Any, inputs: VisionInputs) -> Features:
     """`output` of a call that encoded `inputs`, all of their atoms."""
-    pieces = [_pieces(column, len(inputs), inputs.rows) for column in columns_of(output)]
+    first, *others = columns_of(output)
+    pieces = [_pieces(first, len(inputs), inputs.rows)]
     num_rows = np.array([len(piece) for piece in pieces[0]], np.int64)
+    pieces += [_pieces(column, len(inputs), num_rows) for column in others]
     joined = [torch.cat(list(column)) for column in pieces]
     return Features(
         rows=joined[0] if len(joined) == 1 else torch.cat(joined, dim=-1),
@@ -64,10 +66,10 @@ def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray, *,
 
 def _with_columns(sample: Any, columns: list[Any]) -> Any:
     """An output like `sample` that holds these columns, as `columns_of` gives them."""
-    if isinstance(sample, Tensor):
+    if _has_layers(sample):
+        return columns[0], columns[1:]
+    if isinstance(sample, (Tensor, tuple, list)):
         return columns[0]
-    if isinstance(sample, tuple):
-        return columns[0], type(sample[1])(columns[1:])
     values = {name: value for name, value in sample.items() if name not in _LOCAL}
     values["pooler_output"] = columns[0]
     if len(columns) > 1:
@@ -94,16 +96,21 @@ def each_tensor(output: Any, start: int, end: int, change: Callable[[Tensor], Te
 
 def columns_of(output: Any) -> list[Any]:
     """The features, then those of each DeepStack layer."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor):
+    if _has_layers(output):
         return [output[0], *output[1]]
+    if isinstance(output, Tensor) or (isinstance(output, (tuple, list)) and all(isinstance(x, Tensor) for x in output)):
+        return [output]
     if getattr(output, "pooler_output", None) is not None:
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
     raise TrimtabError(
         f"the vision tower returned {type(output).__name__}, and image features are expected as a tensor, a tensor "
         f"with a list, or an output with pooler_output: put vision_dp at get_image_features of the model"
     )
+
+
+def _has_layers(output: Any) -> bool:
+    """The features and a list of those of DeepStack layers."""
+    return isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], list)
 
 
 def rows_of(output: Any) -> list[Tensor]:

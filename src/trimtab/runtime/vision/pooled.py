@@ -17,6 +17,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.families import GRIDS, PIXELS, GridFamily
 from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.outputs import each_tensor
+from trimtab.runtime.vision.seams import RETURNS_OBJECTS
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,7 +53,7 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
     for seam in handle.seams:
-        if seam.kind == "tower":
+        if seam.kind == "tower" or not RETURNS_OBJECTS:
             raise TrimtabError(
                 "features are fed back at mm_encoder_outputs, which the tower's own forward does not know: "
                 "make the handle with at='features', under Transformers 5"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,10 +44,10 @@ def apply_vision_dp_patch(
 ) -> None:
     """Call it once before or after models are made: towers of `classes` share their images over `dp_group`.
 
-    `dp_group` None: verl's Ulysses group, looked up when a tower first runs. `dp_size` and `dp_rank` are ROLL's
-    arguments and must be the group's. `classes` None: the four that the recipe patches (`TOWERS`). A group of one, or
-    none, changes nothing; a second call patches nothing twice. Gradients need no scale by `dp_size`: wherever those of
-    the text are right, those of the tower are (`runtime/vision/exchange.py` has the proof).
+    `dp_group` None: verl's or ROLL's Ulysses group, looked up when a tower first runs. `dp_size` and `dp_rank` are
+    ROLL's arguments and must be the group's. `classes` None: the four that the recipe patches (`TOWERS`). A group of
+    one, or none, changes nothing; a second call patches nothing twice. Gradients need no scale by `dp_size`: wherever
+    those of the text are right, those of the tower are (`runtime/vision/exchange.py` has the proof).
     """
     if dp_group is not None and dp_size not in (None, dist.get_world_size(dp_group)):
         raise TrimtabError(
@@ -141,12 +142,18 @@ def _tower_classes() -> list[type]:
     return found
 
 
+_ULYSSES = {
+    "verl.utils.ulysses": "get_ulysses_sequence_parallel_group",
+    "roll.utils.context_parallel.globals": "get_ulysses_group",
+}
+"""Where hosts keep the group of this rank."""
+
+
 def _ulysses_group() -> Any:
-    try:
-        ulysses = importlib.import_module("verl.utils.ulysses")
-    except ModuleNotFoundError:
-        raise TrimtabError(
-            "no group was given to share images over, and verl, whose Ulysses group is the default, is not installed: "
-            "call apply_vision_dp_patch(group)"
-        ) from None
-    return ulysses.get_ulysses_sequence_parallel_group()
+    for module, function in _ULYSSES.items():
+        if sys.modules.get(module.partition(".")[0]) is not None:  # the host that runs
+            return getattr(importlib.import_module(module), function)()
+    raise TrimtabError(
+        "no group was given to share images over, and neither verl nor ROLL, whose Ulysses groups are the defaults, "
+        "runs in this process: call apply_vision_dp_patch(group)"
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
 from trimtab.errors import TrimtabError
@@ -62,6 +63,9 @@ def _do_nothing(*_: Any) -> None:
     """For copies."""
 
 
+RETURNS_OBJECTS = int(transformers.__version__.split(".")[0]) >= 5
+"""Functions that encode images return one object with all features; before, tensors in tuples and lists."""
+
 Place = Literal["features", "tower"]
 FUNCTIONS: dict[str, Kind] = {"get_image_features": "image", "get_video_features": "video"}
 
@@ -88,7 +92,7 @@ class Seam:
     def call(self, arguments: dict[str, Any]) -> Any:
         """The module's own function, returning an object where it can."""
         if self.kind != "tower":
-            return self.original(**arguments, return_dict=True)
+            return self.original(**arguments, **({"return_dict": True} if RETURNS_OBJECTS else {}))
         rest = dict(arguments)
         first = rest.pop(next(iter(rest)))  # the pixels, under another name in every family
         return self.original(first, **rest)
@@ -117,13 +121,11 @@ def holder_of(module: nn.Module) -> Any:
 def find_seams(model: nn.Module, at: Place | None = None) -> tuple[Seam, ...]:
     """`get_image_features` and `get_video_features` of the innermost module that has them, or the tower's `forward`.
 
-    None: the former from Transformers 5 on, where they return one object with all features; else the latter.
+    None: the former where the model has them, else the latter.
     """
-    import transformers
-
     owners = _innermost([m for m in model.modules() if hasattr(m, "get_image_features")])
     if at is None:
-        at = "features" if owners and int(transformers.__version__.split(".")[0]) >= 5 else "tower"
+        at = "features" if owners else "tower"
     if at == "features":
         if len(owners) != 1:
             raise TrimtabError(

@@ -1,0 +1,137 @@
+"""Published training runs of models with experts, predicted: `python bench/moe_runs.py`.
+
+Rows, their sources and models lie in data/moe_runs.json: bf16, routing forced to be balanced, so that an imbalance of 1
+is priced. What was fitted is marked there; every other row is blind.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.models.images.tiles import FixedImage
+from trimtab.plan.given import GivenRun
+from trimtab.plan.predict import predict_run
+from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, SampleTable
+
+DATA = json.loads((Path(__file__).resolve().parent / "data" / "moe_runs.json").read_text())
+SEQUENCE = 4096
+STEPS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A row and what the formulas say of it, tokens/s of one device."""
+
+    name: str
+    fitted: bool
+    logged: float
+    predicted: float
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Of the step's seconds: positive where the run is faster than predicted."""
+        return self.logged / self.predicted - 1
+
+
+def text_model(name: str) -> ModelSpec:
+    """Blocks of attention and experts alone; every second block sees a window where the model has one."""
+    m = DATA["models"][name]
+    h, d, vocabulary = m["width"], m["head"], m["vocabulary"]
+    attention, expert = 2 * h * d * (m["heads"] + m["kv"]), 3 * h * m["expert"]
+    router = h * m["experts"]
+    block = LayerSpec(
+        name="block",
+        tower="language",
+        kind="block",
+        hidden_size=h,
+        output_size=h,
+        num_params=attention + router + m["experts"] * expert + 2 * h,
+        num_matmul_params=attention + router + m["chosen"] * expert,
+        attention=AttentionSpec(
+            num_heads=m["heads"],
+            num_kv_heads=m["kv"],
+            head_dim=d,
+            value_head_dim=d,
+            causal=True,
+            qk_norm=m.get("qk_norm", False),
+        ),
+        mlp=MlpSpec(intermediate_size=m["expert"], gated=True, num_experts=m["experts"], experts_per_token=m["chosen"]),
+        norm="rms_norm",
+    )
+    assert block.attention is not None
+    seen = replace(block.attention, window=m.get("window"))
+    bare = replace(block, num_params=vocabulary * h, attention=None, mlp=None, norm=None)
+    layers = (
+        replace(bare, name="embed", kind="embed", num_matmul_params=0),
+        *(
+            replace(block, name=f"blocks.{i}", attention=seen if i % 2 == 0 else block.attention)
+            for i in range(m["blocks"])
+        ),
+        replace(bare, name="head", kind="head", output_size=vocabulary, num_matmul_params=vocabulary * h),
+    )
+    return ModelSpec(
+        name=name, family="moe", layers=layers, image_rule=FixedImage(rows=1, tokens=1), vocab_size=vocabulary
+    )
+
+
+def megatron_flops(name: str) -> float:
+    """FLOPs of a token as Megatron-LM counts them: forward and backward, every pair of a sequence."""
+    m = DATA["models"][name]
+    h, q, kv = m["width"], m["heads"] * m["head"], m["kv"] * m["head"]
+    block = 2 * h * (q + kv) + 2 * SEQUENCE * q + 3 * m["chosen"] * h * m["expert"]
+    return 6.0 * (m["blocks"] * block + h * m["vocabulary"])
+
+
+def predict(row: dict[str, Any]) -> Predicted:
+    cluster = parse_cluster(row["cluster"], devices_per_node=row.get("devices_per_node", 8))
+    chunks, pp = row.get("chunks"), row.get("pp", 1)
+    run = GivenRun(
+        pp=pp,
+        ep=row["ep"],
+        batch=row["batch"],
+        global_batch=row["global_batch"],
+        zero_stage=row["zero_stage"],
+        recompute=row.get("recompute"),
+        schedule="Interleaved1F1B" if chunks else None,
+        num_chunks=chunks,
+        fused_kernels=True,
+        expert_imbalance=1.0,
+    )
+    lengths = np.full(STEPS * row["global_batch"], SEQUENCE)
+    found = predict_run(text_model(row["model"]), SampleTable.of(0 * lengths, lengths), cluster, run)
+    logged = row["tokens_per_s"] if "tokens_per_s" in row else row["tflops"] * 1e12 / megatron_flops(row["model"])
+    degrees = f"pp {pp} ep {row['ep']} batch {row['batch']}"
+    return Predicted(
+        name=f"{row['model']:16} {row['cluster']:13} {degrees:22} {row['source']}",
+        fitted=row.get("fitted", False),
+        logged=logged,
+        predicted=found.samples_per_s * SEQUENCE / cluster.num_devices,
+        fits=found.variant.fits,
+    )
+
+
+def predictions() -> list[Predicted]:
+    """Every row, in the order of the data file."""
+    return [predict(row) for row in DATA["runs"]]
+
+
+def main() -> None:
+    rows = predictions()
+    for row in rows:
+        print(
+            f"{row.name:66} {row.logged:7.0f} tokens/s, predicted {row.predicted:7.0f}: {row.error:+6.1%}"
+            f"{'  fitted' if row.fitted else ''}{'' if row.fits else '  (does not fit)'}"
+        )
+    blind = np.abs([row.error for row in rows if not row.fitted])
+    print(f"{len(blind)} blind rows: median |error| {np.median(blind):.1%}, {np.mean(blind <= 0.2):.0%} within 20 %")
+
+
+if __name__ == "__main__":
+    main()

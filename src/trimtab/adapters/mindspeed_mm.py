@@ -1,0 +1,167 @@
+"""A plan's decisions as arguments of MindSpeed-MM's `pretrain_vlm.py` and fields of its model file.
+
+Its model file names the layers of every stage for the vision tower and the language model apart, so that a plan that
+cuts inside the tower is carried whole. Projector and last vision block share a stage, so do embedding and first decoder
+block, and last decoder block, norm and head. Read at 57069cd5 (vlm_model.py, vision_transformer_block.py), not run.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from trimtab.adapters.blocks import blocks_of, head_problems, is_block, recomputed_blocks
+from trimtab.adapters.megatron import SCHEDULES
+from trimtab.adapters.running import (
+    Decided,
+    Exported,
+    Target,
+    cut_problems,
+    full_blocks,
+    price_without_cuts,
+    refuse,
+    schedule_problems,
+)
+from trimtab.errors import UnsupportedPlanError
+from trimtab.options import Tower
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import ModelSpec, Stage, recomputing
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Those whose weights its converter splits by both towers; it trains others by FSDP2, without stages."""
+_TOWERS: tuple[Tower, ...] = ("vision", "language")
+
+
+def export(plan: Decided, price: float | None) -> Exported:
+    """Arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
+    _refuse_family(plan.model)
+    model, stages, dims = plan.model, plan.stages, plan.dims
+    problems = [
+        *schedule_problems(plan, "MindSpeed-MM", SCHEDULES),
+        *cut_problems(
+            plan,
+            _unsupported_cuts(model),
+            "and MindSpeed-MM cuts between blocks, or between projector and embedding, alone: export with --fit "
+            f"FOLDER, or plan with --for mindspeed-mm{price_without_cuts(price)}",
+        ),
+        *head_problems(model, dims.tp),
+    ]
+    if plan.zero_stage > 1:
+        problems.append(f"ZeRO stage {plan.zero_stage} was planned, and its pipeline runs 0 and 1: plan with ZeRO 1")
+    if dims.cp > 1:
+        problems.append(f"cp {dims.cp} was planned, which this export cannot say for MindSpeed-MM: plan with cp 1")
+    if "language" in plan.frozen_towers:
+        problems.append("a frozen language model was planned, and MindSpeed-MM has no field for it: train it, too")
+    refuse(problems)
+
+    arguments: dict[str, object] = {"tensor_model_parallel_size": dims.tp, "pipeline_model_parallel_size": dims.pp}
+    if plan.num_chunks > 1:
+        arguments["virtual_pipeline_model_parallel_size"] = plan.num_chunks
+    arguments |= {"micro_batch_size": 1, "global_batch_size": plan.samples_per_step, "variable_seq_lengths": True}
+    if plan.zero_stage == 1:
+        arguments["use_distributed_optimizer"] = True
+
+    counts = {tower: _most(model, stages, tower) for tower in _TOWERS}
+    fields = {tower: _fields(plan, tower, counts[tower]) for tower in _TOWERS}
+    encoder = {"vision_encoder": fields["vision"] | {"freeze": "vision" in plan.frozen_towers}}
+    encoder["vision_projector"] = {"freeze": "projector" in plan.frozen_towers}
+    file = {"image_encoder": encoder, "text_decoder": fields["language"]}
+
+    words = [
+        ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])] for name, value in arguments.items()
+    ]
+    environment = f"export VP_SIZE={plan.num_chunks}\n" if plan.num_chunks > 1 else ""
+    flags = " \\\n".join(map(shlex.join, words))
+    runs = _runs(model, stages, counts["vision"], counts["language"])
+    return Exported(
+        text=f"{environment}# arguments of pretrain_vlm.py\n{flags}\n\n# in the file of --mm-model\n{json.dumps(file)}",
+        fields={"arguments": arguments, "model": file},
+        runs=runs,
+        warnings=tuple(_warnings(model, stages, runs, counts)),
+    )
+
+
+def _fields(plan: Decided, tower: Tower, most: int) -> dict[str, object]:
+    """Of one module of the model file: layers by chunk and rank, and how many first blocks of each recompute."""
+    held = [len(blocks_of(plan.model, stage, tower)) for stage in plan.stages]
+    pp = plan.dims.pp
+    rows = [held[start : start + pp] for start in range(0, len(held), pp)]
+    found: dict[str, object] = {"pipeline_num_layers": rows if plan.num_chunks > 1 else held}
+    if most:
+        found |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
+    return found
+
+
+def _most(model: ModelSpec, stages: Sequence[Stage], tower: Tower) -> int:
+    return max(len(recomputed_blocks(model, stage, tower)) for stage in stages)
+
+
+def _runs(model: ModelSpec, stages: Sequence[Stage], vision: int, language: int) -> tuple[Stage, ...]:
+    """These stages with full recompute of the first blocks of each tower on every stage."""
+    return tuple(
+        recomputing(
+            stage,
+            dict.fromkeys((*blocks_of(model, stage, "vision")[:vision], *blocks_of(model, stage)[:language]), "full"),
+        )
+        for stage in stages
+    )
+
+
+def _warnings(
+    model: ModelSpec, stages: Sequence[Stage], runs: Sequence[Stage], counts: Mapping[Tower, int]
+) -> Iterator[str]:
+    for tower, most in counts.items():
+        planned, run = ([recomputed_blocks(model, stage, tower) for stage in some] for some in (stages, runs))
+        if planned != run:
+            yield (
+                f"recompute of {sum(map(len, planned))} {tower} blocks is planned, and MindSpeed-MM recomputes the "
+                f"first {most} of every stage in full, {sum(map(len, run))} in all"
+            )
+
+
+def _unsupported_cuts(model: ModelSpec) -> frozenset[int]:
+    """All but those between two blocks of a tower and the one before the token embedding."""
+    embed = model.indices("language", "embed")[0]
+    return frozenset(
+        cut
+        for cut in range(1, len(model.layers))
+        if cut != embed and not any(is_block(model, cut - 1, x) and is_block(model, cut, x) for x in _TOWERS)
+    )
+
+
+def _can_run(model: ModelSpec, _pp: int) -> Expressible:
+    def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
+        vision, language = (max(len(blocks_of(model, stage, tower)) for stage in stages) for tower in _TOWERS)
+        tower_first = [(n, 0) for n in range(vision + 1)] + [(vision, n) for n in range(1, language + 1)]
+        decoder_first = [(0, n) for n in range(language + 1)] + [(n, language) for n in range(1, vision + 1)]
+        for rungs in (tower_first, decoder_first):
+            yield [_runs(model, stages, *rung) for rung in rungs]
+
+    _refuse_family(model)
+    return Expressible(
+        forbidden_cuts=_unsupported_cuts(model),
+        tiers=full_blocks,
+        ladders=ladders,
+        choices={"schedule": SCHEDULES, "zero_stage": (1, 0)},
+        tp_degrees=lambda tp: not head_problems(model, tp),
+    )
+
+
+def _refuse_family(model: ModelSpec) -> None:
+    if model.family not in FAMILIES:
+        raise UnsupportedPlanError(
+            f"{model.name} is of the family {model.family}, and MindSpeed-MM runs stages of {' and '.join(FAMILIES)}: "
+            "export to megatron or ms-swift, or train by `trimtab train`"
+        )
+
+
+TARGETS = {
+    "mindspeed-mm": Target(
+        title="MindSpeed-MM",
+        checked_with="its sources at 57069cd5, by `bench/hosts.py`; not run",
+        packs=None,
+        can=_can_run,
+        export=export,
+    )
+}

@@ -1,0 +1,101 @@
+"""LoRA and QLoRA as one option: which linear layers get adapters, of which rank, over weights of how many bits."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.options import Tower
+
+ALL_LINEAR = "all-linear"
+_SAID = "write it as in r=16,targets=q_proj+v_proj,alpha=32,towers=language,bits=4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Adapters of rank `r` beside frozen linear layers: y = W x + alpha / r B (A x), A and B alone are trained.
+
+    Use it in `PlanOptions(lora=...)`, or as `--lora r=16,targets=all-linear` on the command line.
+
+    targets: names of linear layers, or their last parts, as PEFT's `target_modules`; "all-linear" are all but the head.
+    Experts that are one tensor of three dimensions are no linear layers: they stay frozen, as in PEFT.
+    towers: where adapters are; all other weights are frozen. bits=4: linear layers of these towers, the head aside,
+    lie in NF4 with double quantisation, as bitsandbytes stores them (QLoRA).
+    weights: of the adapters, "fp32" as PEFT makes them, or "same" as the model's.
+    dropout changes no cost that is counted.
+
+    >>> Lora(r=8, targets=("q_proj", "v_proj"))
+    Lora(r=8, targets=('q_proj', 'v_proj'), towers=('language',), bits=16, alpha=32, dropout=0.0, weights='fp32')
+    """
+
+    r: int
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    towers: tuple[Tower, ...] = ("language",)
+    bits: int = 16  # of the frozen linear layers of these towers
+    alpha: float = 32
+    dropout: float = 0.0
+    weights: Literal["fp32", "same"] = "fp32"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.r < 1:
+            problems.append(f"r {self.r} was asked for, and an adapter has rank 1 or more: give r=16")
+        if self.bits not in (4, 16):
+            problems.append(f"bits {self.bits} was asked for, and frozen weights have 16 bits or 4 (NF4): give bits=4")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout {self.dropout} is no share below 1: give dropout=0.05, or leave it out")
+        if not self.alpha > 0:
+            problems.append(f"alpha {self.alpha} scales adapters to nothing: give a number above 0")
+        if self.weights not in ("fp32", "same"):
+            problems.append(f"adapters were to have {self.weights!r} weights: give weights=fp32 or weights=same")
+        if not self.targets or not all(self.targets):
+            problems.append(f"no linear layer was named to adapt: give targets={ALL_LINEAR}")
+        known = [tower for tower in get_args(Tower) if tower != "audio"]  # no sample trains an audio tower
+        problems += [
+            f"adapters were to be in the tower {tower!r}: those of samples are {', '.join(known)}"
+            for tower in self.towers
+            if tower not in known
+        ]
+        if not self.towers:
+            problems.append(f"no tower was named to adapt: give some of {', '.join(known)}")
+        if problems:
+            raise PlanError(join_problems([f"lora: {problem}" for problem in problems]))
+
+    def __str__(self) -> str:
+        """As it is typed, without what is the default."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            said = "+".join(value) if isinstance(value, tuple) else value
+            words.append(f"{field.name}={said:g}" if isinstance(said, float) else f"{field.name}={said}")
+        return ",".join(words)
+
+
+def parse_lora(text: str) -> Lora:
+    """`r=16,targets=q_proj+v_proj,bits=4` as a `Lora`; `PlanError` names every word that it has no use for.
+
+    >>> parse_lora("r=16,bits=4").bits
+    4
+    """
+    known = {field.name for field in fields(Lora)}
+    given: dict[str, object] = {}
+    problems = []
+    for word in text.split(","):
+        name, _, value = word.strip().partition("=")
+        try:
+            if name not in known or name in given or not value:
+                raise ValueError
+            if name in ("targets", "towers"):
+                given[name] = tuple(value.split("+"))
+            elif name == "weights":
+                given[name] = value
+            else:
+                given[name] = float(value) if name in ("alpha", "dropout") else int(value)
+        except ValueError:
+            problems.append(f"lora {word!r} was not understood: {_SAID}")
+    if "r" not in given and not problems:
+        problems.append(f"lora {text!r} names no rank: {_SAID}")
+    if problems:
+        raise PlanError(join_problems(problems))
+    return Lora(**given)  # type: ignore[arg-type]  # fields by name

@@ -1,0 +1,210 @@
+"""`balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
+from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.plan import Plan
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.packing import collator_of
+from trimtab.runtime.data.packing_runs import sharded, unwrap
+from trimtab.runtime.data.tables import PlanTables, open_tables
+from trimtab.runtime.recompute.apply import apply as apply_recompute
+from trimtab.runtime.training.trainer import Feed, PlannedTrainer
+from trimtab.runtime.vision.callback import VisionDataParallelCallback
+
+LOG = logging.getLogger("trimtab")
+
+_HOSTS = ("transformers", "trl", "llamafactory", "swift")
+"""Packages whose own `compute_loss` is the mean over tokens that `packed_loss` is, with more to log."""
+
+
+def balanced(trainer: Any, plan: PlanTables | Path | str, *, reshuffle: bool = True, verify: bool = True) -> Any:
+    """Call this on a Trainer that you have made, before `train()`: it then trains as the plan says. The same object.
+
+    `trainer = trimtab.balanced(trainer, "plan-folder")` is the whole change. The plan's packs come in the plan's order,
+    made of the samples that your own collator makes of `train_dataset`, whose row i is the plan's; the layers that the
+    plan recomputes do, and nothing else; images are shared over the data-parallel ranks where the plan says so; the
+    loss weighs every token of a step alike (or as the collator says); checkpoints know the place in the plan. Losses
+    equal those of the plain loop (docs/howto-trainer.md) to five digits. Transformers 4.57 and later, on any number of
+    ranks: DDP, FSDP, DeepSpeed.
+
+    The Trainer's own checkpoints resume in the middle of any epoch, on any number of ranks whose steps hold as many
+    packs. For another number the checkpoint's `trimtab_plan.json` is a state that `PlanDataLoader` resumes.
+
+    `reshuffle`: epochs after the first run the plan's steps in another order. `verify`: before the first step the model
+    is asked whether it keeps the samples of a pack apart (seconds). Raises `PlanError` or `UnsupportedPlanError` with a
+    sentence for everything of the trainer that the plan does not fit.
+
+    >>> import trimtab
+    >>> trimtab.balanced("no trainer", "plan")
+    Traceback (most recent call last):
+    trimtab.errors.UnsupportedPlanError: a str was to be balanced, and only a transformers.Trainer can be: ...
+    """
+    if not isinstance(trainer, Trainer):
+        raise UnsupportedPlanError(
+            f"a {type(trainer).__name__} was to be balanced, and only a transformers.Trainer can be: in a loop of your "
+            "own use PlanDataLoader with PackedCollator and packed_loss"
+        )
+    if isinstance(trainer, PlannedTrainer):
+        raise UnsupportedPlanError("this trainer was to be balanced, and it is already: call balanced once")
+    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer, tables, decided)]
+    problems += _problems_of_steps(trainer, tables)
+    if decided is not None:
+        problems += _problems_of_plan(trainer, decided)
+    if problems:
+        raise PlanError(join_problems(problems))
+    _switch_on(trainer, decided)
+    trainer._feed = Feed(
+        pack=_pack_of(trainer),
+        plan=tables,
+        reshuffle=reshuffle,
+        verify=verify,
+        max_tokens=None if decided is None else decided.decisions.packing.max_tokens,
+    )
+    trainer.model_accepts_loss_kwargs = True  # before Transformers 5 this says that the loss is scaled
+    kind = type(trainer)
+    trainer.__class__ = type(f"Planned{kind.__name__}", (PlannedTrainer, kind), {})
+    return trainer
+
+
+def _plan_of(path: Path) -> Plan | None:
+    """None: tables alone (`trimtab pack`)."""
+    file = path if path.is_file() else path / "plan.yaml"
+    return load_plan(file) if file.is_file() else None
+
+
+def _pack_of(trainer: Any) -> PackedCollator:
+    if isinstance(trainer.data_collator, PackedCollator):
+        return trainer.data_collator
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
+    alone = collator_of(model)
+    assert alone.family is not None, "filled in when made"
+    must = bool(alone.family.joined) and trainer.args.world_size > 1  # else the others would wait in the tower
+    return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
+
+
+def _switch_on(trainer: Any, decided: Plan | None) -> None:
+    """A pack is a batch; recompute and shared images are the plan's."""
+    arguments = trainer.args
+    before = arguments.per_device_train_batch_size
+    arguments.per_device_train_batch_size = 1
+    trainer._train_batch_size = 1  # what the Trainer logs and stores
+    if before != 1:
+        LOG.info("per_device_train_batch_size=%d is not used: a batch is one pack of the plan", before)
+    if decided is None:
+        return
+    model: Any = unwrap(trainer.model) if decided.decisions.recompute else trainer.model
+    known = {field.name for field in fields(arguments)}
+    for switch in known & {"gradient_checkpointing", "activation_checkpointing"}:  # older and newer name
+        if getattr(arguments, switch):
+            setattr(arguments, switch, False)
+            LOG.warning("%s=True is switched off: which layers recompute is the plan's decision", switch)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        switch_off: Any = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
+        switch_off()
+    if decided.decisions.recompute:
+        apply_recompute(model, decided)
+    if decided.decisions.vision_data_parallel is not None:
+        trainer.add_callback(VisionDataParallelCallback(plan=decided))
+
+
+def _problems_of_trainer(trainer: Any) -> Iterator[str]:
+    """Settings under which the plan's packs would not be what is trained."""
+    arguments, kind = trainer.args, type(trainer).__name__
+    if getattr(arguments, "n_gpu", 1) > 1:
+        yield f"one process holds {arguments.n_gpu} GPUs, and a pack is one rank's: start a process a GPU (torchrun)"
+    if getattr(arguments, "auto_find_batch_size", False):
+        yield "auto_find_batch_size would change the batches, which are the plan's packs: leave it out"
+    for name in ("packing", "padding_free"):
+        if getattr(arguments, name, False):
+            yield f"{name}=True was asked for, and the plan packs already: leave it out"
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        yield (
+            "label smoothing or compute_loss_func was asked for, and the plan's trainer computes the loss of packs: "
+            "leave both out"
+        )
+    if (own := type(trainer).compute_loss).__module__.partition(".")[0] not in _HOSTS:
+        yield (
+            f"{own.__qualname__} is a loss of your own, and {kind} was to have the loss of packs: leave it out, or "
+            "train on PlanDataset.as_hf(...), packs for any trainer"
+        )
+    if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+        yield (
+            "output_router_logits asks for an experts' balancing loss, which is a mean over a micro-batch and would be "
+            "left out: set it to False"
+        )
+
+
+def _problems_of_data(trainer: Any, tables: PlanTables, decided: Plan | None) -> Iterator[str]:
+    data = trainer.train_dataset
+    if data is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        what = "no train_dataset" if data is None else f"a train_dataset without rows ({type(data).__name__})"
+        yield f"the plan takes samples by their row, and the trainer has {what}: give a data set with len() and [row]"
+        return
+    last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
+    if len(data) <= last:
+        yield (
+            f"the plan packs row {last}, train_dataset has {len(data)} samples: give the data set that was sized, row "
+            "for row (PlanDataset)"
+        )
+    elif decided is not None and len(data) != decided.inputs.data.num_samples:
+        sized = decided.inputs.data
+        skipped = f" and {sized.num_skipped} bad ones left out" if sized.num_skipped else ""
+        yield (
+            f"{sized.num_samples} samples were sized{skipped}, and train_dataset has {len(data)}: give the data set "
+            "that was sized, row for row (PlanDataset)"
+        )
+
+
+def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
+    """The plan's steps hold dp x micro-batches packs, on however many ranks."""
+    ranks, accumulated = max(1, trainer.args.world_size), trainer.args.gradient_accumulation_steps
+    packs = tables.dp * tables.num_microbatches
+    if ranks * accumulated == packs:
+        return
+    advice = (
+        f"set gradient_accumulation_steps={packs // ranks}, or plan with --num-microbatches {accumulated}"
+        if packs % ranks == 0
+        else f"start as many ranks as divide {packs}, or plan for {ranks}"
+    )
+    yield (
+        f"a step of the plan has {packs} packs ({tables.dp} ranks x {tables.num_microbatches} micro-batches), and the "
+        f"trainer's has {ranks * accumulated} ({ranks} x gradient_accumulation_steps={accumulated}): {advice}"
+    )
+
+
+def _problems_of_plan(trainer: Any, decided: Plan) -> Iterator[str]:
+    parallel, model = decided.decisions.parallel, decided.inputs.model
+    for name in ("pp", "tp", "cp"):
+        if (degree := getattr(parallel, name)) > 1:
+            yield (
+                f"{name} {degree} was planned, and a Trainer runs the whole model on every rank: plan with --for "
+                "transformers, or train by `trimtab train`"
+            )
+    own = trainer.model.config.model_type
+    if own != model.family:
+        yield f"the plan is for {model.name} (of the family {model.family}), and the model is a {own}: plan for it"
+    elif not _is_changed(trainer.model):
+        found = sum(p.numel() for p in trainer.model.parameters())
+        if abs(found - model.num_params) > 0.02 * model.num_params:
+            yield (
+                f"the plan is for {model.name} of {model.num_params:,} parameters, and the model has {found:,}: plan "
+                "for its own configuration"
+            )
+
+
+def _is_changed(model: nn.Module) -> bool:
+    """Adapters, packed weights and shards: parameters are then no longer those of the configuration."""
+    return sharded(model) or hasattr(model, "peft_config") or getattr(model, "is_quantized", False)

@@ -1,0 +1,132 @@
+"""Tests of runtime/training/balanced.py and runtime/data/alone.py: needs torch, Transformers 4.57 or later, Accelerate.
+
+Under an older Transformers run this file alone: pip install 'transformers==4.57.6' && pytest THIS_FILE
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import balanced_cases
+import pytest
+import transformers
+from balanced_cases import Collator, Raw, arguments, make_model, noted, plain_losses, tables_of
+from gloo_ranks import on_ranks
+
+from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.runtime.training.balanced import balanced
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make_trainer(folder: Path, family: str = "qwen2_5_vl", **more: Any) -> Any:
+    kind = more.pop("kind", noted(transformers.Trainer))
+    given = {"train_dataset": Raw(), "data_collator": Collator(family), **more.pop("given", {})}
+    return kind(model=make_model(family), args=arguments(folder, **more), **given)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_one_line_gives_the_losses_of_the_plain_loop(family: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, family)
+    same = balanced(trainer, tables_of(), reshuffle=False)
+    assert same is trainer
+    assert isinstance(trainer, transformers.Trainer)
+    trainer.train()
+    assert trainer.losses == pytest.approx(plain_losses(family), rel=1e-5)
+    assert trainer.state.global_step == 4
+
+
+def test_a_resumed_run_has_the_losses_of_one_without_a_break(tmp_path: Path) -> None:
+    whole = balanced(make_trainer(tmp_path, save_strategy="steps", save_steps=1), tables_of())
+    whole.train()
+    (tmp_path / "checkpoint-4" / "trimtab_plan.json").unlink()  # torn: the one before is taken
+    again = make_trainer(tmp_path)
+    kept = type(again.model).from_pretrained(tmp_path / "checkpoint-3", attn_implementation="sdpa")
+    again.model.load_state_dict(kept.state_dict())  # Transformers 5 does not find this family's older names by itself
+    assert balanced(again, tables_of()).train(resume_from_checkpoint=True).global_step == 4
+    assert again.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+
+
+@pytest.mark.integration
+def test_two_ranks_that_share_their_images_have_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
+    on_ranks(balanced_cases.train_sharing_images, tmp_path, num_ranks=2)
+
+
+class OwnLoss(transformers.Trainer):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, r"a step of the plan has 2 packs \(1 ranks x 2 .*, and the trainer's has "
+         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --num-m"),
+        ({"label_smoothing_factor": 0.1}, "label smoothing or compute_loss_func was asked for"),
+        ({"given": {"compute_loss_func": lambda *_, **__: 0}}, "label smoothing or compute_loss_func was asked for"),
+        ({"kind": OwnLoss}, "OwnLoss.compute_loss is a loss of your own, and OwnLoss was to have the loss of packs"),
+        ({"given": {"train_dataset": None}}, "takes samples by their row, and the trainer has no train_dataset: give"),
+        ({"given": {"train_dataset": [1] * 6}}, "the plan packs row 6, train_dataset has 6 samples: give the data set"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size would change the batches"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_plan_is_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=message) as raised:
+        balanced(make_trainer(tmp_path, **change), tables_of())
+    assert "\n" not in str(raised.value)
+
+
+def test_only_a_trainer_is_balanced_and_only_once(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedPlanError, match=r"a SimpleNamespace was to be balanced, and only a transformers\.T"):
+        balanced(SimpleNamespace(), tables_of())
+    trainer = balanced(make_trainer(tmp_path), tables_of())
+    with pytest.raises(UnsupportedPlanError, match="it is already: call balanced once"):
+        balanced(trainer, tables_of())
+
+
+def test_a_model_that_mixes_samples_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    attention = trainer.model.model.language_model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
+    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.1.self_attn .* one sample sees another"):
+        balanced(trainer, tables_of()).train()
+
+
+def test_a_collator_that_packs_by_itself_is_refused(tmp_path: Path) -> None:
+    def flat(items: list[Any]) -> dict[str, Any]:
+        batch = Collator("qwen2_5_vl")(items)
+        return {**batch, "input_ids": batch["input_ids"][0]}
+
+    trainer = balanced(make_trainer(tmp_path, given={"data_collator": flat}), tables_of())
+    with pytest.raises(SampleError, match=r"given one sample and returned input_ids of \(24,\): packs are made"):
+        next(iter(trainer.get_train_dataloader()))
+
+
+def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trimtab.runtime.data.alone import AloneThenPacked
+    from trimtab.runtime.data.packing import collator_of
+
+    collate = Collator("qwen2_5_vl")
+
+    def busy(items: list[Any]) -> dict[str, Any]:  # text alone gets an image behind its end, as in LLaMA-Factory
+        if items[0]["side"] is not None:
+            return collate(items)
+        with_image = collate([{**items[0], "prompt": items[0]["prompt"] + items[0]["answer"], "answer": [], "side": 2}])
+        text = len(items[0]["prompt"]) + len(items[0]["answer"])
+        with_image["attention_mask"][:, text:] = 0
+        return with_image
+
+    data, model = Raw(), make_model("qwen2_5_vl")
+    packed = AloneThenPacked(busy, collator_of(model), max_tokens=16)
+    text, image = packed([data[1]]), packed([data[1], data[0]])
+    assert text["input_ids"].tolist() == [data[1]["prompt"] + data[1]["answer"]]
+    assert "pixel_values" not in text
+    assert image["image_grid_thw"].shape == (1, 3)
+    packed([data[1], data[0]])
+    found = [record.getMessage()[:46] for record in caplog.records if record.name == "trimtab"]
+    assert found == ["a pack has 17 tokens and the plan's hold at mo"]

@@ -1,0 +1,67 @@
+"""What layers with adapters keep for backward, and what their backward holds at most, beside real modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_layers import with_adapters
+from real_layers import LAYERS, kept_bytes
+from test_recompute_memory import BY_VALUE, transient_bytes
+
+from trimtab.costs.activations import kept_when
+from trimtab.costs.adapters import adapt_layer
+from trimtab.costs.analytic import Gradients, cost_layer
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.settings import CostSettings
+from trimtab.lora import Lora
+from trimtab.specs import LayerSpec, ParallelDims
+
+ROWS, RANK, DIVISOR = 64, 4, 4
+NAMES = ("Qwen2.5-VL-7B ViT", "Qwen2.5-VL-7B text", "CLIP-L")
+
+
+def settings_of(spec: LayerSpec, targets: tuple[str, ...], *, weights: str = "same", **more) -> CostSettings:
+    lora = Lora(r=RANK, targets=targets, towers=(spec.tower,), weights=weights)
+    return CostSettings(dims=ParallelDims(), packed=False, attention="sdpa", lora=lora, **more)
+
+
+def stated(spec: LayerSpec, chosen: CostSettings) -> float:
+    return sum(k.row_bytes * ROWS + k.pair_bytes * ROWS**2 for k in kept_when(spec, chosen, weights=False))
+
+
+@pytest.mark.parametrize("end", ["", "q", "fc2", "down_proj"])
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_keep_their_inputs_once_and_their_middles(name, end):
+    layer, names = with_adapters(LAYERS[name]("sdpa", DIVISOR), RANK, torch.float32, end=end)
+    if not names:
+        pytest.skip(f"{name} has no linear layer named {end}")
+    real = kept_bytes(layer, ROWS, torch.float32)
+    assert stated(layer.spec, settings_of(layer.spec, names, dtype="fp32")) == real
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_adapters_in_fp32_under_autocast_keep_copies_of_their_own(name):
+    real_layer = LAYERS[name]("sdpa", DIVISOR)
+    real_layer.module.to(torch.bfloat16)
+    layer, names = with_adapters(real_layer, RANK, torch.float32)
+    layer.module.to = lambda *_: layer.module  # adapters stay as they are
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        real = kept_bytes(layer, ROWS, torch.bfloat16)
+    chosen = settings_of(layer.spec, names, weights="fp32")
+    # autocast's copies of the adapters' weights are no part of what grows with rows
+    weights = sum(x.num_params for x in adapt_layer(layer.spec, chosen.lora, 1))
+    assert stated(layer.spec, chosen) + 2 * weights == real
+
+
+@pytest.mark.parametrize("rows", [32, 512])
+@pytest.mark.parametrize("end", ["", "attn"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_with_adapters_needs_no_gradient_of_a_weight(name, end, rows):
+    layer, names = with_adapters(LAYERS[name]("sdpa", DIVISOR), RANK, torch.bfloat16, end=end)
+    chosen = settings_of(layer.spec, names)
+    both = Gradients(inputs=True, weights=True)
+    cost = cost_layer(layer.spec, both, DEVICES["H200"], chosen, group=0)
+    stated = max(
+        moment[0] + rows * max(moment[1], moment[4]) for moment in (cost.transient_bytes, cost.other_transient_bytes)
+    )
+    assert stated == pytest.approx(transient_bytes(layer, rows, None, by_value=name in BY_VALUE), rel=0.02)

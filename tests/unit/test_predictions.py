@@ -1,0 +1,67 @@
+"""The table of published runs: what docs/predictions.md promises, and that the page is the command's own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trimtab.costs.curves import efficiency_of
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import TIME_ERROR
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
+
+import published_runs as table  # noqa: E402
+import published_text as text  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def fits() -> dict[str, text.Fit]:
+    return text.fits()
+
+
+def test_shares_of_the_curve_are_those_that_two_sizes_of_eight_give(fits):
+    for name, group in (("A100-80GB", "llm-foundry, A100 80 GB"), ("H100-80GB", "llm-foundry, H100 80 GB")):
+        assert efficiency_of(DEVICES[name]).matmul == pytest.approx(fits[group].matmul, abs=0.005)
+
+
+def test_blind_text_runs_are_predicted(fits):
+    blind = np.abs([x for fit in fits.values() for x in fit.blind()])
+    assert len(blind) >= 160
+    assert np.median(blind) <= 0.045
+    assert np.quantile(blind, 0.9) <= 0.16
+    assert blind.max() <= 0.35
+    for name, fit in fits.items():
+        worst = 0.17 if name.startswith("fms-fsdp") else 0.13
+        assert np.median(np.abs(fit.blind())) <= worst, name
+
+
+def test_fp8_and_many_nodes_are_predicted(fits):
+    pairs = [(run, abs(x)) for fit in fits.values() for run, x in zip(fit.runs, fit.errors, strict=True)]
+    low = [x for run, x in pairs if run.dtype in ("fp8", "mxfp8") and not run.is_fitted]
+    assert len(low) >= 30
+    assert np.median(low) <= 0.08
+    large = [x for run, x in pairs if run.zero_stage == 3 and run.gpus >= 128]
+    assert len(large) >= 15
+    assert np.median(large) <= 0.06
+
+
+def test_overlap_of_tensor_parallel_messages_is_asked_for_by_published_runs(fits):
+    name = "NeMo 24.07, H100 FP8"
+    without = [text.predict(replace(run, tp_overlap=False)) / run.step_s - 1 for run in fits[name].runs]
+    assert np.median(np.abs(without)) > 2 * np.median(np.abs(fits[name].errors))
+
+
+def test_the_page_is_what_the_command_writes_and_its_band_is_honest():
+    found = table.all_groups()
+    assert (ROOT / "docs/predictions.md").read_text(encoding="utf-8") == table.page(found)
+    blind = np.abs([x for group in found for x in group.blind])
+    assert len(blind) >= 40
+    assert np.median(blind) <= 0.06
+    assert np.mean(blind <= TIME_ERROR) >= 0.9
+    assert blind.max() <= 0.40

@@ -1,0 +1,121 @@
+"""Plans as settings of launchers that run whole models, and as MindSpeed-MM's model file; without them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from export_cases import cut, decide, make_model
+from trimtab.adapters.frameworks import find_target
+from trimtab.adapters.running import Exported
+from trimtab.errors import UnsupportedPlanError
+from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+
+MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 the embedding, 7 to 12 decoder blocks
+
+
+def export(name: str, model: ModelSpec, stages: tuple[Stage, ...], **options: Any) -> Exported:
+    return find_target(name).export(decide(model, stages, **options), None)
+
+
+def full(*layers: int) -> list[RecomputeChoice]:
+    return [RecomputeChoice(tier="full", layers=layers)]
+
+
+def test_mindspeed_cuts_inside_the_tower_and_recomputes_first_blocks_of_each() -> None:
+    stages = cut(MODEL, 3, 9, recompute={0: full(1, 2), 1: full(3, 4, 7), 2: full(9)})
+    made = export("mindspeed-mm", MODEL, stages, frozen_towers=("projector",))
+    text = made.text.splitlines()
+    file = json.loads(text[-1])
+    assert file == made.fields["model"]
+    encoder, decoder = file["image_encoder"], file["text_decoder"]
+    assert encoder["vision_encoder"]["pipeline_num_layers"] == [2, 2, 0]
+    assert decoder["pipeline_num_layers"] == [0, 2, 4]
+    assert encoder["vision_encoder"]["recompute_num_layers"] == 2
+    assert decoder["recompute_num_layers"] == 1
+    assert (encoder["vision_encoder"]["freeze"], encoder["vision_projector"]["freeze"]) == (False, True)
+    assert "--pipeline-model-parallel-size 3 \\" in text
+    assert made.runs == stages
+    assert made.warnings == ()
+
+
+def test_mindspeed_recomputes_as_many_blocks_on_every_stage() -> None:
+    stages = cut(MODEL, 3, 9, recompute={0: full(1), 2: full(9, 10)})
+    made = export("mindspeed-mm", MODEL, stages)
+    assert [x.recompute[0].layers for x in made.runs] == [(1,), (3, 7, 8), (9, 10)]
+    assert len(made.warnings) == 2
+    assert "4 in all" in made.warnings[1]
+
+
+def test_mindspeeds_chunks_are_rows_of_ranks() -> None:
+    stages = cut(MODEL, 3, 6, 9)
+    made = export(
+        "mindspeed-mm", MODEL, stages, dims=decide(MODEL, cut(MODEL, 3)).dims, num_chunks=2, schedule="Interleaved1F1B"
+    )
+    assert made.fields["model"]["text_decoder"]["pipeline_num_layers"] == [[0, 0], [2, 4]]  # type: ignore[index]
+    assert made.text.startswith("export VP_SIZE=2\n")
+
+
+def test_mindspeed_refuses_what_its_model_file_cannot_say() -> None:
+    with pytest.raises(UnsupportedPlanError, match=r"before visual.merger, and MindSpeed-MM cuts between blocks"):
+        export("mindspeed-mm", MODEL, cut(MODEL, 5))
+    with pytest.raises(UnsupportedPlanError, match=r"ZeRO stage 2 was planned[^!]*a frozen language model"):
+        export("mindspeed-mm", MODEL, cut(MODEL, 3), zero_stage=2, frozen_towers=("language",))
+    with pytest.raises(UnsupportedPlanError, match="runs stages of qwen2_vl and qwen2_5_vl"):
+        find_target("mindspeed-mm").can(make_model(family="internvl"), 2)
+
+
+@pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
+def test_hosts_with_a_trainer_of_transformers_run_the_plan_as_it_is(name: str) -> None:
+    stages = cut(MODEL, recompute={0: full(2, 9)})
+    made = export(name, MODEL, stages, zero_stage=3)
+    told = yaml.safe_load(made.text)
+    assert told == made.fields
+    assert told["gradient_accumulation_steps"] == 8
+    assert told["deepspeed"]["zero_optimization"] == {"stage": 3}
+    assert made.runs == stages
+    assert made.warnings == ()
+    assert "deepspeed" not in export(name, MODEL, stages, zero_stage=0).fields
+
+
+def test_llama_factorys_frozen_defaults_are_set() -> None:
+    told = export("llama-factory", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",)).fields
+    kinds = ("vision_tower", "multi_modal_projector", "language_model")
+    assert [told[f"freeze_{kind}"] for kind in kinds] == [True, False, False]
+
+
+def test_automodel_recomputes_towers_and_veomni_everything() -> None:
+    stages = cut(MODEL, recompute={0: full(8)})
+    automodel = export("automodel", MODEL, stages, zero_stage=3, samples_per_pack=3.0)
+    distributed: Any = automodel.fields["distributed"]
+    assert (distributed["strategy"], distributed["activation_checkpointing_scope"]) == ("fsdp2", ["language"])
+    assert automodel.fields["step_scheduler"] == {"local_batch_size": 1, "global_batch_size": 48}
+    assert automodel.runs[0].recompute[0].layers == tuple(range(7, 13))
+    veomni = export("veomni", MODEL, stages, zero_stage=0)
+    train: Any = veomni.fields["train"]
+    assert train["gradient_checkpointing"] == {"enable": True}
+    assert train["accelerator"] == {"fsdp_config": {"fsdp_mode": "ddp"}}
+    assert veomni.runs[0].recompute[0].layers == (*range(1, 5), *range(7, 13))
+    assert len(automodel.warnings) == len(veomni.warnings) == 1
+    assert "all and in full" in veomni.warnings[0]
+
+
+def test_towers_that_a_host_freezes_together_are_refused_apart() -> None:
+    with pytest.raises(UnsupportedPlanError, match="freezes projector and vision together"):
+        export("automodel", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",))
+    with pytest.raises(UnsupportedPlanError, match="VeOmni freezes vision and projector together"):
+        export("veomni", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",))
+    both: Any = export("automodel", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision", "projector")).fields
+    assert both["freeze_config"]["freeze_vision_tower"] is True
+
+
+@pytest.mark.parametrize("name", ["llama-factory", "axolotl", "automodel", "veomni"])
+def test_stages_are_refused_and_another_sharding_is_warned_of(name: str) -> None:
+    with pytest.raises(UnsupportedPlanError, match=r"2 stages were planned, and .* runs the whole model on every rank"):
+        export(name, MODEL, cut(MODEL, 8))
+    stages = find_target(name).can(MODEL, 1).choices["zero_stage"]
+    warned = export(name, MODEL, cut(MODEL), zero_stage=1).warnings
+    assert len(warned) == (1 not in stages)
