@@ -16,7 +16,6 @@ pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
-from trimtab.balance.mixture import mix_samples
 from trimtab.errors import SampleError
 from trimtab.plan.decide.work import select_rows
 from trimtab.samples.read import read_lengths
@@ -115,13 +114,3 @@ def test_ready_made_sizes_are_counted_image_by_image_and_tables_join(tmp_path):
     save_sizing(SizingResult(table=replace(table, image_patches=None)), tmp_path / "sums.npz")
     assert read_lengths([tmp_path / "sums.npz", tmp_path / "a.jsonl"], image_rule=PixelRule()).image_patches is None
     assert read_lengths([tmp_path / "tiles.jsonl"]).image_patches is None
-
-
-def test_mixtures_keep_images_where_all_tables_know_them():
-    first, second = table_of([[4, 8], [16]]), table_of([[1, 2, 3]])
-    mixed = mix_samples([first, second], [1.0, 1.0], num_samples=6)
-    held = [images_of(first), images_of(second)]
-    expected = [held[part][row] for part, row in zip(mixed.part.tolist(), mixed.row.tolist(), strict=True)]
-    assert images_of(mixed.table) == expected
-    unknown = mix_samples([first, replace(second, image_patches=None)], [1.0, 1.0], num_samples=6)
-    assert unknown.table.image_patches is None

@@ -17,7 +17,7 @@ from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import replan
-from trimtab.plan.decide.mixture import describe_draw, draw_epoch
+from trimtab.plan.decide.mixture import describe_draw, draw_epoch, share_exactly
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details, reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
@@ -78,6 +78,11 @@ def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(
         assert abs(source.num_drawn - share) < 1
     again = draw_epoch(samples, weights, num_drawn=num_drawn, seed=seed)
     assert np.array_equal(again.times, draw.times)
+
+
+def test_equal_remainders_go_to_the_first() -> None:
+    assert share_exactly(5, np.array([0.25] * 4)).tolist() == [2, 1, 1, 1]
+    assert share_exactly(3, np.array([0.0, 1.0])).tolist() == [0, 3]
 
 
 def test_what_repeats_and_what_is_left_out_is_said() -> None:

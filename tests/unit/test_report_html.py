@@ -215,3 +215,9 @@ def test_the_largest_plan_stays_under_500_kb():
     html = html_report(details)
     Page(html)
     assert len(html.encode()) < 500_000
+
+
+def test_every_shape_has_a_rule_of_the_style_sheet(html):
+    rules = set(re.findall(r"\.([a-z][\w-]*)", files("trimtab.report").joinpath("report.css").read_text()))
+    shapes = [attrs.get("class") or "" for tag in ("rect", "path", "line", "circle") for attrs in Page(html).named(tag)]
+    assert {name for look in shapes for name in look.split()} <= rules

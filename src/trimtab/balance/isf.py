@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.balance.groups import Groups
-from trimtab.balance.rng import UIntArray, make_stream, shuffle
-from trimtab.compiled import compiled, inlined
+from trimtab.balance.groups import Groups, reorder
+from trimtab.balance.rng import make_stream, shuffle
+from trimtab.compiled import compiled
 from trimtab.errors import PackingError
 from trimtab.specs import IntArray
 
@@ -45,73 +45,43 @@ def pack_isf(
         raise PackingError(
             f"ISF filters {filters} do not suit the limits {limits}: give one per limit, above 0 and not above it"
         )
+    bounds, least = np.array(limits, np.int64), np.array(filters, np.int64)
     state = make_stream(seed, epoch, 0x697366)
-    bounds = np.array(limits, np.int64)
-    members, offsets = _iterate(sizes, bounds, np.array(filters, np.int64), iterations, state)
-    return Groups(members, offsets)
-
-
-@inlined
-def _in_order(kept: IntArray, starts: IntArray, order: IntArray, offsets: IntArray) -> IntArray:
-    """The packs' samples, pack by pack in this order; fills their `offsets`."""
-    members = np.empty(len(kept), np.int64)
-    for i in range(len(order)):
-        p = order[i]
-        at = offsets[i]
-        for j in range(starts[p], starts[p + 1]):
-            members[at] = kept[j]
-            at += 1
-        offsets[i + 1] = at
-    return members
-
-
-@compiled
-def _iterate(
-    sizes: IntArray, limits: IntArray, filters: IntArray, iterations: int, state: UIntArray
-) -> tuple[IntArray, IntArray]:
-    n, k = sizes.shape
-    left = np.arange(n)
-    kept = np.empty(n, np.int64)
-    starts = np.zeros(n + 1, np.int64)
-    num_kept, num_packs = 0, 0
-    total = np.zeros(k, np.int64)
+    left = np.arange(len(sizes))
+    members, counts = [left[:0]], [left[:0]]
     for iteration in range(iterations):
         if len(left) == 0:
             break
         shuffle(left, state)
-        keep_all = iteration == iterations - 1
-        num_left, first = 0, 0  # samples that stay for the next iteration; first sample of the open pack
-        for d in range(k):
-            total[d] = 0
-        for position in range(len(left) + 1):
-            ends = position == len(left)
-            if not ends:
-                for d in range(k):
-                    if total[d] + sizes[left[position], d] > limits[d]:
-                        ends = True
-            if ends and position > first:
-                keeps = keep_all
-                for d in range(k):
-                    if total[d] >= filters[d]:
-                        keeps = True
-                if keeps:
-                    for i in range(first, position):
-                        kept[num_kept] = left[i]
-                        num_kept += 1
-                    num_packs += 1
-                    starts[num_packs] = num_kept
-                else:
-                    for i in range(first, position):
-                        left[num_left] = left[i]
-                        num_left += 1
-                first = position
-                for d in range(k):
-                    total[d] = 0
-            if position < len(left):
-                for d in range(k):
-                    total[d] += sizes[left[position], d]
-        left = left[:num_left]
-    order = np.arange(num_packs)
+        starts = _fill_packs(sizes, left, bounds)
+        num_held = np.diff(starts, append=len(left))
+        is_kept = (np.add.reduceat(sizes[left], starts) >= least).any(axis=1) | (iteration == iterations - 1)
+        is_packed = np.repeat(is_kept, num_held)
+        members.append(left[is_packed])
+        counts.append(num_held[is_kept])
+        left = left[~is_packed]
+    packs = Groups(np.concatenate(members), np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64))
+    order = np.arange(packs.num_packs)
     shuffle(order, state)
-    offsets = np.zeros(num_packs + 1, np.int64)
-    return _in_order(kept, starts, order, offsets), offsets
+    return reorder(packs, order)
+
+
+@compiled
+def _fill_packs(sizes: IntArray, order: IntArray, limits: IntArray) -> IntArray:
+    """Where packs begin: samples in this order, a new pack where the next one would break a limit."""
+    k = sizes.shape[1]
+    starts = np.zeros(len(order), np.int64)
+    total = np.zeros(k, np.int64)
+    num_packs = 1
+    for position in range(len(order)):
+        fits = True
+        for d in range(k):
+            total[d] += sizes[order[position], d]
+            if total[d] > limits[d]:
+                fits = False
+        if not fits:
+            starts[num_packs] = position
+            num_packs += 1
+            for d in range(k):
+                total[d] = sizes[order[position], d]
+    return starts[:num_packs]

@@ -19,7 +19,6 @@ from trimtab.plan.options import PlanOptions
 if TYPE_CHECKING:
     from trimtab.plan.build import Within
     from trimtab.plan.file.details import PlanDetails
-    from trimtab.samples.table import SizingResult
     from trimtab.specs import ModelSpec, Profile
 
 _NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
@@ -75,10 +74,14 @@ def plan(
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = cluster.parsed(beside=None if saved is None else saved.device)
-    sized = _size_for(target, model, data, sizing)
+    sized, sources = size_data(model, data, sizing), find_sources(data, sizing.reading.media_root)
+    if target == OWN_LOOP:
+        from trimtab.runtime.training.target import refuse_data
+
+        refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
         command=given_command(context, without=_NOT_IN_THE_PLAN),
-        data_files=data_files(find_sources(data, sizing.reading.media_root)),
+        data_files=data_files(sources),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
@@ -149,16 +152,6 @@ def _first_that_fits(
         except PartitionError:  # the next ZeRO stage that the framework has
             continue
     return make(options=last, within=narrowed.within)
-
-
-def _size_for(target: str | None, model: "ModelSpec", data: list[Path], sizing: SizingOptions) -> "SizingResult":
-    """`size_data`; with --for trimtab, data that the loop cannot read is refused before anything is planned."""
-    sized = size_data(model, data, sizing)
-    if target == OWN_LOOP:
-        from trimtab.runtime.training.target import refuse_data
-
-        refuse_data(sized.table, data)
-    return sized
 
 
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:

@@ -15,8 +15,7 @@ from trimtab.runtime.probe.settings import ProbeSettings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimtab.runtime.probe.run import ProbedDevice, ProbedKind, ProbeResult
-    from trimtab.specs import Tower
+    from trimtab.runtime.probe.run import ProbeResult
 
 
 @verb
@@ -56,7 +55,7 @@ def probe(
 
 
 def print_probe(result: ProbeResult, console: Console) -> None:
-    """A row a device: what full recompute leaves, what layers keep, what was chosen and how full it ran."""
+    """The four steps of every device: its peak before and after each, and what that bought."""
     from rich.text import Text
 
     from trimtab.report.table import Column, Table, numeric, print_table
@@ -64,53 +63,17 @@ def print_probe(result: ProbeResult, console: Console) -> None:
     from trimtab.units import format_bytes, format_seconds
 
     scale = memory_scale([result.limit_bytes, *(x.full_peak_bytes for x in result.devices)])
-    unit = scale.unit
-    table = Table(
-        title="Devices",
-        columns=numeric(
-            *("Device", f"Full,\n{unit}", f"Left,\n{unit}", "ViT layer\nfrees", "LLM layer\nfrees"),
-            *("Recompute\nchosen", f"Peak,\n{unit}", "Predicted", f"Left,\n{unit}"),
-        ),
-        rows=[
-            (
-                str(device.device),
-                scale.number(device.full_peak_bytes),
-                scale.number(result.limit_bytes - device.full_peak_bytes),
-                _kinds_text(device, "vision"),
-                _kinds_text(device, "language"),
-                "\n".join(f"{tier} {count}" for tier, count in device.recompute.items()) or "none",
-                scale.number(device.peak_bytes),
-                f"{device.predicted_bytes / device.peak_bytes - 1:+.1%}",
-                scale.number(result.limit_bytes - device.peak_bytes),
-            )
-            for device in result.devices
-        ],
-    )
-    print_table(table, console)
-    fullest = max(result.devices, key=lambda x: x.full_peak_bytes)
-    steps = Table(
-        title=f"The four steps on device {fullest.device}",
-        columns=(Column("Step"), *numeric(f"Before,\n{unit}", f"After,\n{unit}"), Column("What it bought")),
-        rows=[
+    columns = (Column("Step"), *numeric(f"Before,\n{scale.unit}", f"After,\n{scale.unit}"), Column("What it bought"))
+    for device in result.devices:
+        rows = [
             (x.what, scale.number(x.before_bytes), scale.number(x.after_bytes), x.bought)
-            for x in fullest.steps(result.limit_bytes)
-        ],
-    )
-    print_table(steps, console)
+            for x in device.steps(result.limit_bytes)
+        ]
+        print_table(Table(title=f"The four steps on device {device.device}", columns=columns, rows=rows), console)
     runs, backs = len(result.runs), result.num_step_backs
     console.print(
         Text(
             f"{runs} runs in {format_seconds(result.wall_s)}; {backs or 'no'} step{'' if backs == 1 else 's'} back; "
-            f"limit {format_bytes(result.limit_bytes)}. Freed: of one micro-batch (predicted, off)."
+            f"limit {format_bytes(result.limit_bytes)}."
         )
     )
-
-
-def _kinds_text(device: ProbedDevice, tower: Tower) -> str:
-    """A line for each kind of the tower's layers: bytes that full recompute frees, and how far the profile was off."""
-    from trimtab.units import format_bytes
-
-    def tell(kind: ProbedKind) -> str:
-        return f"{format_bytes(kind.measured_bytes)} ({kind.predicted_bytes / kind.measured_bytes - 1:+.0%})"
-
-    return "\n".join(tell(x) for x in device.kinds if x.tower == tower and x.tier == "none") or "-"

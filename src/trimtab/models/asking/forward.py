@@ -100,7 +100,7 @@ class Watch:
         }
 
     def _wrapped(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        kind = None if unit.list_path is None else (unit.list_path, *_shape_of(unit.module))
+        kind = None if unit.list_path is None else (unit.list_path, *kind_of(unit.module))
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,8 @@ def _is_weight(tensor: Tensor) -> bool:
     return isinstance(base, nn.Parameter) or hasattr(base, "is_cast_weight")
 
 
-def _shape_of(module: Any) -> tuple[object, ...]:
+def kind_of(module: Any) -> tuple[object, ...]:
+    """Equal for modules built alike: they return tensors of the same sizes."""
     parts = tuple((name, type(x).__name__) for name, x in module.named_modules())
     return (type(module), parts, tuple(tuple(x.shape) for x in module.parameters()))
 

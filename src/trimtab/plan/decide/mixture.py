@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.balance.mixture import mix_samples
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, join_problems
 from trimtab.plan.decide.work import select_rows
 from trimtab.plan.options import Weights, weight_problems
 from trimtab.plan.plan import MixedSource
-from trimtab.specs import IntArray, SampleTable
+from trimtab.specs import FloatArray, IntArray, SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,35 +54,51 @@ def draw_epoch(
 ) -> Epoch:
     """`num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
 
-    Exact as `mix_samples` is: shares are met to less than one sample, and rows of one source are drawn equally often or
-    once more. Every source of the table needs a weight; 0 leaves it out. Without weights every sample is there once.
+    Exact: shares are met to less than one sample, and rows of one source are drawn equally often or once more. Every
+    source of the table needs a weight; 0 leaves it out. Without weights every sample is there once.
     """
     if not weights:
         return Epoch(samples=samples, times=np.ones(len(samples), np.int64), notes=notes)
     sizes = np.bincount(samples.source, minlength=len(samples.source_names)).tolist()
     _refuse_names(dict(zip(samples.source_names, sizes, strict=True)), weights, num_drawn)
     weight_of = dict(weights)
-    bare = replace(samples, ids=None)
-    rows = [np.flatnonzero(samples.source == number) for number in range(len(sizes))]
-    mixture = mix_samples(
-        [select_rows(bare, own) for own in rows],
-        [weight_of[name] for name in samples.source_names],
-        num_samples=len(samples) if num_drawn is None else num_drawn,
-        seed=seed,
-    )
-    drawn = [own[mixture.row[mixture.part == number]] for number, own in enumerate(rows)]
+    wanted = np.array([weight_of[name] for name in samples.source_names], np.float64)
+    counts = share_exactly(len(samples) if num_drawn is None else num_drawn, wanted / float(wanted.sum())).tolist()
+    times = np.zeros(len(samples), np.int64)
+    for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        if count:
+            times[samples.source == number] = _draw(size, count, seed, number)
     return Epoch(
         samples=samples,
         notes=notes,
-        times=np.bincount(np.concatenate(drawn), minlength=len(samples)),
+        times=times,
         sources=tuple(
-            MixedSource(name=name, weight=weight_of[name], num_rows=part.num_rows, num_drawn=part.num_drawn)
-            for name, part in zip(samples.source_names, mixture.parts, strict=True)
+            MixedSource(name=name, weight=weight_of[name], num_rows=size, num_drawn=count)
+            for name, size, count in zip(samples.source_names, sizes, counts, strict=True)
         ),
     )
 
 
 _MOST_REPEATS = 1000
+
+
+def share_exactly(total: int, shares: FloatArray) -> IntArray:
+    """Whole numbers that add up to `total`, each within one of its share (largest remainders, first of equals)."""
+    exact = total * shares
+    counts = np.floor(exact).astype(np.int64)
+    order = np.lexsort((np.arange(len(shares)), counts - exact))
+    counts[order[: total - int(counts.sum())]] += 1
+    return counts
+
+
+def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
+    """(num_rows,) how often each row of a source is drawn: the first `count` of its shuffle, which repeats for ever."""
+    from trimtab.balance.rng import permutation
+
+    whole, rest = divmod(count, num_rows)
+    times = np.full(num_rows, whole, np.int64)
+    times[permutation(num_rows, seed, source, 0x6D6978)[:rest]] += 1
+    return times
 
 
 def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None) -> None:

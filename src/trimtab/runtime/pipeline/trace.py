@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.models.asking.forward import kind_of
 from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
@@ -78,7 +79,7 @@ class Tracer:
         self.units: tuple[Unit, ...] = tuple(split_units(model))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._layers = {x.path: self._weightless(x.module) for x in self.units if x.module is not None}
-        self._kinds = {path: _kind_of(layer) for path, layer in self._layers.items()}
+        self._kinds = {path: kind_of(layer) for path, layer in self._layers.items()}
         forwards = {path: functools.partial(self._call, path) for path in self._layers}
         bare = {
             id(x.parameters[""]): torch.zeros_like(x.parameters[""], device=HOST)
@@ -289,12 +290,6 @@ def try_trace(tracer: Tracer, batch: Batch) -> Trace:
             f"a pipeline of this model was asked for, but its forward cannot be followed without weights "
             f"({type(error).__name__}: {said}): give micro-batches that the model takes, or train without pp"
         ) from error
-
-
-def _kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """Layers of one kind return tensors of the same sizes."""
-    parts = tuple((name, type(x).__name__) for name, x in layer.named_modules())
-    return type(layer), parts, tuple(tuple(x.shape) for x in layer.parameters())
 
 
 def _detached(value: Any) -> Any:

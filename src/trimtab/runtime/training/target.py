@@ -17,7 +17,6 @@ from trimtab.models.families.known import family_of
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.runtime.data.records import refuse_tars
 from trimtab.runtime.layout import TorchSchedule
-from trimtab.samples.sources import find_sources
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
 
@@ -41,16 +40,18 @@ def can_train(model: ModelSpec) -> Expressible:
 
 
 def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
-    """Raises `SampleError` for data that the loop cannot read one by one, or whose sizes it could not meet."""
+    """Raises `SampleError` for data that the loop cannot read one by one, or whose sizes it could not meet.
+
+    `files`: as `find_sources` found them.
+    """
     if not samples.tokens_exact:
         raise SampleError(
             "a plan to be trained was asked for, and its data was sized without a tokenizer, by estimates that no "
             "sample meets: give --tokenizer"
         )
-    found = [source.file for source in find_sources(files)]
-    saved = [file for file in found if is_saved_table(file)]
+    saved = [file for file in files if is_saved_table(file)]
     behind = [place_of(file.path) for table in saved for file in sized_files(table)]
-    refuse_tars([file for file in (*found, *behind) if file not in saved and file.is_file()])
+    refuse_tars([file for file in (*files, *behind) if file not in saved and file.is_file()])
 
 
 def refuse_quantised(lora: Lora | None) -> None:
