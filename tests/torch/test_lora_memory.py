@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,10 @@ from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import CostSettings
+from trimtab.costs.traced_lora import AdaptedLinear
+from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
+from trimtab.runtime.training.lora import add_adapters, merged
 from trimtab.specs import LayerSpec, ParallelDims
 
 ROWS, RANK, DIVISOR = 64, 4, 4
@@ -84,3 +89,21 @@ def test_a_traced_model_keeps_what_the_formulas_say(lora):
         assert counted.tiers[0].saved_bytes == pytest.approx(stated.tiers[0].saved_bytes, rel=1e-4, abs=0.1)
     for place in tiny.spec.indices("vision", "block"):  # frozen, with nothing trainable before it
         assert np.dot(traced.layers[place].tiers[0].saved_bytes, work) == 0
+
+
+def test_a_run_without_peft_is_refused_in_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UnsupportedPlanError, match=r"which PEFT makes, and it is not installed: pip install 'trimtab"):
+        add_adapters(torch.nn.Linear(2, 2), tmp_path, Lora(r=2))
+
+
+def test_merged_weights_compute_what_adapters_do():
+    torch.manual_seed(0)
+    adapted = AdaptedLinear(torch.nn.Linear(6, 5), 3, dtype=torch.float32)
+    named = {"x.base_layer.weight": adapted.base.weight, "x.base_layer.bias": adapted.base.bias, "y": torch.ones(1)}
+    named |= {f"x.{name}.default.weight": getattr(adapted, name).weight for name in ("lora_A", "lora_B")}
+    found = merged(named, Lora(r=3, alpha=6))
+    assert found.keys() == {"x.weight", "x.bias", "y"}
+    rows = torch.randn(4, 6)
+    again = torch.nn.functional.linear(rows, found["x.weight"], found["x.bias"])
+    assert torch.allclose(again, adapted(rows), atol=1e-6)

@@ -242,13 +242,23 @@ def test_megatron_hosts_are_told_their_own_layers():
     fields = swift.export(plan, None).fields
     assert (fields["tuner_type"], fields["lora_rank"], fields["target_modules"]) == ("lora", 8, ("all-linear",))
     assert (fields["freeze_vit"], fields["freeze_aligner"], fields["freeze_llm"]) == (True, True, False)
-    assert "cfg.peft = LoRA(dim=8, alpha=32" in bridge.export(plan, None).text
+    text = bridge.export(plan, None).text
+    assert "cfg.peft = CanonicalLoRA(dim=8, alpha=32" in text
+    assert all(f"'*language_model*.{name}'" in text for name in ("linear_q", "linear_proj", "mlp.linear_fc1_gate"))
     experts = replace(plan, model=describe("Qwen3-VL-30B-A3B"))
     experts = replace(experts, stages=(Stage(index=0, start=0, stop=len(experts.model.layers)),))
-    assert "all-linear" not in swift.export(experts, None).text  # which takes experts too
-    for target in (swift, bridge):
-        with pytest.raises(UnsupportedPlanError, match="q, k, v and gate, up joined: plan with targets=all-linear"):
-            target.export(replace(plan, lora=Lora(r=8, targets=("q_proj",), weights="same")), None)
+    assert swift.export(experts, None).fields["target_modules"] == (
+        "linear_qkv",
+        "linear_proj",
+    )  # its all takes experts
+    assert "linear_fc" not in bridge.export(experts, None).text
+    one = replace(plan, lora=Lora(r=8, targets=("q_proj", "v_proj"), weights="same"))
+    assert "linear_k" not in bridge.export(one, None).text
+    with pytest.raises(UnsupportedPlanError, match="ms-swift has q, k, v in one matrix: plan with all"):
+        swift.export(one, None)
+    alone = replace(plan, lora=Lora(r=8, targets=("layers.3.self_attn.q_proj",), weights="same"))
+    with pytest.raises(UnsupportedPlanError, match="is told no pattern"):
+        bridge.export(alone, None)
     with pytest.raises(UnsupportedPlanError, match="plan with weights=same,towers=language"):
         bridge.export(replace(plan, lora=Lora(r=8)), None)
 

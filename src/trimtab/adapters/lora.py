@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from trimtab.costs.adapters import adapt_layer
+from trimtab.costs.flops import layer_matmuls
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.specs import ModelSpec
 
-MEGATRON_LAYERS = ("linear_qkv", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Of an attention and a dense feed-forward; experts lie one module deeper (`mlp.experts.linear_fc1`)."""
+_MLP = {"gate": "linear_fc1_gate", "up": "linear_fc1_up", "down": "linear_fc2"}
+CANONICAL: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"linear_{name}" for name in "qkv"},
+        "o": "linear_proj",
+        **{name: f"mlp.{matrix}" for name, matrix in _MLP.items()},
+        **{f"shared {name}": f"shared_experts.{matrix}" for name, matrix in _MLP.items()},
+    }
+)
+"""Products of a block by Megatron-Core's names; experts lie one module deeper (`mlp.experts.linear_fc1`)."""
 
 
 def peft_config(model: ModelSpec, lora: Lora) -> dict[str, Any]:
@@ -53,19 +64,45 @@ def peft_lines(model: ModelSpec, lora: Lora, *, sharded: bool) -> str:
     )
 
 
-def megatron_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
-    """Megatron-Core's linear layers in which PEFT's would get adapters; those of experts get none.
+def canonical_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Ends of names in Megatron-Core, q, k, v and gate, up apart, as Megatron-Bridge's `CanonicalLoRA` has them."""
+    return tuple(CANONICAL[product] for product in _adapted_products(model, lora, host))
 
-    Megatron-Core joins q, k, v and gate, up: one adapter stands beside each, with fewer weights than the plan counts.
+
+def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Ends of names in Megatron-Core itself, which joins q, k, v and gate, up.
+
+    One adapter stands beside each of these, with fewer weights than the plan counts.
     """
-    if ALL_LINEAR not in lora.targets:
+    products = _adapted_products(model, lora, host)
+    for parts in (("q", "k", "v"), ("gate", "up"), ("shared gate", "shared up")):
+        if 0 < len({*parts} & {*products}) < len(parts):
+            raise UnsupportedPlanError(
+                f"LoRA on {' and '.join(lora.targets)} was planned, and {host} has {', '.join(parts)} in one matrix: "
+                f"plan with all of these or none, as in targets={ALL_LINEAR}"
+            )
+    apart = re.compile("_(gate|up)$")
+    names = ("linear_qkv" if x in "qkv" else apart.sub("", CANONICAL[x]) for x in products)
+    return tuple(dict.fromkeys(names))
+
+
+def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Products of the decoder's blocks beside which there are adapters: in all blocks alike, for names are patterns."""
+    found: dict[str, int] = {}
+    there: dict[str, int] = {}
+    for layer in (x for x in model.layers if x.tower == "language" and x.kind == "block"):
+        for name in (p.name for p in layer_matmuls(layer, 1)):
+            there[name] = there.get(name, 0) + 1
+        for adapter in adapt_layer(layer, lora, 1):
+            for name in adapter.products or (adapter.name,):
+                found[name] = found.get(name, 0) + 1
+    unlike = [name for name, number in found.items() if name not in CANONICAL or number < there.get(name, 0)]
+    if unlike:
         raise UnsupportedPlanError(
-            f"LoRA on {' and '.join(lora.targets)} was planned, and {host} has layers of other names, with q, k, v and "
-            f"gate, up joined: plan with targets={ALL_LINEAR}"
+            f"LoRA ({lora}) was planned on {unlike[0]}, of which {host} is told no pattern: plan with targets that are "
+            "attention's or the MLP's in every block, or for transformers"
         )
-    mlps = [x.mlp for x in model.layers if x.tower == "language" and x.mlp is not None]
-    shared = any(mlp.num_experts and mlp.shared_intermediate_size for mlp in mlps)
-    return MEGATRON_LAYERS + (("shared_experts.linear_fc1", "shared_experts.linear_fc2") if shared else ())
+    return tuple(found)
 
 
 def _modules_of_other_towers(model: ModelSpec, lora: Lora) -> list[str]:

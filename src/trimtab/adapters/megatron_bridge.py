@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.adapters.blocks import blocks_of, recomputed_blocks
-from trimtab.adapters.lora import megatron_layers
+from trimtab.adapters.lora import canonical_layers
 from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.running import Decided, Exported, Target
@@ -83,10 +83,10 @@ def _lora(model: ModelSpec, lora: Lora) -> str:
             f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
             "language model: plan with weights=same,towers=language"
         )
-    names = [f"*language_model*.{name}" for name in megatron_layers(model, lora, "Megatron-Bridge")]
+    names = [f"*language_model*.{name}" for name in canonical_layers(model, lora, "Megatron-Bridge")]
     return (
-        f"LoRA(dim={lora.r}, alpha={round(lora.alpha)}, dropout={lora.dropout}, target_modules={names!r})"
-        "  # from megatron.bridge.peft.lora"
+        f"CanonicalLoRA(dim={lora.r}, alpha={round(lora.alpha)}, dropout={lora.dropout}, target_modules={names!r})"
+        "  # from megatron.bridge.peft.canonical_lora"
     )
 
 

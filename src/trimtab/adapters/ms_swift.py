@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trimtab.adapters.lora import megatron_layers
+from trimtab.adapters.lora import joined_layers
 from trimtab.adapters.megatron import can_run, megatron_flags
 from trimtab.adapters.running import Decided, Exported, Target
 from trimtab.costs.profile import has_experts
@@ -64,13 +64,13 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 def _lora_fields(model: ModelSpec, lora: Lora) -> dict[str, object]:
     """Freezing says which towers get adapters; all-linear takes experts too, so beside these layers are named."""
-    layers = megatron_layers(model, lora, "ms-swift")
+    layers = joined_layers(model, lora, "ms-swift")
     return {
         "tuner_type": "lora",
         "lora_rank": lora.r,
         "lora_alpha": round(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": layers if has_experts(model) else (ALL_LINEAR,),
+        "target_modules": layers if has_experts(model) or ALL_LINEAR not in lora.targets else (ALL_LINEAR,),
         **({"lora_dtype": "float32"} if lora.weights == "fp32" else {}),
         **{f"freeze_{name}": tower not in lora.towers for name, tower in _FREEZES.items()},
     }
