@@ -1,10 +1,10 @@
 """Real plans through every export, made with `--for`: `python bench/exports.py [--models M ...] [--frameworks F ...]`.
 
 For every model a plan is made for every framework, on the drawn data set of `trimtab demo`, with 16 A100s and 128
-samples a step, and exported. The table at the end has, for each, the predicted step over that of the fastest plan of the
-model, and behind it what single samples cost (x) where the host takes no packs; or a number of the sentences below it,
-by which the planner or the export refuses. Exit code 1 where an export of a plan that was made for it warns. Qwen3.5 is
-Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
+samples a step, and exported. The table at the end has, for each, the predicted step over that of the fastest plan of
+the model, and behind it what single samples cost (x) where the host takes no packs; or a number of the sentences below
+it, by which the planner or the export refuses. Exit code 1 where an export of a plan that was made for it warns.
+Qwen3.5 is Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def trimtab(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def try_export(model: str | Path, framework: str, data: Path, folder: Path, cluster: str, *more: str) -> Cell:
+def try_export(model: str | Path, framework: str, data: Path, folder: Path, cluster: str) -> Cell:
     """One plan made for the framework, and its export."""
+    more = ["--max-pixels", "1003520"] if Path(model).name.startswith("Qwen") else []
     plan = folder / f"{Path(model).name}-{framework}"
     words = ["plan", model, data / "data.jsonl", "--tokenizer", data / "tokenizer.json", "--cluster", cluster]
     made = trimtab(*words, "--global-batch", "128", "--for", framework, "--out", plan, *more)
@@ -122,11 +123,11 @@ def main() -> int:
     cells: dict[tuple[str, str], Cell] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        data = draw_dataset(folder / "data", num_samples=600).folder
+        data = draw_dataset(folder / "data", num_samples=256).folder
         for name in given.models:
             model = qwen3_5(folder) if name == "Qwen3.5" else name
             for framework in given.frameworks:
-                cell = try_export(model, framework, data, folder, given.cluster, "--max-pixels", "1003520")
+                cell = try_export(model, framework, data, folder, given.cluster)
                 cells[name, framework] = cell
                 print(f"{name}, {framework}: {cell}", file=sys.stderr, flush=True)
     print("\n".join(table(cells, given.models, given.frameworks)))

@@ -4,7 +4,7 @@ Every name that an export prints is looked up in the host's own source, and so i
 many arguments a script takes, which fields and defaults there are, which families have a provider. Sources are read as
 syntax trees, so that releases for other Pythons are read too; nothing of a host is imported or run. FOLDER (default:
 hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newest) and git directories or clones, named
-`pai` and `roll`, of the two that are not there.
+`pai`, `roll` and `mindspeed-mm`, of those that are not there.
 
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
@@ -23,12 +23,24 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
-from export_cases import by_counts, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, pai_megatron, torchtitan  # noqa: E402
+from export_cases import by_counts, cut, decide, make_model  # noqa: E402
+from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron, torchtitan  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
-REGISTRY = ("megatron-core", "megatron-bridge", "ms-swift", "torchtitan", "verl", "megatron-energon")
+REGISTRY = (
+    "megatron-core",
+    "megatron-bridge",
+    "ms-swift",
+    "torchtitan",
+    "verl",
+    "megatron-energon",
+    "llamafactory",
+    "axolotl",
+    "nemo-automodel",
+    "veomni",
+)
+CLONES = ("pai", "roll", "mindspeed-mm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +91,7 @@ def from_git(folder: Path) -> Source:
 
 def find_sources(folder: Path) -> dict[str, Source]:
     """By host the newest wheel in the folder, or the clone of its name."""
-    found = {path.name: from_git(path) for path in sorted(folder.glob("*")) if path.name in ("pai", "roll")}
+    found = {path.name: from_git(path) for path in sorted(folder.glob("*")) if path.name in CLONES}
     for name in REGISTRY:
         wheels = folder.glob(f"{name.replace('-', '_')}-*.whl")
         newest = max(
@@ -95,12 +107,12 @@ def find_sources(folder: Path) -> dict[str, Source]:
 
 def exported(name: str, family: str = "qwen2_5_vl") -> Mapping[str, object]:
     """The fields of an export that recomputes, shards and splits."""
-    model = make_model(family=family)
+    model = make_model(family=family, experts=8)
     block = model.indices("language", "block")[0]
     chosen = {0: [RecomputeChoice(tier="full", layers=(*model.indices("vision", "block"), block))]}
     stages = by_counts(model, 6, 6, recompute=chosen)
-    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2)
-    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096), None).fields
+    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2, ep=2, etp=1)
+    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep"), None).fields
 
 
 def missing(given: set[str], known: set[str], where: str) -> Iterator[str]:
@@ -237,6 +249,83 @@ def check_roll(source: Source) -> Iterator[str]:
             yield f"roll/utils/sequence_packing.py has no {name}"
 
 
+def check_mindspeed(source: Source) -> Iterator[str]:
+    model = source.read("mindspeed_mm/models/vlm_model.py") or ""
+    for name in ("config.vision_encoder.pipeline_num_layers[self.pp_rank]", "config.pipeline_num_layers[self.pp_rank]"):
+        if name not in model:
+            yield f"vlm_model.py reads no {name}"
+    blocks = source.read("mindspeed_mm/models/vision/vision_encoders/vision_transformer_block.py") or ""
+    if "self.config.recompute_method == 'block'" not in blocks:
+        yield "the tower has no recompute by blocks of its own configuration"
+    if "'freeze', True)" not in (source.read("pretrain_vlm.py") or ""):
+        yield "the tower is frozen by default no longer"
+    converters = {path.rpartition("/")[2] for path in source.paths if path.startswith("checkpoint/vlm_model/")}
+    files = {f"{family.replace('_vl', 'vl')}.py" for family in mindspeed_mm.FAMILIES}
+    yield from missing(files, converters, "its converter of weights")
+
+
+def check_fields(name: str, *paths: str, sections: bool = False) -> Callable[[Source], Iterator[str]]:
+    """Whether every setting of a recipe is a field of some class of these files."""
+
+    def names(settings: Mapping[str, object]) -> Iterator[str]:
+        for key, value in settings.items():
+            yield key
+            if sections and isinstance(value, Mapping):
+                yield from names(value)
+
+    def check(source: Source) -> Iterator[str]:
+        files = [path for path in source.paths if path.startswith(paths) and path.endswith(".py")]
+        yield from missing(set(names(exported_whole(name))) - {"deepspeed"}, set(source.fields(*files)), name)
+
+    return check
+
+
+def exported_whole(name: str) -> Mapping[str, object]:
+    """The settings of a recipe for whole models that recomputes and shards."""
+    model = make_model()
+    chosen = {0: [RecomputeChoice(tier="full", layers=tuple(model.indices("language", "block")))]}
+    plan = decide(model, cut(model, recompute=chosen), zero_stage=3)
+    return find_target(name).export(plan, None).fields
+
+
+def check_llama_factory(source: Source) -> Iterator[str]:
+    own = source.fields(*(path for path in source.paths if path.startswith("llamafactory/hparams/")))
+    inherited = {"do_train", "per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed"}
+    yield from missing(set(exported_whole("llama-factory")) - inherited, set(own), "llamafactory.hparams")
+    for name in ("freeze_vision_tower", "freeze_multi_modal_projector"):
+        if "default=True" not in ast.unparse(own.get(name) or ast.Constant(value=None)):
+            yield f"{name} is on by default no longer"
+    workflow = source.read("llamafactory/train/sft/workflow.py") or ""
+    for name in ("= get_dataset(template, model_args", "trainer = CustomSeq2SeqTrainer("):
+        if name not in workflow:
+            yield f"train/sft/workflow.py has no {name}, which our run replaces"
+
+
+def check_axolotl(source: Source) -> Iterator[str]:
+    yield from check_fields("axolotl", "axolotl/utils/schemas/")(source)
+    text = source.read("axolotl/integrations/base.py") or ""
+    for name in ("load_datasets", "post_model_load", "post_trainer_create"):
+        if f"def {name}(" not in text:
+            yield f"BasePlugin has no {name}"
+
+
+def check_automodel(source: Source) -> Iterator[str]:
+    given = exported_whole("automodel")
+    for section, path in (
+        ("distributed", "nemo_automodel/components/distributed/"),
+        ("freeze_config", "nemo_automodel/components/utils/model_utils.py"),
+        ("step_scheduler", "nemo_automodel/components/training/step_scheduler.py"),
+    ):
+        files = [name for name in source.paths if name.startswith(path) and name.endswith(".py")]
+        known = set(source.fields(*files)) | {"strategy"}
+        known |= {
+            a.arg for file in files for n in ast.walk(source.tree(file)) if isinstance(n, ast.arguments) for a in n.args
+        }
+        settings = given[section]
+        assert isinstance(settings, Mapping)
+        yield from missing(set(settings), known, section)
+
+
 CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "megatron-core": check_core,
     "megatron-bridge": check_bridge,
@@ -246,6 +335,11 @@ CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "verl": check_verl,
     "megatron-energon": check_energon,
     "roll": check_roll,
+    "mindspeed-mm": check_mindspeed,
+    "llamafactory": check_llama_factory,
+    "axolotl": check_axolotl,
+    "nemo-automodel": check_automodel,
+    "veomni": check_fields("veomni", "veomni/arguments/", "veomni/trainer/vlm_trainer.py", sections=True),
 }
 
 

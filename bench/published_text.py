@@ -20,9 +20,10 @@ from trimtab.costs.curves import Efficiency, efficiency_of, product_line, produc
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.images.tiles import FixedImage
-from trimtab.options import RecomputedTier
+from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import simulate, stage_times
+from trimtab.plan.decide.setting import link_rates
 from trimtab.plan.decide.times import stage_link
 from trimtab.specs import (
     AttentionSpec,
@@ -60,6 +61,7 @@ class Run:
     is_fitted: bool
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     num_chunks: int = 1
     num_microbatches: int = 1
     recompute: str = "none"  # half: of torchtitan's "op", which keeps every second product
@@ -69,14 +71,14 @@ class Run:
     fused_kernels: bool = False
     sequence_parallel: bool = False
     early_stop: bool = False  # recompute stops before a block's last product
-    figures: Mapping[str, float] = field(default_factory=dict)  # of the device, where they are not the table's
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of the device, where they are not the table's
     devices_per_node: int = 8
     node_gbit: float | None = None  # Gbit/s of a node's ports together; None: as the device's vendor describes it
     tp_overlap: bool = False
 
     @property
     def dp(self) -> int:
-        return self.gpus // (self.tp * self.pp)
+        return self.gpus // (self.tp * self.pp * self.cp)
 
     @property
     def step_s(self) -> float:
@@ -106,7 +108,7 @@ def groups() -> list[dict[str, Any]]:
 def _read(group: dict[str, Any], row: dict[str, Any]) -> Run:
     row = {"device": group.get("device"), "figures": group.get("figures", {}), **group["settings"], **row}
     if "global_batch" in row:
-        dp = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1))
+        dp = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1) * row.get("cp", 1))
         row["num_microbatches"] = row.pop("global_batch") // (dp * row["batch"])
     row["recompute"] = {0: "none", 1: "full"}.get(row.get("recompute", 0), row.get("recompute"))
     row["devices_per_node"] = group.get("devices_per_node", {}).get(row["device"], 8)
@@ -157,7 +159,7 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
     cluster = run.cluster
     e = efficiency_of(cluster.device)
     e = replace(e, matmul=matmul or e.matmul, attention=attention or ATTENTION.get(run.attention, e.attention))
-    dims = ParallelDims(dp=run.dp, pp=run.pp, tp=run.tp)
+    dims = ParallelDims(dp=run.dp, pp=run.pp, tp=run.tp, cp=run.cp)
     profile = profile_model(
         text_model(run.model),
         cluster.device,
@@ -170,7 +172,7 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
         sequence_parallel=run.sequence_parallel and run.tp > 1,
         tp_overlap=run.tp_overlap,
         efficiency=e,
-        dp_bytes_per_s=cluster.ring_bytes_per_s(run.dp, stride=run.tp),
+        **link_rates(cluster, dims),
     )
     tokens = run.batch * run.sequence
     work = np.array([1, 0, 0, 0, tokens, tokens * run.sequence, tokens * run.sequence], dtype=float)
@@ -182,7 +184,7 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
         link_bytes_per_s=stage_link(cluster),
         latency_s=cluster.latency_s,
     )
-    schedule = "Interleaved1F1B" if run.num_chunks > 1 else "1F1B"
+    schedule: ScheduleName = "Interleaved1F1B" if run.num_chunks > 1 else "1F1B"
     seconds = simulate(times, schedule=schedule, num_devices=run.pp).makespan_s
     if run.early_stop and run.recompute == "full":
         seconds -= run.num_microbatches * _last_products_s(run, e, cluster.device.peak_flops, tokens)
@@ -225,7 +227,7 @@ def fits() -> dict[str, Fit]:
     found: dict[str, Fit] = {}
     for group in groups():
         runs = [_read(group, dict(zip(group["columns"], row, strict=True))) for row in group["rows"]]
-        shares = found.get(group.get("shares_of"))
+        shares = found.get(group.get("shares_of", ""))
         found[group["name"]] = _fit(runs) if any(run.is_fitted for run in runs) else _apply(runs, shares)
     return found
 
@@ -241,11 +243,8 @@ def _fit(runs: list[Run]) -> Fit:
     """Least sum of |predicted / logged - 1| over fitted rows; seconds are linear in 1 / matmul and 1 / attention."""
     own = [run for run in runs if run.is_fitted]
     logged = np.array([run.step_s for run in own])
-    if len(own) == 1:  # products alone
-        whole, faster = (predict(own[0], matmul=matmul) for matmul in (0.5, 1.0))
-        per_share = (whole - faster) * 1.0  # seconds of products at the whole peak
-        share = per_share / (logged[0] - faster + per_share)
-        return _apply(runs, Fit(matmul=float(share), attention=None, runs=(), errors=np.zeros(0)))
+    if len(own) == 1:
+        return _apply(runs, _fit_both(own[0]))
     matmul, attention = 0.7, 0.3
     for _ in range(2):  # with a pipeline, linear near the answer alone
         whole = np.array([predict(run, matmul=matmul, attention=attention) for run in own])
@@ -259,3 +258,13 @@ def _fit(runs: list[Run]) -> Fit:
             weight = 1 / np.sqrt(np.maximum(np.abs(J @ found - y), 0.005))
         matmul, attention = float(matmul / found[0]), float(attention / found[1])
     return _apply(runs, Fit(matmul=matmul, attention=attention, runs=(), errors=np.zeros(0)))
+
+
+def _fit_both(run: Run) -> Fit:
+    """Both shares of the device times one factor, that gives one run its seconds."""
+    known = efficiency_of(run.cluster.device)
+    half, whole = (
+        predict(run, matmul=factor * known.matmul, attention=factor * known.attention) for factor in (0.5, 1.0)
+    )
+    factor = (half - whole) / (run.step_s - whole + half - whole)
+    return Fit(matmul=factor * known.matmul, attention=factor * known.attention, runs=(), errors=np.zeros(0))

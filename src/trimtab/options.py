@@ -41,6 +41,8 @@ ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mxfp8
 
 _MOST = 2**40  # keeps products of counts inside 64 bits
 
+Dispatcher = Literal["alltoall", "deepep"]  # a row goes to every expert, or once to a device with several
+
 EXPERT_IMBALANCE = 1.1
 """Assumed: rows of the busiest device of an expert-parallel group, over the mean.
 

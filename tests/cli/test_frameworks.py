@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import exports
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
 from trimtab.models.describe import describe
 
@@ -23,6 +28,23 @@ def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run,
     rows = [row for row in page.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
     assert any(target.title in row and row.endswith(f"| {target.checked_with} |") for row in rows)
     assert FRAMEWORKS[name].help.split()[0] in run("export", name, "--help").out
+
+
+def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "exports.md").read_text(encoding="utf-8")
+    proofs = dict(re.findall(r"^- (\w): `(tests/[\w/]+\.py::test_\w+)`", text, re.MULTILINE))
+    for path, _, function in (proof.partition("::") for proof in proofs.values()):
+        assert f"\ndef {function}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {function}"
+    _, _, table = text.partition("| host | packs | split | recompute | vision data parallel | sharded state |")
+    rows = [row.strip("| ").split(" | ") for row in table.partition("\n\n")[0].strip().splitlines()[1:]]
+    carried = [cell for row in rows for cell in row[1:] if cell.startswith("carried")]
+    assert len(carried) > 40
+    for cell in (cell for row in rows for cell in row[1:]):
+        assert re.fullmatch(r"carried \w(, .*)?|(recipe|priced|–)(, .*)?", cell), cell
+    assert {cell.split()[1].rstrip(",") for cell in carried} == set(proofs)
+    titles = [find_target(name).title for name in FRAMEWORKS]
+    assert all(any(row[0].startswith(title) for row in rows) for title in titles)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +153,27 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
     packs = find_target(name).packs
     first = run("export", name, plan).out.splitlines()[0]
     assert first.startswith(f"# {find_target(name).title} cannot be given the plan's packs") == (packs is None)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "refusal"),
+    [
+        ("Qwen3-VL-30B-A3B", "veomni", None),
+        ("Qwen3-VL-30B-A3B", "torchtitan", "vision-language models of qwen3_5, qwen3_5_moe alone"),
+        ("LLaVA-OneVision-7B", "ms-swift", None),
+        ("LLaVA-OneVision-7B", "megatron-bridge", "is of the family llava_onevision, and Megatron-Bridge 0.6 has"),
+        ("InternVL3_5-8B", "mindspeed-mm", "MindSpeed-MM runs stages of qwen2_vl and qwen2_5_vl"),
+    ],
+)
+def test_real_models_are_exported_without_a_warning_or_refused_in_a_sentence(
+    drawn: Path, tmp_path: Path, model: str, name: str, refusal: str | None
+) -> None:
+    cell = exports.try_export(model, name, drawn, tmp_path, "16xA100-80GB")
+    assert cell.warnings == ()
+    assert (cell.step_ms is None) == (refusal is not None)
+    assert (refusal or "") in cell.refusal
+    assert "Traceback" not in cell.refusal
+    assert (cell.single is not None) == (refusal is None and find_target(name).packs is None)
 
 
 def test_bare_flags_are_checked_against_a_model(run: Run) -> None:

@@ -1,13 +1,16 @@
-"""Packs as a Hugging Face data set, in the Trainer and in TRL's SFTTrainer: the steps of the plan, with its losses.
+"""Trainers and collators of other projects on a plan: the losses of the plain loop. Each is the project's own code.
 
-pip install datasets==5.2.0
-pip install --no-deps trl==1.16.0
+pip install datasets==5.2.0 peft modelscope modelscope_hub addict
+pip install --no-deps trl==1.16.0 llamafactory==0.9.5 ms-swift==4.6.0
 """
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,91 +18,211 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("datasets", reason="needs datasets 5.2.0")
 transformers = pytest.importorskip("transformers")
+PIL = pytest.importorskip("PIL.Image")
 
-from trimtab import PackedCollator, PlanDataset, PlanTrainerMixin, ReadingOptions, open_conversations  # noqa: E402
+from trimtab import PackedCollator, PlanDataset, SampleTable, balanced  # noqa: E402
 from trimtab.demo.draw import draw_dataset  # noqa: E402
 from trimtab.errors import PlanError  # noqa: E402
 from trimtab.runtime.data.dataset import collate_packs  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]
+import balanced_cases  # noqa: E402
+
 import train_with_trainer as example  # noqa: E402
 
+TEXTS = ("a red square", "what is written here", "two lines", "nothing", "a longer answer to it", "blue", "words alone")
 
-class Planned(PlanTrainerMixin, transformers.Trainer):  # type: ignore[misc,name-defined]
-    """The way that needs Transformers 5.17."""
+
+class Case:
+    """A tiny Qwen2.5-VL with the tokenizer of the demo, and its image processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(draw_dataset(folder, num_samples=2).folder)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.config = example.tiny_config(self.tokenizer)
+        self.images = example.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 8)
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForImageTextToText.from_config(self.config, attn_implementation="sdpa")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Conversations with an image each, but for two of words alone."""
+        made = []
+        for row, text in enumerate(TEXTS):
+            image = [] if row in (1, 6) else [PIL.new("RGB", (56 + 28 * (row % 3), 84), (40 * row, 90, 200))]
+            made.append({"question": "say" if not image else "see", "answer": text, "images": image})
+        return made
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, PlanDataset]:
-    folder = tmp_path_factory.mktemp("hf")
-    data = draw_dataset(folder / "data", num_samples=36)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(data.folder)
-    processor = example.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
-    config = example.tiny_config(tokenizer)
-    example.plan_data(config, processor, data, folder)
-    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data.tokenizer))
-    return folder, config, PlanDataset(rows, rows.records.samples, on_error="filler")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("hosts"))
 
 
-def arguments(kind: Any, folder: Path, **more: Any) -> Any:
-    return kind(
-        output_dir=str(folder / "run"),
-        max_steps=4,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
+def check(
+    case: Case, folder: Path, data: Any, collate: Any, *, kind: Any = None, options: Any = None, **more: Any
+) -> None:
+    """`balanced` on this trainer with this collator, against each sample alone through the same collator."""
+    trainer = balanced_cases.noted(kind or transformers.Trainer)(
+        model=case.model(),
+        args=balanced_cases.arguments(folder, kind=options, **more.pop("arguments", {})),
+        train_dataset=data,
+        data_collator=collate,
         **more,
     )
+    balanced(trainer, balanced_cases.tables_of(), reshuffle=False).train()
+    assert trainer.losses == pytest.approx(balanced_cases.plain_losses(case.model(), data, collate), rel=1e-5)
 
 
-def losses(trainer: Any) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+class Processor(transformers.ProcessorMixin):  # type: ignore[misc,name-defined]
+    """What TRL's trainer and collator ask of a processor, for conversations as `Case.rows` has them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.tokenizer, self.image_processor = case, case.tokenizer, case.images
+        self.chat_template = None
+
+    def apply_chat_template(self, conversations: list[Any], *, return_tensors: str, **_: Any) -> Any:
+        parts = [[part for turn in talk for part in turn["content"]] for talk in conversations]
+        images = [[part["image"] for part in talk if part["type"] == "image"] for talk in parts]
+        text = ["\n".join(map(self.text, talk)) for talk in parts]
+        return self(images=images if any(images) else None, text=text, return_tensors=return_tensors)
+
+    @staticmethod
+    def text(part: dict[str, Any]) -> str:
+        return "<|vision_start|><|image_pad|><|vision_end|>" if part["type"] == "image" else str(part["text"])
+
+    def __call__(self, *, images: Any, text: list[str], return_tensors: str, **_: Any) -> Any:
+        given: dict[str, Any] = {}
+        if images is not None:
+            given = dict(self.case.images(images=[x for row in images for x in row], return_tensors=return_tensors))
+            for grid in given["image_grid_thw"]:
+                num = int(grid.prod()) // self.case.images.merge_size**2
+                text = [x.replace("<|image_pad|>", "<|image|>" * num, 1) for x in text]
+            text = [x.replace("<|image|>", "<|image_pad|>") for x in text]
+        rows = self.case.tokenizer(text, padding=True, return_tensors=return_tensors)
+        types = (rows["input_ids"] == self.case.config.image_token_id).long()
+        return {
+            **given,
+            "input_ids": rows["input_ids"],
+            "attention_mask": rows["attention_mask"],
+            "mm_token_type_ids": types,
+        }
 
 
-def test_trl_and_the_trainer_run_the_steps_of_the_plan(made: tuple[Path, Any, PlanDataset], tmp_path: Path) -> None:
+def test_trls_trainer_and_its_collator_for_images(case: Case, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs trl 1.16.0: pip install --no-deps trl==1.16.0")
-    folder, config, data = made
-    collate = PackedCollator(config, attention="sdpa")
+    datasets = pytest.importorskip("datasets", reason="needs datasets 5.2.0")
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    def model() -> Any:
-        torch.manual_seed(0)
-        return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    def turn(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text}
 
-    usual = arguments(transformers.TrainingArguments, tmp_path)
-    planned = losses(
-        Planned(
-            model=model(), args=usual, train_dataset=data, data_collator=collate, plan=folder / "plan", reshuffle=False
-        )
+    data = datasets.Dataset.from_list(
+        [
+            {"messages": [turn("user", row["question"]), turn("assistant", row["answer"])], "images": row["images"]}
+            for row in case.rows()
+        ],
+        features=datasets.Features(
+            {
+                "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+                "images": datasets.List(datasets.Image()),
+            }
+        ),
     )
-    packs = data.as_hf(folder / "plan")
-    given = {"train_dataset": packs, "data_collator": collate_packs(collate)}
-    plain = losses(transformers.Trainer(model=model(), args=usual, **given))
-    sft = arguments(trl.SFTConfig, tmp_path, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "data")
-    tuned = losses(trl.SFTTrainer(model=model(), args=sft, processing_class=tokenizer, **given))
-    assert len(planned) == 4
-    assert plain == pytest.approx(planned, rel=1e-5)
-    assert tuned == pytest.approx(planned, rel=1e-5)
+    processor = Processor(case)
+    collate = DataCollatorForVisionLanguageModeling(processor)
+    skipped = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    given = {"kind": trl.SFTTrainer, "options": trl.SFTConfig, "processing_class": processor}
+    check(case, tmp_path, data, collate, arguments=skipped, **given)
 
 
-def test_items_are_the_packs_in_the_order_of_the_plan(made: tuple[Path, Any, PlanDataset]) -> None:
-    folder, _, data = made
-    packs = data.as_hf(folder / "plan")
-    samples = [sample["id"] for number in range(len(packs)) for sample in packs[number]["samples"]]
-    assert sorted(samples) == sorted(data[row]["id"] for row in range(len(data)) if data[row]["id"] in set(samples))
-    assert len(samples) == len(set(samples)) > 10
+def test_llama_factorys_collator(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    sound = ModuleType("torchaudio")  # imported beside the images' code, for sound alone
+    sound.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
+    monkeypatch.setitem(sys.modules, "torchaudio", sound)
+    pytest.importorskip("llamafactory", reason="needs llamafactory 0.9.5: pip install --no-deps llamafactory==0.9.5")
+    from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
+    from llamafactory.data.template import TEMPLATES
+
+    template, tokenizer = TEMPLATES["qwen2_vl"], case.tokenizer
+    processor: Any = SimpleNamespace(
+        image_processor=case.images, video_processor=object(), tokenizer=tokenizer, image_max_pixels=28 * 28 * 8,
+        image_min_pixels=28 * 28,
+    )  # fmt: skip
+    data = []
+    for row in case.rows():  # as its SupervisedDatasetProcessor encodes them
+        talk = [
+            {"role": "user", "content": "<image>" * len(row["images"]) + row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        talk = template.mm_plugin.process_messages(talk, row["images"], [], [], processor)
+        ((prompt, answer),) = template.encode_multiturn(tokenizer, talk, None, None)
+        ids = [*prompt, *answer]
+        masked = [-100] * len(prompt) + list(answer)
+        data.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": masked, "images": row["images"]})
+    collate = SFTDataCollatorWith4DAttentionMask(
+        template=template, model=case.model(), tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8
+    )
+    check(case, tmp_path, data, collate)
+
+
+def test_ms_swifts_collator(case: Case, tmp_path: Path) -> None:
+    reason = "needs ms-swift 4.6.0 and modelscope"
+    pytest.importorskip("modelscope", reason=reason)
+    template = pytest.importorskip("swift.template.base", reason=reason).Template
+    collate = swift_collator(template, case)
+    processed = Processor(case)
+    data = []
+    for row in case.rows():
+        text = "<|vision_start|><|image_pad|><|vision_end|>" * len(row["images"]) + row["question"]
+        batch = processed(images=[row["images"]] if row["images"] else None, text=[text], return_tensors="pt")
+        front = batch.pop("input_ids")[0].tolist()
+        answer = case.tokenizer(row["answer"])["input_ids"]
+        types = batch["mm_token_type_ids"][0].tolist() + [0] * len(answer)
+        batch |= {"input_ids": front + answer, "labels": [-100] * len(front) + answer, "mm_token_type_ids": types}
+        batch.pop("attention_mask")
+        data.append(batch)
+    check(case, tmp_path, data, collate)
+
+
+def swift_collator(template: Any, case: Case) -> Callable[[list[Any]], Any]:
+    """ms-swift's own `data_collator`, of a template without the registry that downloads models."""
+    made = template.__new__(template)
+    made.__dict__ |= {
+        "packing": False, "task_type": "causal_lm", "mode": "train", "remove_unused_columns": True, "is_training": True,
+        "padding_side": "right", "padding_free": False, "use_megatron": False, "sequence_parallel_size": 1,
+        "processor": case.tokenizer, "model_info": SimpleNamespace(), "use_chat_template": True,
+    }  # fmt: skip
+    collate: Callable[[list[Any]], Any] = made.data_collator
+    return collate
+
+
+def test_packs_as_a_data_set_run_the_steps_of_the_plan(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs datasets 5.2.0")
+    data, collate = balanced_cases.Raw(), balanced_cases.Collator("qwen2_5_vl")
+    rows = PlanDataset(data, SampleTable.of([0] * 7, [9] * 7))
+    packs = rows.as_hf(balanced_cases.tables_of())
+    found = [[item["row"] for item in packs[number]["samples"]] for number in range(len(packs))]
+    assert found == balanced_cases.PACKS
     with pytest.raises(PlanError, match="2 packs came as one batch"):
         collate_packs(list)([packs[0], packs[1]])
+    model = balanced_cases.make_model("qwen2_5_vl")
+    pack = PackedCollator(model.config)
+
+    def pad_off(items: list[Any]) -> Any:
+        alone = [collate([item]) for item in items]
+        kept = [x["attention_mask"][0].bool() for x in alone]
+        token = ("input_ids", "labels", "mm_token_type_ids")
+        samples = [
+            {key: value[0][mask] if key in token else value for key, value in x.items() if key != "attention_mask"}
+            for x, mask in zip(alone, kept, strict=True)
+        ]
+        return pack(samples)
+
+    batch = collate_packs(pad_off)([packs[2]])
+    assert batch["input_ids"].shape[0] == 1
+    assert int((batch["position_ids"][0] == 0).sum()) == 3

@@ -144,15 +144,14 @@ def tables_of(packs: Sequence[Sequence[int]] = PACKS, *, dp: int = 1, num_microb
     return hold_tables(packing, Schedule(table=np.ascontiguousarray(table)))
 
 
-def plain_losses(family: str, num_epochs: int = 2, rate: float = 0.05) -> list[float]:
+def plain_losses(model: Any, data: Any, collate: Any, *, num_epochs: int = 2, rate: float = 0.05) -> list[float]:
     """Every sample by itself through the model, without packs, collators of ours or a Trainer; SGD."""
-    model, data, collate = make_model(family), Raw(), Collator(family)
     model.train()
     optimizer, found = torch.optim.SGD(model.parameters(), lr=rate), []
     for step in [PACKS[:2], PACKS[2:]] * num_epochs:
         total, count = torch.zeros(()), 0
         for row in (row for pack in step for row in pack):
-            batch = collate([data[row]])
+            batch = collate([dict(data[row])])
             targets = batch.pop("labels")[0, 1:]
             logits = model(**batch).logits[0, :-1]
             total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
@@ -162,6 +161,10 @@ def plain_losses(family: str, num_epochs: int = 2, rate: float = 0.05) -> list[f
         optimizer.step()
         found.append(float(total.detach() / count))
     return found
+
+
+def plain_of(family: str) -> list[float]:
+    return plain_losses(make_model(family), Raw(), Collator(family))
 
 
 def arguments(folder: Path, *, kind: Any = None, **more: Any) -> Any:
@@ -221,7 +224,7 @@ def train_sharing_images(rank: int, folder: Path) -> None:
         balanced(trainer, tables_of(dp=2, num_microbatches=1), reshuffle=False, verify=False).train()
         parts = torch.tensor(trainer.parts)
         torch.distributed.all_reduce(parts)
-        assert (parts / 2).tolist() == pytest.approx(plain_losses(family), rel=1e-5), family
+        assert (parts / 2).tolist() == pytest.approx(plain_of(family), rel=1e-5), family
         assert sharing.handle is not None
         assert 0 < sharing.handle.load.share < 1
         assert not any("get_image_features" in module.__dict__ for module in trainer.model.modules())

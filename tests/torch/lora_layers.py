@@ -1,4 +1,4 @@
-"""Adapters beside the linear layers of a real module, as PEFT computes them. Needs torch."""
+"""Adapters beside the linear layers of a real module. Needs torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,9 @@ from dataclasses import replace
 
 import torch
 from real_layers import RealLayer
-from torch import Tensor, nn
 
+from trimtab.costs.traced_lora import AdaptedLinear
 from trimtab.models.asking.layers import read_linears
-
-
-class AdaptedLinear(nn.Module):
-    """`peft.tuners.lora.layer.Linear` without dropout; tests/integration/test_lora.py sets it beside the original."""
-
-    def __init__(self, base: nn.Linear, r: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.base = base
-        self.lora_A = nn.Linear(base.in_features, r, bias=False, dtype=dtype)
-        self.lora_B = nn.Linear(r, base.out_features, bias=False, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.base(x)
-        result = result + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * 2.0
-        return result.to(x.dtype)
 
 
 def with_adapters(layer: RealLayer, r: int, dtype: torch.dtype, *, end: str = "") -> tuple[RealLayer, tuple[str, ...]]:
@@ -34,5 +19,5 @@ def with_adapters(layer: RealLayer, r: int, dtype: torch.dtype, *, end: str = ""
     for name in names:
         parent, _, own = name.rpartition(".")
         holder = layer.module.get_submodule(parent)
-        setattr(holder, own, AdaptedLinear(getattr(holder, own), r, dtype))
+        setattr(holder, own, AdaptedLinear(getattr(holder, own), r, dtype=dtype))
     return replace(layer, spec=replace(layer.spec, linears=linears)), names

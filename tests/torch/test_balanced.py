@@ -12,7 +12,7 @@ from typing import Any
 import balanced_cases
 import pytest
 import transformers
-from balanced_cases import Collator, Raw, arguments, make_model, noted, plain_losses, tables_of
+from balanced_cases import Collator, Raw, arguments, make_model, noted, plain_of, tables_of
 from gloo_ranks import on_ranks
 
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
@@ -34,7 +34,7 @@ def test_one_line_gives_the_losses_of_the_plain_loop(family: str, tmp_path: Path
     assert same is trainer
     assert isinstance(trainer, transformers.Trainer)
     trainer.train()
-    assert trainer.losses == pytest.approx(plain_losses(family), rel=1e-5)
+    assert trainer.losses == pytest.approx(plain_of(family), rel=1e-5)
     assert trainer.state.global_step == 4
 
 

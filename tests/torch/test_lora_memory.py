@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lora_layers import with_adapters
 from real_layers import LAYERS, kept_bytes
 from test_recompute_memory import BY_VALUE, transient_bytes
+from test_traced import profile_of
 
 from trimtab.costs.activations import kept_when
 from trimtab.costs.adapters import adapt_layer
 from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.lora import Lora
 from trimtab.specs import LayerSpec, ParallelDims
@@ -65,3 +68,19 @@ def test_a_backward_with_adapters_needs_no_gradient_of_a_weight(name, end, rows)
         moment[0] + rows * max(moment[1], moment[4]) for moment in (cost.transient_bytes, cost.other_transient_bytes)
     )
     assert stated == pytest.approx(transient_bytes(layer, rows, None, by_value=name in BY_VALUE), rel=0.02)
+
+
+@pytest.mark.parametrize("lora", [Lora(r=2, weights="same"), Lora(r=2), Lora(r=2, bits=4)], ids=str)
+def test_a_traced_model_keeps_what_the_formulas_say(lora):
+    tiny, found = profile_of("internvl qwen2", "sdpa", lora=lora)
+    traced = found.profile
+    formulas = profile_model(tiny.spec, DEVICES["H200"], attention="sdpa", lora=lora)
+    assert traced.lora == lora
+    work = np.array([1.0, 4096, 4096**2 / 16, 4096 * 64, 4096, 4096**2 / 4, 4096**2 / 4])
+    first, *others = tiny.spec.indices("language", "block")
+    assert traced.layers[first].tiers[0].saved_bytes[4] < formulas.layers[first].tiers[0].saved_bytes[4]  # its norm's
+    for place in others:
+        counted, stated = traced.layers[place], formulas.layers[place]
+        assert counted.tiers[0].saved_bytes == pytest.approx(stated.tiers[0].saved_bytes, rel=1e-4, abs=0.1)
+    for place in tiny.spec.indices("vision", "block"):  # frozen, with nothing trainable before it
+        assert np.dot(traced.layers[place].tiers[0].saved_bytes, work) == 0

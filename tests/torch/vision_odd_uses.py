@@ -242,7 +242,7 @@ def run_verified_dispatch(rank: int) -> None:
         assert max(check.loss_error, check.gradient_error) <= BOUNDS[torch.float32], check
         assert check.gradient_scale is None
         right = exchange._RouteRows.backward
-        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], *[None] * 4))
+        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], *[None] * 5))
         with pytest.raises(TrimtabError, match="and the vision gradients by 1: the family's declaration does not hold"):
             verify_vision_dp(handle, lambda: case.loss(case.forward()))
         exchange._RouteRows.backward = right

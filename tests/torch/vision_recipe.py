@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rounding import assert_close
+from torch import Tensor
+from vision_runs import make_case
 from vision_towers import GRIDS, flatten, make_towers
 
-from trimtab.runtime.vision import recipe
+from trimtab.runtime.vision import recipe, vision_dp
 
 
 def run_patched(rank: int, _folder: str) -> None:
@@ -69,3 +72,22 @@ def run_helpers(rank: int, _folder: str) -> None:
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
     assert_close(weight.grad / num_ranks, expected, dtype=torch.float64)  # averaged, as the recipe's scale assumes
+
+
+def run_like_veomni(rank: int, _folder: str) -> None:
+    """VeOmni's `get_image_features`: rows of all images in one tensor, and lengths made for the whole batch."""
+    case = make_case("qwen2_5_vl", "one image" if rank else "images")
+    inner = case.model.model
+
+    def encode(self: Any, pixel_values: Tensor, image_grid_thw: Tensor, vit_metadata: Any = None, **_: Any) -> Any:
+        found = self.visual(pixel_values, grid_thw=image_grid_thw)
+        assert vit_metadata is None or len(vit_metadata["cu_seqlens"]) == len(image_grid_thw) + 1
+        return found
+
+    inner.get_image_features = types.MethodType(encode, inner)
+    given = {"pixel_values": case.inputs["pixel_values"], "image_grid_thw": case.inputs["image_grid_thw"]}
+    made = {"cu_seqlens": torch.arange(len(given["image_grid_thw"]) + 1)}
+    expected = inner.get_image_features(**given, vit_metadata=made).pooler_output
+    with vision_dp(case.model, exchange="dispatch", timeout_s=60):
+        found = inner.get_image_features(**given, vit_metadata=made).pooler_output
+    assert_close(found, expected, "features")

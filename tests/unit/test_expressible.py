@@ -145,7 +145,7 @@ def test_the_nearest_setting_of_transformers_fits_and_is_priced(alone: ReloadedP
     }
     assert exported.beside is not None
     assert "x as long as planned" in exported.beside
-    tight = replace(alone.case, budget=replace(alone.case.budget, total_bytes=2**33))
+    tight = replace(alone.case, budget=replace(alone.case.budget, fill_bytes=2**33))
     nothing = export_plan(replace(alone, case=tight), find_target("transformers"))
     assert nothing.beside == "no setting of Transformers' own fits the plan's memory"
     assert nothing.fields["training_arguments"] is None
@@ -155,7 +155,7 @@ def test_of_the_settings_that_fit_the_fastest_is_taken(alone: ReloadedPlan) -> N
     model = replace(alone.case.model, family="internvl")  # with layers that Transformers switches one by one
     case = replace(alone.case, model=model)
     for total_bytes in (2**36, 3 * 2**36, 2**40):
-        limited = replace(case, budget=replace(case.budget, total_bytes=total_bytes))
+        limited = replace(case, budget=replace(case.budget, fill_bytes=total_bytes))
         ways = [plain.stages for plain in plain_settings(model, alone.stages)]
         nearest = fastest_fitting(limited, ways)
         fitting = [way for way in ways if not overfull_ranks(limited, way)]
@@ -215,7 +215,7 @@ def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> N
 
 def test_of_given_splits_the_fastest_is_taken(found: ReloadedPlan) -> None:
     case = found.case
-    case = replace(case, budget=replace(case.budget, total_bytes=2**50))
+    case = replace(case, budget=replace(case.budget, fill_bytes=2**50))
     block = MODEL.indices("language", "block")[0]
     splits = tuple((block + a, block + a + 7, block + a + 14) for a in range(1, 13))
     best = best_expressible(case, Expressible(splits=splits))
@@ -228,7 +228,7 @@ def test_of_given_splits_the_fastest_is_taken(found: ReloadedPlan) -> None:
 def test_too_few_cuts_and_too_little_memory_are_none(found: ReloadedPlan) -> None:
     every = frozenset(range(1, len(MODEL.layers)))
     assert best_expressible(found.case, Expressible(forbidden_cuts=every)) is None
-    tight = replace(found.case, budget=replace(found.case.budget, total_bytes=2**33))
+    tight = replace(found.case, budget=replace(found.case.budget, fill_bytes=2**33))
     assert best_expressible(tight, Expressible()) is None
     with pytest.raises(PartitionError):
         split_stages(tight.problem)
@@ -238,7 +238,7 @@ def test_a_plan_without_recompute_is_fitted_without(found: ReloadedPlan) -> None
     case = replace(
         found.case,
         options=replace(found.case.options, recompute="none"),
-        budget=replace(found.case.budget, total_bytes=2**50),
+        budget=replace(found.case.budget, fill_bytes=2**50),
     )
     best = best_expressible(case, find_target("megatron").can(MODEL, 4))
     assert best is not None

@@ -39,6 +39,7 @@ FLOORS = {
 }
 TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
+    "costs/traced_lora.py",
     *("costs/kind_model.py", "costs/timed.py", "costs/timed_model.py"),
     *(f"models/asking/{x}.py" for x in ("build", "units", "forward", "inputs", "batches", "weightless")),
     *(

@@ -52,6 +52,9 @@ def test_state_is_whole_without_the_distributed_optimizer():
         ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
         ("--optimizer sgd", "optimizer", "sgd_momentum"),
         ("--transformer-impl local", "fused_kernels", False),
+        ("--fp8-format hybrid", "dtype", "fp8"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
+        ("--tp-comm-overlap", "tp_overlap", True),
         ("--context-parallel-size 2", "cp", 2),
         ("--expert-model-parallel-size 4", "ep", 4),
         ("--expert-tensor-parallel-size 1", "etp", 1),
@@ -64,7 +67,10 @@ def test_what_megatrons_flags_mean(more, field, value):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (FLAGS + " --fp8-format hybrid", "fp8-format hybrid is not priced yet"),
+        (
+            FLAGS + " --encoder-pipeline-model-parallel-size 2",
+            "encoder-pipeline-model-parallel-size 2 is not priced yet",
+        ),
         (FLAGS + " --recompute-granularity full --recompute-method block", "give --recompute the number of blocks"),
         (FLAGS + " --recompute-granularity most", "'most' is unknown"),
         (FLAGS + " --decoder-first-pipeline-num-layers 3", "leave 25 of 28 language blocks to 3 stages"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron
+from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron, torchtitan
+from trimtab.adapters.frameworks import find_target
+from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_recompute import megatron_ladders
 from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
-from trimtab.adapters.running import Exported
+from trimtab.adapters.running import Exported, degree_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -228,6 +231,36 @@ def test_pais_script_for_qwen3_vl_takes_the_experts_degrees_behind_cp():
     assert arguments[20] == "$DATASET_PATH"
     assert arguments[3] == "40"  # samples: it takes no packs
     assert export.text.startswith("# in examples/qwen3_vl\n")
+
+
+@pytest.mark.parametrize("dims", [{"ep": 4, "etp": 1}, {"cp": 2, "ep": 2}, {"etp": 4}])
+def test_degrees_of_experts_and_contexts_are_told_and_read_back(dims):
+    model = make_model(family="qwen3_vl", experts=8)
+    given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, tp=2, **dims))
+    flags = megatron_flags(given).shell().replace("--pipeline-model-parallel-layout 'Et*6|t*6L'", "")
+    read = from_megatron(flags, model)
+    own = given.dims
+    assert (read.tp, read.pp, read.cp or 1, read.ep, read.etp) == (2, 2, own.cp, own.ep, own.expert_tp)
+    assert ("--sequence-parallel" in flags, "--moe-token-dispatcher-type alltoall" in flags) == (True, own.ep > 1)
+    arguments = pai_megatron.export(given, None).fields["arguments"]
+    assert arguments[11:15] == (str(own.cp), str(own.expert_tp), str(own.ep), "true")
+
+
+def test_hosts_without_these_degrees_refuse_them():
+    model = make_model(experts=8)
+    given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, ep=4))
+    without = find_target("deepspeed").can(model, 2).degrees
+    assert degree_problems(given.dims, "DeepSpeed", without) == [
+        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with --ep 1"
+    ]
+    assert degree_problems(given.dims, "Megatron-Core", find_target("megatron").can(model, 2).degrees) == []
+    titan = replace(model, family="qwen3_5_moe")
+    folded = replace(given, model=titan, dims=ParallelDims(dp=4, pp=2, ep=2, etp=2))
+    with pytest.raises(UnsupportedPlanError, match=r"torchtitan's experts are whole on their devices: .* --etp 1"):
+        torchtitan.export(folded, None)
+    assert (
+        torchtitan.export(replace(folded, dims=given.dims), None).fields["parallelism"]["expert_parallel_degree"] == 4
+    )
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 5])

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from export_cases import decide
-from trimtab import GivenRun, PlanOptions, SampleTable, describe, load_plan, make_plan, parse_cluster, write_plan
+from trimtab import (
+    GivenRun,
+    PlanOptions,
+    SampleTable,
+    check_plan,
+    describe,
+    load_plan,
+    make_plan,
+    parse_cluster,
+    write_plan,
+)
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
 from trimtab.costs.adapters import NF4_BYTES, adapt_layer, count_adapters, layer_linears
 from trimtab.costs.devices import DEVICES
@@ -169,6 +179,7 @@ def test_one_device_suffices_where_full_training_needs_many(tmp_path):
     write_plan(made, tmp_path)
     assert "lora: {r: 16, bits: 4}" in (tmp_path / "plan.yaml").read_text()
     assert load_plan(tmp_path) == made.plan
+    assert check_plan(tmp_path) == []
     text = (tmp_path / "plan.yaml").read_text().replace("r: 16, bits: 4", "r: 0, bits: 4")
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(PlanError, match=r"training\.lora\.: lora: r 0 was asked for"):

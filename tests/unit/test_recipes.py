@@ -12,6 +12,7 @@ from export_cases import cut, decide, make_model
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
+from trimtab.lora import Lora
 from trimtab.specs import ModelSpec, RecomputeChoice, Stage
 
 MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 the embedding, 7 to 12 decoder blocks
@@ -85,6 +86,17 @@ def test_llama_factorys_frozen_defaults_are_set() -> None:
     told = export("llama-factory", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",)).fields
     kinds = ("vision_tower", "multi_modal_projector", "language_model")
     assert [told[f"freeze_{kind}"] for kind in kinds] == [True, False, False]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_llama_factory_is_told_adapters_of_the_language_model(bits: int) -> None:
+    lora = Lora(r=8, targets=("q_proj", "v_proj"), bits=bits)
+    told = export("llama-factory", MODEL, cut(MODEL), zero_stage=0, lora=lora).fields
+    assert (told["finetuning_type"], told["lora_rank"], told["lora_target"]) == ("lora", 8, "q_proj,v_proj")
+    assert told.get("quantization_bit") == (4 if bits == 4 else None)
+    assert told["freeze_vision_tower"] is True
+    with pytest.raises(UnsupportedPlanError, match="plan with weights=fp32,towers=language"):
+        export("llama-factory", MODEL, cut(MODEL), zero_stage=0, lora=Lora(r=8, weights="same"))
 
 
 def test_automodel_recomputes_towers_and_veomni_everything() -> None:

@@ -103,7 +103,7 @@ def test_without_images_there_is_nothing_to_share():
 
 
 def test_whole_towers_that_do_not_fit_are_refused_with_the_group():
-    options = PlanOptions(pp=1, tp=8, num_microbatches=2, vision=VisionChoice(group="tp"), memory_bytes=64 * 2**30)
+    options = PlanOptions(pp=1, tp=8, num_microbatches=2, vision=VisionChoice(group="tp"), memory_bytes=68 * 2**30)
     with pytest.raises(PartitionError, match="over tp 8: "):
         make_plan(TILES, tile_samples(100), parse_cluster("8xA100-80GB"), options)
 

@@ -75,11 +75,6 @@ def export(plan: Decided, _price: float | None) -> Exported:
             f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
             "stage 1"
         )
-    problems += [
-        f"{axis} {degree} was planned, and PipelineModule has no such axis: plan with {axis} 1"
-        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
-        if degree > 1
-    ]
     refuse(problems)
 
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")

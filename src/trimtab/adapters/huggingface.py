@@ -146,11 +146,6 @@ def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[
             f"{len(plan.stages)} stages were planned, and {title} runs the whole model on every rank: plan with pp 1, "
             "or train by `trimtab train`, which runs stages"
         )
-    problems += [
-        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
-        for axis, degree in (("cp", dims.cp), ("ep", dims.ep))
-        if degree > 1
-    ]
     refuse(problems)
     if dims.tp > 1:
         warnings.append(

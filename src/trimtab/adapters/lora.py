@@ -68,10 +68,6 @@ def megatron_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
     return MEGATRON_LAYERS + (("shared_experts.linear_fc1", "shared_experts.linear_fc2") if shared else ())
 
 
-def has_experts(model: ModelSpec) -> bool:
-    return any(x.mlp is not None and x.mlp.num_experts for x in model.layers)
-
-
 def _modules_of_other_towers(model: ModelSpec, lora: Lora) -> list[str]:
     """The lists of blocks and the projectors of towers without adapters."""
     names = [x.name for x in model.layers if x.tower not in lora.towers and x.kind in ("block", "projector", "embed")]

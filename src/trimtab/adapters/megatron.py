@@ -121,6 +121,9 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     if has_experts(model):  # said even where they divide nothing: launchers' own defaults do
         settings["expert_model_parallel_size"] = dims.ep
         settings["expert_tensor_parallel_size"] = dims.expert_tp
+        if dims.ep > 1:
+            settings["moe_token_dispatcher_type"] = {"alltoall": "alltoall", "deepep": "flex"}[plan.dispatcher]
+            settings |= {"moe_enable_deepep": True} if plan.dispatcher == "deepep" else {}
         if dims.tp > 1:  # Megatron-Core's layers of experts refuse to train without
             settings["sequence_parallel"] = True
     if dims.pp > 1:

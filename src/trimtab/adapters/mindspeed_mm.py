@@ -49,8 +49,6 @@ def export(plan: Decided, price: float | None) -> Exported:
     ]
     if plan.zero_stage > 1:
         problems.append(f"ZeRO stage {plan.zero_stage} was planned, and its pipeline runs 0 and 1: plan with ZeRO 1")
-    if dims.cp > 1:
-        problems.append(f"cp {dims.cp} was planned, which this export cannot say for MindSpeed-MM: plan with cp 1")
     if "language" in plan.frozen_towers:
         problems.append("a frozen language model was planned, and MindSpeed-MM has no field for it: train it, too")
     refuse(problems)

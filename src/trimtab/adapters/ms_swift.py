@@ -10,9 +10,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trimtab.adapters.lora import has_experts, megatron_layers
+from trimtab.adapters.lora import megatron_layers
 from trimtab.adapters.megatron import can_run, megatron_flags
 from trimtab.adapters.running import Decided, Exported, Target
+from trimtab.costs.profile import has_experts
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of

@@ -1,14 +1,14 @@
 """A plan as settings of a launcher's YAML file, for those that run a whole model on every rank.
 
-LLaMA-Factory and axolotl train with Transformers' Trainer, so the plan's packs, loss and recompute reach them by
-`adapters.planned_trainer`. NeMo Automodel and VeOmni have loops and packers of their own: they are told steps,
-sharding, freezing and the recompute that they have, and the step is priced without the packs. Read at llamafactory
-0.9.5, axolotl 0.21.0, nemo-automodel 0.7.0 and veomni 0.1.12.
+LLaMA-Factory and axolotl train with Transformers' Trainer, which `runtime.training.launchers` balances. NeMo Automodel
+and VeOmni have loops and packers of their own: they are told steps, sharding, freezing and the recompute that they
+have, and the step is priced without the packs. Read at llamafactory 0.9.5, axolotl 0.21.0, nemo-automodel 0.7.0 and
+veomni 0.1.12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ import yaml
 from trimtab.adapters.blocks import recomputed_blocks
 from trimtab.adapters.huggingface import check_whole, whole
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
+from trimtab.lora import ALL_LINEAR
 from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage, recomputing
@@ -33,11 +34,12 @@ class _Host:
     title: str
     checked_with: str
     packs: str | None
-    zero_stages: tuple[int, ...]
+    zero_stages: tuple[int, ...]  # tried in this order where the user names none
     settings: Callable[[Decided, int, Sequence[Tower]], Settings]  # of a plan, ZeRO stage told, towers that recompute
     head: str = ""  # how the file is run
     beside: str | None = None
     recomputes: tuple[tuple[Tower, ...], ...] | None = None  # the sets of whole towers that it can; None: as planned
+    lora: tuple[int, ...] = ()
 
 
 def _deepspeed(zero_stage: int) -> Settings:
@@ -55,18 +57,35 @@ def _deepspeed(zero_stage: int) -> Settings:
 
 
 def _llama_factory(plan: Decided, zero_stage: int, _recomputed: Sequence[Tower]) -> Settings:
-    frozen = plan.frozen_towers
+    frozen: Collection[Tower] = plan.frozen_towers
+    tuning: Settings = {"finetuning_type": "full"}
+    if (lora := plan.lora) is not None:
+        if lora.weights != "fp32" or lora.towers != ("language",):
+            refuse(
+                [
+                    f"LoRA ({lora}) was planned, and LLaMA-Factory's export says adapters in fp32 and of the language "
+                    "model: plan with weights=fp32,towers=language"
+                ]
+            )
+        frozen = ("vision", "projector")
+        tuning = {
+            "finetuning_type": "lora",
+            "lora_rank": lora.r,
+            "lora_alpha": round(lora.alpha),
+            "lora_dropout": lora.dropout,
+            "lora_target": "all" if ALL_LINEAR in lora.targets else ",".join(lora.targets),
+            **({"quantization_method": "bnb", "quantization_bit": 4} if lora.bits == 4 else {}),
+        }
     return {
         "stage": "sft",
         "do_train": True,
-        "finetuning_type": "full",
+        **tuning,
         "freeze_vision_tower": "vision" in frozen,
         "freeze_multi_modal_projector": "projector" in frozen,
         "freeze_language_model": "language" in frozen,
         "dataset": "planned",  # it asks for a name; the packs come from PLAN
         "packing": False,
         "neat_packing": False,
-        "disable_shuffling": True,
         "disable_gradient_checkpointing": True,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": plan.num_microbatches,
@@ -76,12 +95,11 @@ def _llama_factory(plan: Decided, zero_stage: int, _recomputed: Sequence[Tower])
 
 def _axolotl(plan: Decided, zero_stage: int, _recomputed: Sequence[Tower]) -> Settings:
     return {
-        "plugins": ["trimtab.adapters.axolotl_plugin.PlannedPacks"],
+        "plugins": ["trimtab.runtime.training.axolotl_plugin.PlannedPacks"],
         "datasets": [{"path": "PLAN", "type": "chat_template"}],
         "skip_prepare_dataset": True,
         "sample_packing": False,
         "pad_to_sequence_len": False,
-        "curriculum_sampling": True,  # in the order of the data set
         "remove_unused_columns": False,
         "gradient_checkpointing": False,
         "micro_batch_size": 1,
@@ -142,16 +160,17 @@ _HOSTS: Mapping[str, _Host] = {
     "llama-factory": _Host(
         title="LLaMA-Factory",
         checked_with="llamafactory 0.9.5, its own parser and trainer on a CPU",
-        packs="`adapters.llama_factory_run` in place of `llamafactory-cli train`",
-        zero_stages=(0, 1, 2, 3),
+        packs="`runtime.training.llama_factory_run` in place of `llamafactory-cli train`",
+        zero_stages=(0, 3, 2, 1),
         settings=_llama_factory,
-        head="# torchrun --nproc-per-node N -m trimtab.adapters.llama_factory_run PLAN FILE",
+        lora=(16, 4),
+        head="# torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE",
     ),
     "axolotl": _Host(
         title="axolotl",
         checked_with="axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
-        packs="a plug-in, `adapters.axolotl_plugin`",
-        zero_stages=(0, 1, 2, 3),
+        packs="a plug-in, `runtime.training.axolotl_plugin`",
+        zero_stages=(0, 3, 2, 1),
         settings=_axolotl,
         head="# axolotl train FILE, with the plan's folder for PLAN",
     ),
@@ -228,6 +247,7 @@ TARGETS = {
         packs=host.packs,
         can=partial(_can_run, host=host),
         export=partial(export, host=host),
+        lora=host.lora,
     )
     for name, host in _HOSTS.items()
 }

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import RecomputedTier, ScheduleName, Tower
+from trimtab.options import Dispatcher, RecomputedTier, ScheduleName, Tower
 from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.case import Case
 from trimtab.plan.decide.expressible import (
@@ -43,6 +43,7 @@ class Decided:
     num_chunks: int = 1
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
+    dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # adapters alone are trained
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
@@ -124,6 +125,7 @@ def decided(found: ReloadedPlan) -> Decided:
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
+        dispatcher=case.options.dispatcher,
         lora=case.options.lora,
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
@@ -155,6 +157,16 @@ def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[s
         if names:
             problems.append(f"the plan cuts stages before {names}, {said}")
     return problems
+
+
+def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> list[str]:
+    """A sentence for each degree beside dp, pp and tp that the framework does not have."""
+    planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
+    return [
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with --{axis} 1"
+        for axis, degree in planned.items()
+        if degree > 1 and axis not in degrees
+    ]
 
 
 def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
@@ -209,11 +221,12 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     """
     case, planned = found.case, found.stages
     target.refuse_lora(case.options.lora)
-    said = []
+    can, said = target.can(case.model, case.setting.dims.pp), []
+    refuse(degree_problems(case.setting.dims, target.title, can.degrees))
     try:
         exported = target.export(decided(found), None)
     except UnsupportedPlanError:
-        best = best_expressible(case, target.can(case.model, case.setting.dims.pp))
+        best = best_expressible(case, can)
         exported = target.export(decided(found), math.inf if best is None else relative_time(case, best, planned))
     if target.own_setting is not None:
         exported = target.own_setting(found, exported)

@@ -45,6 +45,9 @@ class PackResult:
         return html_table(title, ("packs and steps",), [(fact.strip(),) for fact in facts])
 
 
+_MOST_SLOTS = 1 << 22
+
+
 def pack_samples(
     samples: SampleTable,
     *,
@@ -87,7 +90,7 @@ def pack_samples(
     """
     n = len(samples)
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
-    _check(samples, limits, dp, method, oversize, fill, batch_size)
+    _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     per_sample = cost_column(samples, cost)
     sizes = limited_sizes(samples)
     above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
@@ -212,12 +215,18 @@ def _check(
     samples: SampleTable,
     limits: tuple[int, int],
     dp: int,
+    num_microbatches: int,
     method: PackMethod,
     oversize: Oversize,
     fill: float | None,
     batch_size: float,
 ) -> None:
     problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
+    if dp * num_microbatches > _MOST_SLOTS:
+        problems.append(
+            f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "
+            "that fit a schedule: give fewer"
+        )
     if method not in METHODS:
         problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")
     if len(limits) != 2 or any(limit < 1 for limit in limits):

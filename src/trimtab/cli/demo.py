@@ -26,7 +26,7 @@ def demo(
         int | None, typer.Option(min=1, help="Most tiles of an image; default: 4 where the model has tiles.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same data and plan.")] = 0,
-    workers: Annotated[int | None, typer.Option(help=WORKERS.text, min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help=WORKERS.text, min=1, max=1024)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch."""

@@ -1,6 +1,6 @@
 """`trimtab predict`: time, memory and idle of a run that the user already has, and what a plan would change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +52,12 @@ def predict(
     config: ConfigArgument,
     data: DataArgument,
     cluster: ClusterOptions,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Predict with the seconds (traced, probed: bytes) of this profile, from `trimtab profile --out`.",
+        ),
+    ] = None,
     beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
     as_json: JsonOption = False,
     run: GivenRun,
@@ -64,6 +70,10 @@ def predict(
 
     model = images.describe(config)
     run = launcher.completing(run, model)
+    if profile is not None:
+        from trimtab.costs.profile import load_profile
+
+        run = replace(run, profile=load_profile(profile))
     devices = cluster.parsed()
     sized = size_data(model, data, sizing)
     found = predict_run(model, sized.table, devices, run)
@@ -99,6 +109,7 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "num_microbatches": found.num_microbatches,
         "num_steps": len(ran.step_s),
         "mean_step_s": found.mean_step_s,
+        "expected_step_s": found.expected_step_s,
         "p95_step_s": found.p95_step_s,
         "samples_per_s": found.samples_per_s,
         "epoch_s": ran.epoch_s,

@@ -10,8 +10,9 @@ from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.errors import TrimtabError, join_problems
+from trimtab.lora import Lora
 from trimtab.options import Attention, DType, Option, Tower, option_problems
-from trimtab.plan.options import parse_towers
+from trimtab.plan.options import LORA, parse_towers
 
 if TYPE_CHECKING:
     from trimtab.costs.fit import Calibration
@@ -54,6 +55,7 @@ class ProfileOptions:
         tuple[Tower, ...],
         Option("Towers that are not trained, as in vision.", flag="--freeze", read=parse_towers, typed=list[str]),
     ] = ()
+    lora: Annotated[Lora | None, LORA] = None
 
     def __post_init__(self) -> None:
         tp, sizes = self.tp, self.sizes is not None
@@ -71,6 +73,10 @@ class ProfileOptions:
             (
                 self.timed and self.fused_kernels,
                 "fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out",
+            ),
+            (
+                self.timed and self.lora is not None,
+                f"LoRA ({self.lora}) was to be timed, and Transformers' own layers are: leave --lora out, or --timed",
             ),
             (
                 self.traced and tp > 1,
@@ -101,6 +107,7 @@ class ProfileOptions:
             "attention": self.attention or "flash",
             "fused_kernels": self.fused_kernels,
             "frozen_towers": frozenset(self.frozen_towers),
+            "lora": self.lora,
         }
 
 

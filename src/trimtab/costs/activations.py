@@ -347,11 +347,16 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
 def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
     """Rows copied to where their experts read them, results weighed and added where the rows came from.
 
-    Rows that came from several devices, for several experts, are sorted by expert and their results sorted back.
+    Rows that came from several devices, for several experts, are sorted by expert and their results sorted back. Sent
+    once to a device, a row is copied there for each of its experts, and nowhere else.
     """
-    copied = settings.item_bytes * layer.hidden_size * settings.visits(m)
-    sorts = 2 if settings.dims.ep > 1 and m.num_experts != settings.dims.ep else 0
-    return Traffic(name="permutation", row_bytes=(4 + 2 * sorts) * copied, num_kernels=_ROUTING_KERNELS)
+    row, visits = settings.item_bytes * layer.hidden_size, settings.visits(m)
+    copies = 4 * visits
+    if settings.dims.ep > 1 and settings.dispatcher == "deepep":
+        copies = 2 * visits * (1 + settings.sent_copies(m) / (m.experts_per_token or 1))
+    elif settings.dims.ep > 1 and m.num_experts != settings.dims.ep:
+        copies = 8 * visits
+    return Traffic(name="permutation", row_bytes=copies * row, num_kernels=_ROUTING_KERNELS)
 
 
 def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:

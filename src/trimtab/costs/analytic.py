@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.costs.activations import (
     adapter_traffic,
     attention_result_bytes,
+    casts_inputs,
     count_kernels,
     kept_when,
     layer_traffic,
@@ -199,7 +200,8 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
     LoRA: no gradient of a frozen weight, but of 4 bits the matrix is unpacked, w f h, while the gradient of its rows is
-    made. An adapter beside the last product makes a second gradient of the product's input before both are added.
+    made. An adapter beside the last product makes a second gradient of the product's input before both are added, in
+    fp32 first where its input is cast.
     The product's input is freed only where an adapter (or a gradient of the weight) kept it.
 
     Experts (measured on one family, 3 % too much): rows visit several; their results, weighed, and the copies of their
@@ -218,7 +220,8 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
         last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * own)
         return last, _Workspace(rows=w * (leaving + 3 * v * h), once=0.0)
     separate = m.gated or (m.quick_gelu and not settings.fused_kernels)
-    last = _Workspace(rows=w * (leaving + (2 * f if adapted else f)), once=matrix)
+    cast = 4.0 * f if adapted and casts_inputs(settings) else 0.0
+    last = _Workspace(rows=w * (leaving + (2 * f if adapted else f)) + cast, once=matrix)
     unkept = f if lora is not None and not adapted else 0.0
     return last, _Workspace(rows=w * (leaving + (2 * f if separate else f) + unkept), once=0.0)
 

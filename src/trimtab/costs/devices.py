@@ -178,6 +178,9 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     )
 
 
+_MOST_DEVICES = 1_000_000
+
+
 def read_device(path: str | Path) -> DeviceSpec:
     """A device that is in no table, from a YAML or JSON file with the fields of `DeviceSpec`.
 
@@ -228,6 +231,8 @@ def parse_cluster(
         raise TrimtabError(
             f"{text!r} in nodes of {devices_per_node} is an empty cluster: give at least one device and one a node"
         )
+    if count > _MOST_DEVICES:
+        raise TrimtabError(f"{text!r} has {count} devices, more than any cluster: give up to {_MOST_DEVICES:,}")
     if count > devices_per_node and count % devices_per_node:
         raise TrimtabError(
             f"{count} devices do not fill nodes of {devices_per_node}: give a multiple of {devices_per_node}, "

@@ -40,13 +40,13 @@ def ring_bytes(layer: LayerSpec, settings: CostSettings) -> float:
 def all_to_all_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     """Sent for each row in forward by dispatch and combine, as much again in backward: 2 k h w (ep - 1) / ep.
 
-    A row is sent once to each of its k experts, from the one tensor-parallel device that holds it (sequence parallel).
-    Not counted: dispatchers that send a row once to a device with several of its experts (DeepEP): an upper bound.
+    A row is sent once to each of its k experts (to each device that has some: `CostSettings.sent_copies`), from the one
+    tensor-parallel device that holds it (sequence parallel).
     """
     m, dims = layer.mlp, settings.dims
     if m is None or m.num_experts is None:
         return 0.0
-    row = (m.experts_per_token or 1) * layer.hidden_size * settings.item_bytes / dims.tp
+    row = settings.sent_copies(m) * layer.hidden_size * settings.item_bytes / dims.tp
     return 2.0 * row * (dims.ep - 1) / dims.ep * settings.busiest_experts
 
 

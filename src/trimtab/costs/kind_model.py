@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from trimtab.costs.settings import Attention, CostSettings
 from trimtab.costs.traced_fit import PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, Terms
 from trimtab.costs.traced_kernels import FLASH, fuse_kernels, register_flash
+from trimtab.costs.traced_lora import adapt_module
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
 from trimtab.models.asking.batches import Batch, Batches
 from trimtab.models.asking.build import build, complete
@@ -54,6 +55,8 @@ class KindModel:
             self.numbers = tuple(i for i, x in enumerate(model.layers) if x.name in parts and x.name not in idle)
             self.names = [model.layers[i].name for i in self.numbers]
             _compare_sizes(parts, model, self.numbers)
+            if settings.lora is not None:
+                adapt_module(self.module, [model.layers[i] for i in self.numbers], settings)
             with quietly():
                 self.batches = Batches(self.module, split_units(self.module), packed=settings.packed)
             try:

@@ -12,9 +12,10 @@ from trimtab.costs.logs import LoggedRun, LoggedSchedule
 from trimtab.costs.profile import chosen_tiers
 from trimtab.specs import FloatArray, LayerCost
 
-Term = Literal["vision", "language", "first stage"]
+Term = Literal["vision", "language", "first stage", "block"]
 """vision (with the projector), language: factors on the formulas, and a tower that is not fitted takes the other's;
-first stage: its seconds a micro-batch, on top."""
+first stage: its seconds a micro-batch, on top; block: its seconds a micro-batch, whatever it computes (no profile can
+hold that, for more rows would cost nothing)."""
 
 FORWARD_SHARE = 1 / 3
 """Of a stage's constant: logs do not say, and a step hardly depends on it."""

@@ -61,8 +61,9 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
     """`profile_model` under given settings."""
-    problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
-    problems += _precision_problems(device, settings)
+    problems = _precision_problems(device, settings)  # alone: they are those of every model and degree
+    if not problems:
+        problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
     if problems:
         raise PartitionError(join_problems(problems))
     frozen, lora = settings.frozen_towers, settings.lora
@@ -274,7 +275,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
     if settings.dims.is_folded:
         said.append(
             f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
-            "mean's rows; rows are sent once for each of their experts, not overlapped with computing: an upper bound."
+            f"mean's rows; rows are sent by {settings.dispatcher}, not overlapped with computing: an upper bound."
         )
     if settings.dims.cp > 1:
         said.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import comb
 from types import MappingProxyType
 from typing import get_args
 
@@ -10,7 +11,7 @@ from trimtab.costs.curves import Efficiency as Efficiency
 from trimtab.costs.curves import efficiency_of
 from trimtab.errors import PartitionError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import EXPERT_IMBALANCE, DType, Precision
+from trimtab.options import EXPERT_IMBALANCE, Dispatcher, DType, Precision
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
 from trimtab.specs import DeviceSpec, MlpSpec, ParallelDims, Tower
@@ -40,6 +41,7 @@ class CostSettings:
     cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens
     ep_bytes_per_s: float | None = None  # between devices that share experts, all to all
     expert_imbalance: float = EXPERT_IMBALANCE
+    dispatcher: Dispatcher = "alltoall"
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
 
     def __post_init__(self) -> None:
@@ -49,6 +51,7 @@ class CostSettings:
             ("grad_dtype", self.grad_dtype, get_args(DType)),
             ("optimizer", self.optimizer, OPTIMIZER_BYTES),
             ("attention", self.attention, get_args(Attention)),
+            ("dispatcher", self.dispatcher, get_args(Dispatcher)),
         ):
             if value not in known:
                 problems.append(f"{what} {value!r} has no cost formula: choose one of {', '.join(known)}")
@@ -84,6 +87,16 @@ class CostSettings:
     def visits(self, m: MlpSpec) -> float:
         """Rows of the busiest device's experts for each row of its own; k where all devices have all experts."""
         return (m.experts_per_token or 1) * self.dims.expert_tp / self.dims.tp * self.busiest_experts
+
+    def sent_copies(self, m: MlpSpec) -> float:
+        """Of each row, to the devices of ep in the mean, its own among them: one for each expert, or for each device.
+
+        A device has none of a row's k experts, of E in all, in C(E - E / ep, k) of C(E, k) equally likely choices.
+        """
+        k, E, ep = m.experts_per_token or 1, m.num_experts or 1, self.dims.ep
+        if self.dispatcher == "alltoall":
+            return k
+        return ep * (1.0 - comb(E - E // ep, k) / comb(E, k))
 
     @property
     def busiest_experts(self) -> float:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple, TypeAlias
 
+from trimtab.errors import PartitionError
 from trimtab.partition.tiers import (
     Choice,
     Menu,
@@ -291,7 +292,8 @@ def least_memory(pipeline: Pipeline) -> int:
     S, K = len(pipeline.rooms), pipeline.num_segments
     cost = memory_cost(pipeline)
     least = least_limit(cost, S, K, low=-1, high=max(cost(i, 0, K, 0) or 0 for i in range(S)))
-    assert least is not None, "everything on every device at once is more than any stage needs"
+    if least is None:  # more bytes than its whole numbers hold; else everything on every device would do
+        raise PartitionError("a micro-batch of this size takes more bytes than can be counted: ask for smaller packs")
     return least
 
 

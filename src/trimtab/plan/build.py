@@ -39,6 +39,9 @@ _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of 
 TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 
 
+_MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
+
+
 def make_plan(
     model: ModelSpec,
     samples: SampleTable,
@@ -77,6 +80,11 @@ def make_plan(
         model = replace(model, forbidden_cuts=model.forbidden_cuts | within(model, options.pp or 1).forbidden_cuts)
     epoch = open_epoch(model, samples, options)
     samples, rows = epoch.samples, epoch.rows
+    if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
+        raise PlanError(
+            f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
+            "nothing to do; give more data, or a smaller cluster"
+        )
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
 

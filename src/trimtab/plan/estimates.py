@@ -125,7 +125,7 @@ class SettingEstimate:
     def label(self) -> str:
         """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
         chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
-        sharded = f", ZeRO-{self.zero_stage}" if self.dp > 1 and self.zero_stage else ""
+        sharded = f", ZeRO-{self.zero_stage}" if self.dp * self.cp > 1 and self.zero_stage else ""
         return format_degrees(self) + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
 
 
@@ -142,6 +142,8 @@ class Estimates:
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     memory_share: float | None = None  # of its memory that the fullest device is expected to fill; null: an older plan
     misfit_chance: float | None = None  # that it needs more than it has
+    step_expected_ms: float | None = None  # with jitter of the devices; null: an older plan
+    step_p95_ms: float | None = None  # that one step in 20 takes, or more
     vision_data_parallel: VisionEstimate | None = None
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open

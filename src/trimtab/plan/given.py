@@ -1,13 +1,14 @@
 """What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Optimizer,
     Option,
     PackMethod,
@@ -20,6 +21,7 @@ from trimtab.options import (
 from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
+    DISPATCHER,
     DTYPE,
     FREEZE,
     FUSED_KERNELS,
@@ -32,6 +34,9 @@ from trimtab.plan.options import (
     PlanOptions,
     batch_problems,
 )
+
+if TYPE_CHECKING:
+    from trimtab.specs import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +89,11 @@ class GivenRun:
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0
+    profile: "Profile | None" = None  # whose seconds to predict with; None: the formulas'
 
     def __post_init__(self) -> None:
         problems = option_problems(self)

@@ -13,6 +13,7 @@ from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Optimizer,
     Option,
     Order,
@@ -92,6 +93,7 @@ FREEZE = Option(
 )
 ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
 LORA = Option(
     "Train LoRA adapters alone, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None
 )
@@ -114,9 +116,9 @@ class PlanOptions:
     cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
     ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
     etp: Annotated[int | None, ETP] = None
-    num_microbatches: Annotated[int | None, Option("Packs per rank and step, instead of --global-batch.", least=1)] = (
-        None
-    )
+    num_microbatches: Annotated[
+        int | None, Option("Packs per rank and step, instead of --global-batch.", least=1, most=2**20)
+    ] = None
     global_batch: Annotated[
         int | None, Option("Samples per step on average; default: 256, or 8 a device.", least=1, common=True)
     ] = None
@@ -153,6 +155,7 @@ class PlanOptions:
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
+    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0

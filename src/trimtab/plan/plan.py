@@ -13,6 +13,7 @@ from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     Attention,
+    Dispatcher,
     Order,
     Oversize,
     PlanMethod,
@@ -98,6 +99,7 @@ class ClusterInput:
     device_blake2b: str  # of the device's published figures
     node_link_bytes_per_s: float
     latency_s: float
+    jitter: float = 0.02  # of a device's time in a step
     memory_bytes: int
     risk: float | None = None  # accepted chance that the fullest device needs more; null: reserve_bytes stay free
     reserve_bytes: int | None = None
@@ -121,6 +123,7 @@ class TrainingInput:
     radius: int = 3  # of OmniBal's search
     top: int = 10
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
+    dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.costs.logs import place_blocks
 from trimtab.errors import PlanError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.baselines import even_stages
+from trimtab.partition.jitter import StepSpread
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.baseline import PADDED
 from trimtab.plan.build import open_epoch
@@ -25,6 +24,7 @@ from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import Run, simulate_run
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.times import spread_of
 from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, pad_documents, padded_work
 from trimtab.plan.file.details import Variant
 from trimtab.plan.given import GivenRun
@@ -45,6 +45,7 @@ class Prediction:
     num_microbatches: int
     budget: MemoryBudget
     variant: Variant
+    spread: StepSpread  # of its steps: unlike batches, and jitter of the devices
 
     @property
     def dims(self) -> ParallelDims:
@@ -55,9 +56,14 @@ class Prediction:
         return float(self.variant.step_s.mean())
 
     @property
+    def expected_step_s(self) -> float:
+        """With jitter of the devices: the slowest one decides."""
+        return self.spread.mean_s
+
+    @property
     def p95_step_s(self) -> float:
-        """One step of 20 takes longer: batches are unlike; jitter of machines is not in it."""
-        return float(np.quantile(self.variant.step_s, 0.95))
+        """One step of 20 takes longer: batches are unlike, and devices too."""
+        return self.spread.p95_s
 
     @property
     def samples_per_s(self) -> float:
@@ -110,6 +116,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         stages=stages,
         rules=(run.stages or "even", run.recompute or "none"),
     )
+    variant = simulate_run(ran, cluster)
     return Prediction(
         model=model,
         cluster=cluster,
@@ -117,7 +124,8 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         num_samples=len(made.packing.indices),
         num_microbatches=problem.num_microbatches,
         budget=budget,
-        variant=simulate_run(ran, cluster),
+        variant=variant,
+        spread=spread_of(work, made.schedule.table, variant.step_s, stages, on=problem, at=cluster),
     )
 
 

@@ -37,6 +37,7 @@ _OTHER_MAGIC = (
     *(b"P%d" % kind for kind in range(1, 8)),  # PPM and its kin
     *(b"GIF87a", b"GIF89a", b"BM", b"\0\0\1\0"),  # the last is ICO
 )
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands of ISO/IEC 23008-12
 _OWN_FORMATS = ("JPEG", "PNG", "WEBP")
 _PILLOW_FORMATS = ("GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM", "ICO")  # known by a magic number
 _WHOLE_FORMATS = ("GIF", "BMP")  # decoded once, because only that finds a file that is cut
@@ -263,7 +264,14 @@ def _webp(source: _Source) -> tuple[int, int]:
 
 
 def _pillow(source: _Source, max_pixels: int, exif: Exif) -> tuple[int, int]:
-    if not (source.head.startswith(_OTHER_MAGIC) or source.head[4:8] == b"ftyp"):  # AVIF is one of many kinds of ftyp
+    is_box = source.head[4:8] == b"ftyp"
+    brands = source.head[8 : max(12, min(int.from_bytes(source.head[:4], "big"), 256))] if is_box else b""
+    if is_box and b"avif" not in brands and b"avis" not in brands:
+        kind = "HEIC" if any(brand in brands for brand in _HEIC) else "a video or another file"
+        raise ImageError(
+            f"{kind} of brand {brands[:4]!r}, which Pillow and most processors do not open: convert it to JPEG or PNG"
+        )
+    if not (is_box or source.head.startswith(_OTHER_MAGIC)):
         raise ImageError(f"not an image: it starts with {source.head[:8]!r}; name an image file")
     with _opened(source, _PILLOW_FORMATS) as image:
         width, height = image.size

@@ -23,7 +23,7 @@ def _refuse(what: str) -> Any:
     raise jinja2.exceptions.SecurityError(f"a chat template must not {what}")
 
 
-class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc]
+class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Every turn of a loop and every call is counted: call `start` before each conversation."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
@@ -94,7 +94,7 @@ def _small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class GenerationBlock(jinja2.ext.Extension):  # type: ignore[misc]
+class GenerationBlock(jinja2.ext.Extension):
     """{% generation %}: marks what the assistant wrote; here its text alone."""
 
     tags = {"generation"}  # noqa: RUF012 (read by jinja2)
@@ -108,7 +108,7 @@ class GenerationBlock(jinja2.ext.Extension):  # type: ignore[misc]
         return caller()
 
 
-class PublicNamespace(jinja2.utils.Namespace):  # type: ignore[misc]
+class PublicNamespace(jinja2.utils.Namespace):
     """Without the names that begin with an underscore."""
 
     def __init__(*args: Any, **fields: Any) -> None:

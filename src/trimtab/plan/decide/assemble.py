@@ -17,6 +17,7 @@ from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
 from trimtab.plan.decide.packs import pack_contents
+from trimtab.plan.decide.times import spread_of
 from trimtab.plan.decide.work import price_samples
 from trimtab.plan.estimates import (
     BalanceEstimate,
@@ -100,7 +101,7 @@ def assemble_plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",
         command=origin.command,
-        summary=summarise(inputs, decisions, estimates, trained=_trained(case)),
+        summary=summarise(inputs, decisions, estimates, trained=say_trained(case)),
         inputs=inputs,
         decisions=decisions,
         estimates=estimates,
@@ -220,6 +221,7 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
     cost = price_samples(case.without_vision().setting.profile, case.samples_work)
     balance = report_packing(case.samples, PackResult(packing=case.packing, schedule=case.schedule), cost=cost)
     num_packed, chi2 = balance.num_packed, balance.shuffle_chi2
+    steps = spread_of(case.work, case.schedule.table, ours.step_s, split.stages, on=case.problem, at=case.cluster)
     shares = {
         name: round(value, 4) for name, value in same_fields(balance, BalanceEstimate).items() if value is not None
     }
@@ -232,6 +234,8 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
         epoch_s=round_digits(ours.epoch_s),
         samples_per_s=round_digits(num_packed / ours.epoch_s),
         stage_imbalance=round(split.imbalance, 4),
+        step_expected_ms=round_digits(steps.mean_s * 1e3),
+        step_p95_ms=round_digits(steps.p95_s * 1e3),
         stages=tuple(
             StageEstimate(
                 stage=stage.index,
@@ -268,7 +272,7 @@ def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
 
 
 def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, trained: str = "") -> str:
-    """Three sentences: the shape; the expectation beside the baseline and where the gain comes from; the memory.
+    """The shape; the expectation beside the baseline and where the gain comes from; steps with jitter; the memory.
 
     A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
     first row that fits is. Where a setting that is less simple was predicted to be faster, it is named. `trained`: what
@@ -308,8 +312,20 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, tra
         f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
         f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
         f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
+        + _spread(ours, cluster, estimates)
         + _fits(ours, cluster, estimates)
         + _faster(estimates)
+    )
+
+
+def _spread(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
+    """A step as planned, as expected, and as one in twenty is."""
+    expected, p95 = estimates.step_expected_ms, estimates.step_p95_ms
+    if expected is None or p95 is None:
+        return ""
+    return (
+        f" A step takes {format_seconds(ours.step_ms / 1e3)}, {format_seconds(expected / 1e3)} with jitter of "
+        f"{100 * cluster.jitter:g} % a device, and {format_seconds(p95 / 1e3)} or more in one of 20."
     )
 
 
@@ -324,7 +340,7 @@ def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) ->
     )
 
 
-def _trained(case: Case) -> str:
+def say_trained(case: Case) -> str:
     """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
     lora = case.options.lora
     if lora is None:

@@ -27,9 +27,18 @@ class TriedLimits:
     max_patches: int
     max_tokens: int
     samples_per_pack: float
-    utilisation: float  # useful share of the ranks' time, if every row waits for its slowest rank
+    cost: FloatArray  # (rows, 8) of the packs that as many data-parallel ranks run at the same time
     mean: FloatArray  # (len(WORK_TERMS),) of the samples that are packed
     extremes: FloatArray  # (few, len(WORK_TERMS)) samples that decide the largest pack
+
+    def utilisation(self, num_microbatches: int) -> float:
+        """Useful share of the ranks' time, where each waits for the slowest after so many packs.
+
+        The more packs lie between two waits, the less it costs that they are uneven.
+        """
+        rows = self.cost[: max(1, len(self.cost) // num_microbatches) * num_microbatches]
+        steps = np.add.reduceat(rows, np.arange(0, len(rows), num_microbatches))
+        return float(steps.mean() / steps.max(axis=1).mean())
 
 
 def try_limits(
@@ -63,7 +72,7 @@ def try_limits(
                 max_patches=max_patches,
                 max_tokens=max_tokens,
                 samples_per_pack=balance.samples_per_pack,
-                utilisation=balance.utilisation,
+                cost=np.append(packed.packing.sums(part_cost), 0.0)[packed.schedule.table[:, :, 0]],
                 mean=mean,
                 extremes=extremes,
             )

@@ -79,6 +79,9 @@ def draw_epoch(
     )
 
 
+_MOST_REPEATS = 1000
+
+
 def share_exactly(total: int, shares: FloatArray) -> IntArray:
     """Whole numbers that add up to `total`, each within one of its share (largest remainders, first of equals)."""
     exact = total * shares
@@ -116,6 +119,9 @@ def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None
     ]
     if num_drawn is not None and num_drawn < 1:
         problems.append(f"{num_drawn} samples were to be drawn, which is no epoch: draw 1 or more")
+    most = _MOST_REPEATS * sum(sizes.values())
+    if num_drawn is not None and num_drawn > most:
+        problems.append(f"{num_drawn} samples were to be drawn of {sum(sizes.values())}: draw up to {most:,}")
     if problems:
         raise PlanError(join_problems(problems))
 

@@ -187,7 +187,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     traced = options.profile is not None and options.profile.method == "traced"
 
     def formulas(device: DeviceSpec, dims: ParallelDims, *, links: bool = True, gathered: bool = True) -> Profile:
-        rates = _link_rates(cluster, dims)
+        rates = link_rates(cluster, dims)
         return profile_model(
             model,
             device,
@@ -223,7 +223,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     return carry_probed_bytes(saved, carried, base=base) if saved.method == "probed" else carried
 
 
-def _link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
+def link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
     """Bytes per second between the devices that share something; neighbours as `ParallelDims` orders them."""
     return {
         "dp_bytes_per_s": cluster.ring_bytes_per_s(dims.replicas, stride=dims.tp),
@@ -296,7 +296,9 @@ def _price_packs(
     split = split_stages(problem)
     times = times_of(np.tile(work_mean, (num_microbatches, 1)), split.stages, profile, cluster)
     line = simulate(times, schedule=problem.schedule, num_devices=problem.num_stages)
-    useful = profile.dims.dp * num_microbatches * tried.samples_per_pack * tried.utilisation
+    # without a pipeline ranks wait once a step; in one, stages wait for uneven packs, for which rows that wait stand
+    useful_share = tried.utilisation(num_microbatches if profile.dims.pp == 1 else 1)
+    useful = profile.dims.dp * num_microbatches * tried.samples_per_pack * useful_share
     step_s = line.makespan_s + rank_step_s(problem, split.stages)
     return Priced(
         setting=Setting(

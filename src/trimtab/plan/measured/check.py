@@ -15,7 +15,7 @@ from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file
 from trimtab.plan.case import tower_cuts
-from trimtab.plan.decide.assemble import describe_estimates, model_fingerprint, summarise
+from trimtab.plan.decide.assemble import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
@@ -200,7 +200,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
             f"the estimates are of other decisions than the plan's ({'; '.join(other[:3])}): run `trimtab plan` again, "
             "or `trimtab report` for the figures of a plan that was changed by hand"
         )
-    if plan.summary != summarise(plan.inputs, plan.decisions, said):
+    if plan.summary != summarise(plan.inputs, plan.decisions, said, trained=say_trained(case)):
         yield "the summary is not that of the plan's decisions and estimates: run `trimtab plan` again"
 
 

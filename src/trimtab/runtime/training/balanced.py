@@ -24,7 +24,7 @@ from trimtab.runtime.vision.callback import VisionDataParallelCallback
 
 LOG = logging.getLogger("trimtab")
 
-_HOSTS = ("transformers", "trl", "llamafactory", "swift")
+_HOSTS = ("transformers", "trl", "llamafactory", "swift", "axolotl")
 """Packages whose own `compute_loss` is the mean over tokens that `packed_loss` is, with more to log."""
 
 

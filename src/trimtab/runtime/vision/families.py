@@ -29,6 +29,8 @@ Kind = Literal["image", "video", "tower"]
 GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw", "tower": "grid_thw"}
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _TEXT_ONLY = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # of the packed text
+_DERIVED = {"vit_metadata"}
+"""Lengths and indices of the whole batch that a host (VeOmni) computes beforehand and a tower makes itself without."""
 _OTHER: dict[Kind, tuple[str, ...]] = {"image": ("video_", "audio_"), "video": ("image_", "audio_"), "tower": ()}
 
 
@@ -78,7 +80,7 @@ class GridFamily:
             patches=patches,
             windowed=_windowed(atoms, config),
             entries=clips,
-            rows=patches // side**2 if kind == "tower" and side else None,
+            rows=patches // side**2 if side else None,
             fixed=_fixed(kind, given),
         )
 
@@ -285,7 +287,7 @@ def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
     fixed = {
         name: value
         for name, value in given.items()
-        if value is not None and name not in _TEXT_ONLY and not name.startswith(_OTHER[kind])
+        if value is not None and name not in _TEXT_ONLY | _DERIVED and not name.startswith(_OTHER[kind])
     }
     if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
         raise TrimtabError(

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_layers import AdaptedLinear
 from shrunk_models import make_shrunk
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.adapters.lora import peft_config, quantisation_config
 from trimtab.costs.adapters import NF4_BYTES, count_adapters
+from trimtab.costs.traced_lora import AdaptedLinear
 from trimtab.lora import Lora
 from trimtab.models.asking.model import describe_model
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 peft = pytest.importorskip("peft")
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "llava", "glm4v", "gemma3", "internvl")
@@ -29,8 +29,12 @@ TOWERS = (("language",), ("language", "vision", "projector"))
 
 
 def described(model):
+    return describe_model(without_weights(model))
+
+
+def without_weights(model):
     with torch.device("meta"):
-        return describe_model(type(model)(copy.deepcopy(model.config)))
+        return type(model)(copy.deepcopy(model.config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,7 +53,7 @@ def test_peft_trains_as_many_parameters_as_are_planned(family):
 def test_the_layer_of_the_tests_is_pefts(autocast, dtype):
     torch.manual_seed(0)
     base = torch.nn.Linear(48, 32, dtype=torch.bfloat16)
-    ours = AdaptedLinear(copy.deepcopy(base), 4, dtype)
+    ours = AdaptedLinear(copy.deepcopy(base), 4, dtype=dtype)
     holder = torch.nn.Sequential(base)
     theirs = peft.get_peft_model(
         holder,
@@ -105,10 +109,8 @@ def test_transformers_quantises_the_layers_that_are_planned():
     model = make_shrunk("llava")
     spec, lora = described(model), Lora(r=3, bits=4)
     config = BitsAndBytesConfig(**quantisation_config(spec, lora, sharded=False))
-    with torch.device("meta"):
-        empty = type(model)(copy.deepcopy(model.config))
     quantised = replace_with_bnb_linear(
-        empty, modules_to_not_convert=config.llm_int8_skip_modules, quantization_config=config
+        without_weights(model), modules_to_not_convert=config.llm_int8_skip_modules, quantization_config=config
     )
     names = {name for name, x in quantised.named_modules() if type(x).__name__ == "Linear4bit"}
     planned = {

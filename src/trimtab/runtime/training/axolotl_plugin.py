@@ -1,4 +1,7 @@
-"""axolotl's plug-in for plans: `plugins: [trimtab.adapters.axolotl_plugin.PlannedPacks]`, the plan as its data set."""
+"""axolotl's plug-in for plans, whose data set is then the plan's folder; written for axolotl 0.21.
+
+`plugins: [trimtab.runtime.training.axolotl_plugin.PlannedPacks]`, as `trimtab export axolotl` prints it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,17 @@ from typing import Any
 from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import BasePlugin
 
-from trimtab.adapters.planned_trainer import planned_packs, run_as_planned
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan
+from trimtab.runtime.training.launchers import planned_samples, run_as_planned
 
 
-class PlannedPacks(BasePlugin):
+class PlannedPacks(BasePlugin):  # type: ignore[misc]  # a class of axolotl, which has no types
     """The packs of the plan folder that the first entry of `datasets` names, its recompute and its frozen towers."""
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:  # noqa: ARG002  # as axolotl calls it
-        packs = planned_packs(_plan(cfg), cfg.base_model)
-        per_step = load_plan(_plan(cfg)).decisions.parallel.dp * cfg.gradient_accumulation_steps
-        num_steps = len(packs) // per_step * int(cfg.num_epochs or 1)
-        return TrainDatasetMeta(train_dataset=packs, total_num_steps=num_steps)
+        num_steps = load_plan(_plan(cfg)).decisions.packing.num_steps * int(cfg.num_epochs or 1)
+        return TrainDatasetMeta(train_dataset=planned_samples(_plan(cfg), cfg.base_model), total_num_steps=num_steps)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         frozen = load_plan(_plan(cfg)).inputs.training.frozen_towers
