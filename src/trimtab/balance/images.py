@@ -36,12 +36,12 @@ def tower_seconds(profile: Profile) -> LinearCost:
     return _as_cost(total)
 
 
-def tower_bytes(profile: Profile, *, recompute: bool = False) -> LinearCost:
-    """Bytes the tower holds for its backward; with `recompute`, at the last tier of every layer that has one."""
+def tower_bytes(profile: Profile) -> LinearCost:
+    """Bytes the tower holds for its backward, nothing recomputed."""
     total = np.zeros(len(WORK_TERMS))
     for layer in profile.layers:
         if layer.tower != "language":
-            total += layer.tiers[-1 if recompute else 0].saved_bytes
+            total += layer.tiers[0].saved_bytes
     return _as_cost(total)
 
 

@@ -92,7 +92,7 @@ def pack_samples(
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     per_sample = cost_column(samples, cost)
-    sizes = limited_sizes(samples)
+    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
     above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
     large, small = np.flatnonzero(above), np.flatnonzero(~above)
     if len(large) and oversize == "error":
@@ -170,11 +170,6 @@ def warm_up(*methods: PackMethod) -> None:
     small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
     for method in methods or METHODS:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
-
-
-def limited_sizes(samples: SampleTable) -> IntArray:
-    """(n, 2) what both limits count: patches and tokens of each sample."""
-    return np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
 
 
 def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> FloatArray:

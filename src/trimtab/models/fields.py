@@ -137,10 +137,10 @@ class Fields:
         name = self.name(self._find(names)[0])
         return Fields(values, name, self.problems if isinstance(self.raw(*names), Mapping) else Problems())
 
-    def size(self, *names: str, maximum: int = MAX_SIZE, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
-        needed = f"a whole number from {minimum} to {maximum}"
-        return self._read(names, lambda x: x if _is_whole(x, minimum, maximum) else None, needed, 1)
+    def size(self, *names: str, maximum: int = MAX_SIZE) -> int:
+        """A whole number of at least 1."""
+        needed = f"a whole number from 1 to {maximum}"
+        return self._read(names, lambda x: x if _is_whole(x, 1, maximum) else None, needed, 1)
 
     def layers(self, *names: str) -> int:
         return self.size(*names, maximum=MAX_LAYERS)

@@ -99,7 +99,6 @@ class Batch:
     prompt_tokens: int  # of one sequence, image tokens included
     new_tokens: int
     patches: int  # ViT rows of all sequences: they run as one batch
-    image_tokens: int  # of all sequences
     patches_sq: int  # of all images
     largest_patches_sq: int  # of the image with the longest attention
 
@@ -127,7 +126,6 @@ def batch_of(workload: Workload, images: "list[ImageCounts]") -> Batch:
         prompt_tokens=workload.seq_len + tokens,
         new_tokens=workload.max_new_tokens,
         patches=B * sum(x.patches for x in images),
-        image_tokens=B * tokens,
         patches_sq=B * sum(x.patches_sq for x in images),
         largest_patches_sq=max((x.patches_sq for x in images), default=0),
     )

@@ -14,6 +14,8 @@ from trimtab.plan.options import Weights, weight_problems
 from trimtab.plan.plan import MixedSource
 from trimtab.specs import FloatArray, IntArray, SampleTable
 
+_MOST_REPEATS = 1000  # times as many samples as there are that may be drawn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Epoch:
@@ -77,9 +79,6 @@ def draw_epoch(
             for name, size, count in zip(samples.source_names, sizes, counts, strict=True)
         ),
     )
-
-
-_MOST_REPEATS = 1000
 
 
 def share_exactly(total: int, shares: FloatArray) -> IntArray:
