@@ -172,7 +172,7 @@ def can_run(model: ModelSpec, _pp: int) -> Expressible:
 TARGETS = {
     "megatron": Target(
         title="Megatron-Core",
-        checked_with="megatron-core 0.16.1, its own classes",
+        checked_with="megatron-core 0.16.1 and 0.19.2, its own classes",
         packs=ENERGON,
         can=can_run,
         export=export,

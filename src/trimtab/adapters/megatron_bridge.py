@@ -138,7 +138,7 @@ def _refuse_family(model: ModelSpec) -> None:
 TARGETS = {
     "megatron-bridge": Target(
         title="Megatron-Bridge",
-        checked_with="megatron-bridge 0.6.2, its sources; megatron-core 0.16.1",
+        checked_with="megatron-bridge 0.3.1 and 0.6.2, its sources; megatron-core 0.16.1 and 0.19.2",
         packs=ENERGON,
         can=_can_run,
         export=export,

@@ -59,10 +59,12 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
         write_atomically(out, exported.text + "\n")
     if as_json:
         written = {} if out is None else {"file": str(out)}
-        print_json({**exported.fields, **written, "packs": target.packs, "warnings": warnings, "notes": notes})
+        said = {"packs": target.packs, "checked_with": target.checked_with, "warnings": warnings, "notes": notes}
+        print_json({**exported.fields, **written, **said})
         return
     for note in (*notes, *(f"warning: {sentence}" for sentence in warnings)):
         log(note)
+    log(f"checked with {target.checked_with}")
     if target.packs is not None:
         log(f"the plan's packs: {target.packs}")
     if exported.beside is not None:
