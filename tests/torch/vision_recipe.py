@@ -75,7 +75,7 @@ def run_helpers(rank: int, _folder: str) -> None:
 
 
 def run_like_veomni(rank: int, _folder: str) -> None:
-    """VeOmni's `get_image_features`: rows of all images in one tensor, and lengths that were made for the whole batch."""
+    """VeOmni's `get_image_features`: rows of all images in one tensor, and lengths made for the whole batch."""
     case = make_case("qwen2_5_vl", "one image" if rank else "images")
     inner = case.model.model
 
