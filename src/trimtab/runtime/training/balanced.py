@@ -23,7 +23,7 @@ from trimtab.runtime.data.packing import collator_of, prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute.apply import apply as apply_recompute
-from trimtab.runtime.training.loader import StepLoader, step_loader
+from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 from trimtab.runtime.vision.callback import VisionDataParallelCallback
 from trimtab.runtime.vision.from_plan import vision_dp_from_plan
@@ -117,6 +117,7 @@ def _balanced_loader(
     pack = _pack_of(loader.collate_fn, model, dp)
     feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     if verify and not sharded(model):
+        refuse_loss_of_its_own(model)
         prepare_packing(model, collator=pack)
     _recompute(model, decided)
     if decided is not None and dp > 1:

@@ -7,15 +7,18 @@ gradients are averaged over R ranks, so that the step's loss is sum / W, whateve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch.utils.data import DataLoader
 
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader
 from trimtab.runtime.data.loss import step_denominator
+from trimtab.runtime.data.packing_runs import untouched
 
 
 class StepLoader(PlanDataLoader):
@@ -43,6 +46,22 @@ class StepLoader(PlanDataLoader):
                 "steps, behind optimizer.step()"
             )
         super().load_state_dict(state)
+
+
+def refuse_loss_of_its_own(model: Any) -> None:
+    """Asks the model: twice the items must give half the loss. Qwen3-VL of Transformers 4.57 to 5.12 reads none."""
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    with untouched(model), torch.no_grad():
+        once, twice = (
+            float(model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(float(items))).loss)
+            for items in (1, 2)
+        )
+    if not math.isclose(once, 2 * twice, rel_tol=0.01):
+        raise UnsupportedPlanError(
+            f"model(**batch).loss was to be that of whole steps, and {type(model).__name__} of Transformers "
+            f"{transformers.__version__} does not read num_items_in_batch: use packed_loss in your loop, or a newer "
+            "Transformers"
+        )
 
 
 def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
