@@ -109,7 +109,7 @@ _HOSTS: Mapping[str, _Host] = {
     "accelerate": _Host(
         title="Accelerate",
         checked_with="Accelerate 1.15, its loaders on CPU ranks",
-        packs="`PlanDataLoader`, not prepared",
+        packs="`trimtab.balanced(loader, plan, model=model)`",
         lines={
             0: "accelerator = Accelerator(gradient_accumulation_steps={M})",
             3: "plugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"

@@ -146,8 +146,11 @@ class PlanDataLoader(DataLoader[Any]):
         self._settle()
         for batch in super().__iter__():
             self._num_used += 1
-            yield batch if self._device is None else _to_device(batch, self._device)
+            yield self._placed(batch)
         self._settle()
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if self._device is None else _to_device(batch, self._device)
 
     def state_dict(self) -> dict[str, str | int]:
         """The place behind the last batch that was handed out."""

@@ -8,19 +8,25 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.packing import collator_of
+from trimtab.runtime.data.dataset import PlanBatchSampler
+from trimtab.runtime.data.packing import collator_of, prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute.apply import apply as apply_recompute
+from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 from trimtab.runtime.vision.callback import VisionDataParallelCallback
+from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 
 LOG = logging.getLogger("trimtab")
 
@@ -28,7 +34,9 @@ _HOSTS = ("transformers", "trl", "llamafactory", "swift", "axolotl")
 """Packages whose own `compute_loss` is the mean over tokens that `packed_loss` is, with more to log."""
 
 
-def balanced(trainer: Any, plan: PlanTables | Path | str, *, reshuffle: bool = True, verify: bool = True) -> Any:
+def balanced(
+    trainer: Any, plan: PlanTables | Path | str, *, model: Any = None, reshuffle: bool = True, verify: bool = True
+) -> Any:
     """Call this on a Trainer that you have made, before `train()`: it then trains as the plan says. The same object.
 
     `trainer = trimtab.balanced(trainer, "plan-folder")` is the whole change. The plan's packs come in the plan's order,
@@ -41,6 +49,10 @@ def balanced(trainer: Any, plan: PlanTables | Path | str, *, reshuffle: bool = T
     The Trainer's own checkpoints resume in the middle of any epoch, on any number of ranks whose steps hold as many
     packs. For another number the checkpoint's `trimtab_plan.json` is a state that `PlanDataLoader` resumes.
 
+    In a loop of your own, around `model(**batch).loss` as in Accelerate's examples, give the training DataLoader and
+    the model before `accelerator.prepare`: `loader = trimtab.balanced(loader, "plan-folder", model=model)`. What comes
+    back is a `PlanDataLoader`; divide the loss by the number of micro-batches, as `accelerator.backward` does.
+
     `reshuffle`: epochs after the first run the plan's steps in another order. `verify`: before the first step the model
     is asked whether it keeps the samples of a pack apart (seconds). Raises `PlanError` or `UnsupportedPlanError` with a
     sentence for everything of the trainer that the plan does not fit.
@@ -50,29 +62,26 @@ def balanced(trainer: Any, plan: PlanTables | Path | str, *, reshuffle: bool = T
     Traceback (most recent call last):
     trimtab.errors.UnsupportedPlanError: a str was to be balanced, and only a transformers.Trainer can be: ...
     """
+    if isinstance(trainer, DataLoader):
+        return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
     if not isinstance(trainer, Trainer):
         raise UnsupportedPlanError(
-            f"a {type(trainer).__name__} was to be balanced, and only a transformers.Trainer can be: in a loop of your "
-            "own use PlanDataLoader with PackedCollator and packed_loss"
+            f"a {type(trainer).__name__} was to be balanced, and only a transformers.Trainer can be, or the "
+            "DataLoader of a loop of your own, with its model: give one of these"
         )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer was to be balanced, and it is already: call balanced once")
     tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
     decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
-    problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer, tables, decided)]
+    problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer.train_dataset, tables, decided)]
     problems += _problems_of_steps(trainer, tables)
     if decided is not None:
-        problems += _problems_of_plan(trainer, decided)
+        problems += _problems_of_plan(trainer.model, decided)
     if problems:
         raise PlanError(join_problems(problems))
     _switch_on(trainer, decided)
-    trainer._feed = Feed(
-        pack=_pack_of(trainer),
-        plan=tables,
-        reshuffle=reshuffle,
-        verify=verify,
-        max_tokens=None if decided is None else decided.decisions.packing.max_tokens,
-    )
+    pack = _pack_of(trainer.data_collator, trainer.model, max(1, trainer.args.world_size))
+    trainer._feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     trainer.model_accepts_loss_kwargs = True  # before Transformers 5 this says that the loss is scaled
     kind = type(trainer)
     trainer.__class__ = type(f"Planned{kind.__name__}", (PlannedTrainer, kind), {})
@@ -85,14 +94,50 @@ def _plan_of(path: Path) -> Plan | None:
     return load_plan(file) if file.is_file() else None
 
 
-def _pack_of(trainer: Any) -> PackedCollator:
-    if isinstance(trainer.data_collator, PackedCollator):
-        return trainer.data_collator
-    model = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
-    alone = collator_of(model)
+def _balanced_loader(
+    loader: DataLoader[Any], plan: PlanTables | Path | str, model: Any, *, reshuffle: bool, verify: bool
+) -> StepLoader:
+    if model is None:
+        raise UnsupportedPlanError("a DataLoader was to be balanced, and packs are made for a model: give model= too")
+    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    problems = list(_problems_of_data(loader.dataset, tables, decided))
+    if decided is not None:
+        problems += _problems_of_plan(model, decided)
+    if getattr(loader.collate_fn, "loss_weighting", "token") != "token":
+        problems.append("the collator weighs samples, which model(**batch).loss cannot: use packed_loss in your loop")
+    started = dist.is_available() and dist.is_initialized()
+    dp, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+    packs = tables.dp * tables.num_microbatches
+    if packs % dp:
+        problems.append(f"a step of the plan has {packs} packs, which {dp} ranks cannot share evenly: plan for {dp}")
+    if problems:
+        raise PlanError(join_problems(problems))
+    sampler = PlanBatchSampler(tables, dp=dp, rank=rank, reshuffle=reshuffle)
+    pack = _pack_of(loader.collate_fn, model, dp)
+    feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
+    if verify and not sharded(model):
+        refuse_loss_of_its_own(model)
+        prepare_packing(model, collator=pack)
+    _recompute(model, decided)
+    if decided is not None and dp > 1:
+        vision_dp_from_plan(model, None, decided)
+    device = torch.device(next(model.parameters()).device.type)  # Accelerate may move the model later: same kind
+    return step_loader(loader, sampler, feed.collate(loader.collate_fn), device)
+
+
+def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
+    if isinstance(given, PackedCollator):
+        return given
+    alone = collator_of(model.get_base_model() if hasattr(model, "peft_config") else model)
     assert alone.family is not None, "filled in when made"
-    must = bool(alone.family.joined) and trainer.args.world_size > 1  # else the others would wait in the tower
+    must = bool(alone.family.joined) and num_ranks > 1  # else the others would wait in the tower
     return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
+
+
+def _feed_of(tables: PlanTables, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool) -> Feed:
+    limit = None if decided is None else decided.decisions.packing.max_tokens
+    return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, max_tokens=limit)
 
 
 def _switch_on(trainer: Any, decided: Plan | None) -> None:
@@ -105,19 +150,26 @@ def _switch_on(trainer: Any, decided: Plan | None) -> None:
         LOG.info("per_device_train_batch_size=%d is not used: a batch is one pack of the plan", before)
     if decided is None:
         return
-    model: Any = unwrap(trainer.model) if decided.decisions.recompute else trainer.model
     known = {field.name for field in fields(arguments)}
     for switch in known & {"gradient_checkpointing", "activation_checkpointing"}:  # older and newer name
         if getattr(arguments, switch):
             setattr(arguments, switch, False)
             LOG.warning("%s=True is switched off: which layers recompute is the plan's decision", switch)
+    _recompute(trainer.model, decided)
+    if decided.decisions.vision_data_parallel is not None:
+        trainer.add_callback(VisionDataParallelCallback(plan=decided))
+
+
+def _recompute(given: Any, decided: Plan | None) -> None:
+    """Exactly the plan's layers."""
+    if decided is None:
+        return
+    model: Any = unwrap(given) if decided.decisions.recompute else given
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         switch_off: Any = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
         switch_off()
     if decided.decisions.recompute:
         apply_recompute(model, decided)
-    if decided.decisions.vision_data_parallel is not None:
-        trainer.add_callback(VisionDataParallelCallback(plan=decided))
 
 
 def _problems_of_trainer(trainer: Any) -> Iterator[str]:
@@ -147,11 +199,10 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
         )
 
 
-def _problems_of_data(trainer: Any, tables: PlanTables, decided: Plan | None) -> Iterator[str]:
-    data = trainer.train_dataset
+def _problems_of_data(data: Any, tables: PlanTables, decided: Plan | None) -> Iterator[str]:
     if data is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = "no train_dataset" if data is None else f"a train_dataset without rows ({type(data).__name__})"
-        yield f"the plan takes samples by their row, and the trainer has {what}: give a data set with len() and [row]"
+        yield f"the plan takes samples by their row, and there is {what}: give a data set with len() and [row]"
         return
     last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
     if len(data) <= last:
@@ -185,19 +236,19 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
     )
 
 
-def _problems_of_plan(trainer: Any, decided: Plan) -> Iterator[str]:
+def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
     parallel, model = decided.decisions.parallel, decided.inputs.model
     for name in ("pp", "tp", "cp"):
         if (degree := getattr(parallel, name)) > 1:
             yield (
-                f"{name} {degree} was planned, and a Trainer runs the whole model on every rank: plan with --for "
+                f"{name} {degree} was planned, and the whole model runs on every rank here: plan with --for "
                 "transformers, or train by `trimtab train`"
             )
-    own = trainer.model.config.model_type
+    own = own_model.config.model_type
     if own != model.family:
         yield f"the plan is for {model.name} (of the family {model.family}), and the model is a {own}: plan for it"
-    elif not _is_changed(trainer.model):
-        found = sum(p.numel() for p in trainer.model.parameters())
+    elif not _is_changed(own_model):
+        found = sum(p.numel() for p in own_model.parameters())
         if abs(found - model.num_params) > 0.02 * model.num_params:
             yield (
                 f"the plan is for {model.name} of {model.num_params:,} parameters, and the model has {found:,}: plan "
