@@ -1,6 +1,6 @@
 """JSON Schemas of the files that people and programs write, from the dataclasses they are read as.
 
-`python -m bench.schemas` writes docs/schemas. `typed_json.read_typed`, which `check` reads with, accepts what they describe.
+`python -m bench.schemas` writes docs/schemas; `typed_json.read_typed`, which `check` reads with, takes what they say.
 """
 
 from __future__ import annotations
