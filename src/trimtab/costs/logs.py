@@ -143,8 +143,9 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     found = data.get("format") if isinstance(data, dict) else None
     entries = data.get("runs") if isinstance(data, dict) else None
     if found != FORMAT or not isinstance(entries, list) or not entries:
+        told = "" if found == FORMAT else f" (its format is {found!r})"
         raise TrimtabError(
-            f'{path} lists no runs of format {FORMAT!r} (its format is {found!r}): write {{"format": "{FORMAT}", '
+            f'{path} lists no runs of format {FORMAT!r}{told}: write {{"format": "{FORMAT}", '
             '"runs": [...]} with one run or more'
         )
     problems: list[str] = []

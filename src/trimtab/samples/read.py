@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trimtab.errors import SampleError
 from trimtab.samples.lengths import read_length_parts
 from trimtab.samples.problems import refuse_bad
 from trimtab.samples.sources import find_sources, source_labels
@@ -27,5 +28,7 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
         return load_table(files[0])
     parts = read_length_parts(files, image_rule)
     refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts), can_skip=False)
+    if not any(len(part.lines) for part in parts):
+        raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     repeated = [repeat_samples([part], source.repeat) for source, part in zip(sources, parts, strict=True)]
     return join_parts([source.label for source in sources], repeated, source_labels(sources))

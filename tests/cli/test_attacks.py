@@ -1,0 +1,60 @@
+"""Bounded runs of `tests.fuzz` and `tests.kills`, and the real command line on full disks and closed pipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEEDS = json.loads((ROOT / "tests" / "fuzz" / "seeds.json").read_text(encoding="utf-8"))
+
+
+def shell(line: str) -> tuple[int, str]:
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("what", ["describe Qwen2.5-VL-7B --json", "plan --help", "describe no-such-model --json"])
+def test_a_full_output_is_one_sentence(what: str) -> None:
+    code, told = shell(f"{sys.executable} -m trimtab {what} > /dev/full")
+    assert (code, told.count("\n")) == (2, 1), told
+    assert told.startswith("trimtab: ")
+
+
+@pytest.mark.parametrize("what", ["describe Qwen2.5-VL-7B --json", "plan --help"])
+def test_a_reader_that_went_away_is_no_error(what: str) -> None:
+    """The pipe is closed before the first word is written."""
+    code, told = shell(f"{{ sleep 0.2; {sys.executable} -m trimtab {what}; }} | true; exit ${{PIPESTATUS[0]}}")
+    assert (code, told) == (0, "")
+    code, told = shell(f"{sys.executable} -m trimtab {what} >&-")
+    assert (code, told) == (0, "")
+
+
+@pytest.mark.integration
+def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path) -> None:
+    command = f"plan Qwen2.5-VL-7B {planned / 'samples.npz'} --cluster 8xA100-80GB --pp 2 --num-microbatches 4"
+    code, told = shell(f"ulimit -f 8; {sys.executable} -m trimtab {command} --out {tmp_path / 'new' / 'plan'}")
+    assert code == 2
+    assert "file too large; raise the limit on file sizes" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("target", sorted(SEEDS))
+def test_seeds_and_some_seconds_of_fuzz_find_nothing(target: str) -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--only", target]
+    runs = [[*command, "--minutes", "0.1"], *([*command, "--seed", str(seed)] for seed in SEEDS[target])]
+    for run in runs:
+        done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.integration
+def test_some_kills_tear_no_result() -> None:
+    command = [sys.executable, "-m", "tests.kills", "--times", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
