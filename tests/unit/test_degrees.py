@@ -245,7 +245,7 @@ def test_a_plan_for_experts_takes_ep_and_says_why(tmp_path):
 def test_documents_of_a_plan_with_cp_are_padded_within_its_limits(tmp_path):
     # 33 documents of 1,001 tokens are within the limit, 33 of 1,008 are not
     limits = {"max_tokens": 33_040, "max_patches": 40_000}
-    details = planned("Qwen2.5-VL-7B", [1_001] * (33 * 16), tmp_path, cp=4, pp=2, recompute="full", **limits)
+    details = planned("Qwen2.5-VL-7B", [1_001] * (33 * 80), tmp_path, cp=4, pp=2, recompute="full", **limits)
     case, packing = details.case, details.packing
     padded = pad_documents(case.samples, case.setting.dims).num_tokens
     assert packing.sums(padded).max() <= case.setting.max_tokens
