@@ -85,7 +85,7 @@ def megatron_flops(name: str) -> float:
     m = DATA["models"][name]
     h, q, kv = m["width"], m["heads"] * m["head"], m["kv"] * m["head"]
     block = 2 * h * (q + kv) + 2 * SEQUENCE * q + 3 * m["chosen"] * h * m["expert"]
-    return 6.0 * (m["blocks"] * block + h * m["vocabulary"])
+    return float(6 * (m["blocks"] * block + h * m["vocabulary"]))
 
 
 def predict(row: dict[str, Any]) -> Predicted:
