@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cost_models import small_model, text_block, vision_block
 
+from trimtab.adapters.frameworks import find_target
+from trimtab.adapters.running import decided
 from trimtab.costs.analytic import Gradients, cost_layer
-from trimtab.costs.devices import DEVICES
+from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
 from trimtab.costs.flops import layer_matmuls
 from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import shares_of
 from trimtab.errors import PartitionError, PlanError, TrimtabError
+from trimtab.models.describe import describe
+from trimtab.options import same_fields
+from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.degrees import parallel_dims
 from trimtab.plan.decide.work import pad_documents
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import WORK_TERMS, ClusterSpec, LayerSpec, MlpSpec, ParallelDims, SampleTable
 
@@ -125,6 +134,15 @@ def test_dispatch_sends_what_a_router_without_preference_does(ep, per_token):
     assert all_to_all_bytes(layer, s) == pytest.approx(2 * sent / len(choices))  # and the combine, back
 
 
+@pytest.mark.parametrize(("ep", "per_token"), [(2, 1), (2, 2), (4, 3), (8, 3)])
+def test_deepep_sends_a_row_once_to_a_device(ep, per_token):
+    layer = expert_block(8, per_token)
+    s = replace(settings(dp=ep, ep=ep), dispatcher="deepep")
+    choices = list(itertools.combinations(range(8), per_token))
+    others = sum(len({expert * ep // 8 for expert in chosen} - {0}) for chosen in choices)  # of a row on device 0
+    assert all_to_all_bytes(layer, s) == pytest.approx(2 * HIDDEN * 2 * others / len(choices))
+
+
 def test_an_expert_of_two_devices_gathers_rows_and_scatters_results():
     layer = expert_block()
     assert expert_tp_bytes(layer, settings(dp=4, ep=2, etp=2)) == 2 * 2 * HIDDEN * 2
@@ -150,9 +168,10 @@ def test_zig_zag_chunks_have_equal_rows_and_causal_pairs(cp):
     assert len(set(pairs)) == 1
 
 
+@pytest.mark.parametrize("node_link", [25e9, 900e9])
 @pytest.mark.parametrize(("degree", "stride", "per_node"), [(4, 1, 8), (8, 1, 4), (8, 2, 8), (16, 1, 8), (4, 8, 8)])
-def test_all_to_all_takes_the_slower_of_both_links(degree, stride, per_node):
-    cluster = ClusterSpec(device=A100, num_nodes=16, devices_per_node=per_node, node_link_bytes_per_s=25e9)
+def test_all_to_all_takes_the_slower_of_both_links(degree, stride, per_node, node_link):
+    cluster = ClusterSpec(device=A100, num_nodes=16, devices_per_node=per_node, node_link_bytes_per_s=node_link)
     node = [rank * stride // per_node for rank in range(degree)]
     seconds = max(
         (node.count(node[0]) - 1) / A100.link_bytes_per_s,
@@ -193,3 +212,51 @@ def test_degrees_that_do_not_divide_the_devices_are_one_sentence():
         tried(cp=3)
     with pytest.raises(PlanError, match=r"'ep': 16.* was asked for on 16 devices, .* leave one of pp, ep out"):
         tried(ep=16, pp=2)
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+def planned(model: str, tokens: list[int], folder: Path, **options) -> PlanDetails:
+    """A plan on two nodes of H100, written to `folder`."""
+    lengths = np.array(tokens)
+    patches = np.minimum(lengths, 2048) // 16 * 16
+    samples = SampleTable.of(patches, lengths, patches_sq=patches**2)
+    options = {"tp": 1, "num_microbatches": 4, "fused_kernels": True} | options
+    details = make_plan(describe(model), samples, parse_cluster("16xH100-80GB"), PlanOptions(**options))
+    write_plan(details, folder)
+    return details
+
+
+def test_a_plan_for_experts_takes_ep_and_says_why(tmp_path):
+    details = planned("Qwen3-VL-30B-A3B", [600, 1200, 1800, 2400] * 40, tmp_path, pp=2, zero_stage=1)
+    parallel = details.plan.decisions.parallel
+    assert parallel.ep > 1
+    assert f"x ep {parallel.ep}" in details.plan.summary
+    assert any("without expert parallelism" in sentence for sentence in details.plan.assumptions)
+    assert check_plan(tmp_path) == []
+    found = reload_plan(tmp_path)
+    assert same_fields(found.case.setting.dims, ParallelDims) == same_fields(parallel, ParallelDims)
+    assert found.case.problem.assess(found.stages).peak_bytes == details.case.problem.assess(found.stages).peak_bytes
+    flags = find_target("megatron").export(decided(found), None).text
+    assert f"--expert-model-parallel-size {parallel.ep}" in flags
+
+
+def test_documents_of_a_plan_with_cp_are_padded_within_its_limits(tmp_path):
+    # 33 documents of 1,001 tokens are within the limit, 33 of 1,008 are not
+    limits = {"max_tokens": 33_040, "max_patches": 40_000}
+    details = planned("Qwen2.5-VL-7B", [1_001] * (33 * 80), tmp_path, cp=4, pp=2, recompute="full", **limits)
+    case, packing = details.case, details.packing
+    padded = pad_documents(case.samples, case.setting.dims).num_tokens
+    assert packing.sums(padded).max() <= case.setting.max_tokens
+    assert case.work[:, WORK_TERMS.index("tokens")].sum() == padded.sum() > case.samples.num_tokens.sum()
+    assert check_plan(tmp_path) == []
+    assert (reload_plan(tmp_path).case.work == case.work).all()
+
+
+def test_files_without_the_later_degrees_mean_one(tmp_path):
+    planned("Qwen2.5-VL-7B", [600, 1200] * 40, tmp_path, pp=2)
+    text = (tmp_path / "plan.yaml").read_text()
+    assert "parallel: {dp: 8, pp: 2, tp: 1, cp: 1}" in text
+    (tmp_path / "plan.yaml").write_text(text.replace("cp: 1}", "cp: 1, ep: 3}"))
+    assert any("ep 3" in problem for problem in check_plan(tmp_path))

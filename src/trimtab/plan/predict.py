@@ -151,7 +151,6 @@ def parse_stages(text: str) -> list[dict[str, int]]:
 def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
     pp, tp, cp = run.pp or 1, run.tp or 1, run.cp or 1
     dp = run.dp or max(1, cluster.num_devices // (pp * tp * cp))
-    dims = ParallelDims(dp=dp, pp=pp, tp=tp, cp=cp, ep=run.ep or 1, etp=run.etp)
     if dp * pp * tp * cp != cluster.num_devices:
         degrees = f"dp {dp} x pp {pp} x tp {tp}" + (f" x cp {cp}" if cp > 1 else "")
         raise PlanError(
@@ -162,7 +161,7 @@ def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
         raise PlanError(
             f"tp {tp} was given, and nodes have {cluster.devices_per_node} devices: give one that divides a node"
         )
-    return dims
+    return ParallelDims(dp=dp, pp=pp, tp=tp, cp=cp, ep=run.ep or 1, etp=run.etp)
 
 
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
