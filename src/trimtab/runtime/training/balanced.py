@@ -60,7 +60,7 @@ def balanced(
     >>> import trimtab
     >>> trimtab.balanced("no trainer", "plan")
     Traceback (most recent call last):
-    trimtab.errors.UnsupportedPlanError: a str was to be balanced, and only a transformers.Trainer can be: ...
+    trimtab.errors.UnsupportedPlanError: a str was to be balanced, and only a transformers.Trainer can be, or ...
     """
     if isinstance(trainer, DataLoader):
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
