@@ -12,6 +12,7 @@ from trimtab.samples.chunks import Groups
 from trimtab.samples.problems import shorten
 
 _BATCH_ROWS = 512  # made into records at once
+_BATCH_BYTES = 32 << 20  # of rows that are larger
 _BATCH_ROWS_LANCE = 128
 _ARROW_FILE = b"ARROW1"
 
@@ -34,7 +35,10 @@ def parquet_groups(path: Path) -> Groups:
     file = open_parquet(path)
 
     def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
-        how = {"row_groups": groups, "columns": columns, "batch_size": _BATCH_ROWS, "use_threads": False}
+        sizes = [file.metadata.row_group(group) for group in groups]
+        rows, num_bytes = sum(x.num_rows for x in sizes), sum(x.total_byte_size for x in sizes)
+        batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, num_bytes)))
+        how = {"row_groups": groups, "columns": columns, "batch_size": batch_rows, "use_threads": False}
         yield from _records_of(file.iter_batches(**how))
 
     def open_group(group: int) -> Callable[[int], Any]:
