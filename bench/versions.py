@@ -98,14 +98,15 @@ def run(command: list[str], installed: Path, limit_s: float) -> str:
 
 
 def last_words(text: str) -> str:
-    """The line of an error, without addresses and paths, in at most 160 characters.
+    """The line of an error, without addresses and paths, in at most 160 characters; of a child process, its own.
 
     >>> last_words("Traceback\\n  File ...\\nImportError: no AutoVideoProcessor in /a/b.py\\n")
     'ImportError: no AutoVideoProcessor in b.py'
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|trimtab: ", line)]
-    said = (errors or lines or ["it ended without a word"])[-1]
+    told = [line for line in errors if "CalledProcessError" not in line and "ChildFailedError" not in line]
+    said = (told or errors or lines or ["it ended without a word"])[-1]
     return re.sub(r"/\S*/", "", said)[:160]
 
 
