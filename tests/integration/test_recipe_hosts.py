@@ -1,7 +1,8 @@
 """Plans in LLaMA-Factory's own training and in axolotl's own plug-ins and Trainer: the losses of a plain one.
 
 pip install datasets==5.2.0 omegaconf fire addict colorama posthog schedulefree
-pip install --no-deps llamafactory==0.9.5 axolotl==0.21.0 peft trl==1.16.0, for LLaMA-Factory trl==0.24.0
+pip install --no-deps --ignore-requires-python llamafactory==0.9.5 axolotl==0.21.0 peft trl==1.16.0
+For LLaMA-Factory trl==0.24.0 in the place of 1.16.0.
 """
 
 from __future__ import annotations
