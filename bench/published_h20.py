@@ -253,7 +253,7 @@ def _logged_peaks(x: H20Run, stage: int) -> tuple[float, float]:
     """Allocated and reserved bytes of the fullest tp rank."""
     tp, logged = x.run.profile.dims.tp, x.logged["memory_mib_by_global_rank"]
     ranks = [logged[str(stage * tp + i)] for i in range(tp)]
-    return tuple(max(rank[key] for rank in ranks) * MIB for key in ("max_allocated", "max_reserved"))  # type: ignore[return-value]
+    return max(x["max_allocated"] for x in ranks) * MIB, max(x["max_reserved"] for x in ranks) * MIB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_mean_and_quantile_are_those_of_steps_drawn_one_by_one(
     schedule: ScheduleName, S: int, P: int, tp: int, uneven: float
 ) -> None:
     times, table = case_of(S=S, num_steps=6, dp=3, M=4, uneven=uneven)
-    how = {"schedule": schedule, "num_devices": P, "all_reduce_s": ALL_REDUCE_S}
+    how: dict[str, Any] = {"schedule": schedule, "num_devices": P, "all_reduce_s": ALL_REDUCE_S}
     step_s = simulate_steps(times, table, **how)
     found = spread_steps(times, table, step_s, **how, stage_devices=tp, jitter=0.05)
     truth = drawn_one_by_one(times, table, schedule=schedule, P=P, tp=tp, jitter=0.05, num=1200)
@@ -77,7 +78,7 @@ def test_mean_and_quantile_are_those_of_steps_drawn_one_by_one(
 
 
 def test_more_devices_and_more_jitter_take_longer_and_none_takes_what_was_planned() -> None:
-    def spread(dp: int, jitter: float, seed: int = 0):
+    def spread(dp: int, jitter: float, seed: int = 0) -> tuple[float, float]:
         times, table = case_of(S=2, num_steps=8, dp=dp, M=4, uneven=0.0)
         step_s = simulate_steps(times, table)
         found = spread_steps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.options import PlanOptions
+from trimtab.specs import Profile
 
 CLUSTER = parse_cluster("16xA100-80GB")
 
 
-def profile_of(method: str, error: float):
+def profile_of(method: Literal["traced", "probed"], error: float) -> Profile:
     formulas = profile_model(describe("Qwen2.5-VL-7B"), CLUSTER.device)
     return replace(formulas, method=method, memory_error=error)
 
@@ -60,6 +62,8 @@ def test_a_plan_expects_to_fill_no_more_than_the_risk_allows(risk: float) -> Non
         beside = SLACK * device.counted_bytes + OUTSIDE * 57 * 2**30
         assert device.overhead_bytes == pytest.approx(beside)
         assert device.total_bytes <= budget.fill_bytes
+    assert estimates.memory_share is not None
+    assert estimates.misfit_chance is not None
     assert estimates.misfit_chance <= risk
     assert estimates.memory_share == pytest.approx(max(x.total_bytes for x in held) / (57 * 2**30), abs=1e-4)
     assert estimates.memory_share > budget.fill_bytes / budget.total_bytes - 0.04, "what recompute can free is used"
