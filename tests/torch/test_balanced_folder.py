@@ -1,0 +1,92 @@
+"""Tests of runtime/training/balanced.py (a whole plan folder: recompute, and what the folder asks of the model)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from balanced_cases import arguments, noted
+from train_runs import write_run, write_variant
+
+from trimtab.errors import PlanError
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
+from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.training.balanced import balanced
+from trimtab.runtime.training.launchers import planned_samples
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL, drawn data, a plan of two stages, and the same packs on one stage that recomputes."""
+    made = tmp_path_factory.mktemp("run")
+    write_run(made, "qwen2_5_vl", dp=1)
+    write_variant(made, "alone", num_stages=1, recompute=True)
+    return made
+
+
+def make_trainer(folder: Path, out: Path, **text: Any) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    transformers.set_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    return noted(transformers.Trainer)(
+        model=model,
+        args=arguments(out, max_steps=2, gradient_checkpointing=True, learning_rate=1e-3),
+        train_dataset=planned_samples(folder / "alone", str(folder / "model")),
+        data_collator=PackedCollator(config, attention="sdpa"),
+    )
+
+
+def recomputing(model: Any) -> set[str]:
+    """Layers whose forward runs under a checkpoint of ours."""
+    return {name for name, module in model.named_modules() if "forward" in module.__dict__ and module.forward}
+
+
+def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, caplog):
+    from trimtab.plan.file.modules import unfold_modules
+
+    trainer = make_trainer(folder, tmp_path)
+    balanced(trainer, folder / "alone", reshuffle=False).train()
+    planned = {name for x in load_plan(folder / "alone").decisions.recompute for name in unfold_modules(x.modules)}
+    assert len(planned) > 4
+    assert recomputing(trainer.model) == planned
+    assert any("which layers recompute is the plan's decision" in record.getMessage() for record in caplog.records)
+    assert not trainer.args.gradient_checkpointing
+
+    nothing = folder / "nothing"
+    if not nothing.exists():
+        write_variant(folder, "nothing", num_stages=1)
+    other = make_trainer(folder, tmp_path)
+    balanced(other, nothing, reshuffle=False).train()
+    assert not recomputing(other.model)
+    assert other.losses == pytest.approx(trainer.losses, rel=1e-5)
+
+
+def test_what_a_folder_asks_of_the_model_is_compared_with_it(folder, tmp_path):
+    with pytest.raises(PlanError, match="pp 2 was planned, and the whole model runs on every rank here"):
+        balanced(make_trainer(folder, tmp_path), folder / "plan")
+    with pytest.raises(PlanError, match=r"parameters, and the model has [\d,]+: plan for its own configuration"):
+        balanced(make_trainer(folder, tmp_path, intermediate_size=4096), folder / "alone")
+    plan = load_plan(folder / "alone")
+    family = replace(plan.inputs, model=replace(plan.inputs.model, family="gemma3"))
+    written = folder / "gemma"
+    written.mkdir()
+    for file in (folder / "alone").iterdir():
+        (written / file.name).write_bytes(file.read_bytes())
+    (written / "plan.yaml").write_text(plan_to_yaml(replace(plan, inputs=family)))
+    with pytest.raises(PlanError, match=r"of the family gemma3.*, and the model is a qwen2_5_vl: plan for it"):
+        balanced(make_trainer(folder, tmp_path), written)
+
+
+def test_samples_that_were_not_all_sized_are_told_apart(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path)
+    whole = trainer.train_dataset
+    trainer.train_dataset = [whole[row] for row in range(len(whole))] + [whole[0]]
+    with pytest.raises(PlanError, match=rf"{len(whole)} samples were sized, and train_dataset has {len(whole) + 1}"):
+        balanced(trainer, folder / "alone")
