@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -151,7 +151,11 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether the lock was free, on a file system that has locks."""
+    """Whether the lock was free, on a system that has such locks; else leftovers of killed writers stay."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
