@@ -14,6 +14,7 @@ from train_runs import write_run, write_variant
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.recompute.apply import applied_to, apply
 from trimtab.runtime.training.balanced import balanced
 from trimtab.runtime.training.launchers import planned_samples
 
@@ -43,19 +44,15 @@ def make_trainer(folder: Path, out: Path, **text: Any) -> Any:
     )
 
 
-def recomputing(model: Any) -> set[str]:
-    """Layers whose forward runs under a checkpoint of ours."""
-    return {name for name, module in model.named_modules() if "forward" in module.__dict__ and module.forward}
-
-
 def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, caplog):
     from trimtab.plan.file.modules import unfold_modules
 
     trainer = make_trainer(folder, tmp_path)
+    apply(trainer.model, load_plan(folder / "alone"))  # as the lines of `export transformers` do
     balanced(trainer, folder / "alone", reshuffle=False).train()
     planned = {name for x in load_plan(folder / "alone").decisions.recompute for name in unfold_modules(x.modules)}
     assert len(planned) > 4
-    assert recomputing(trainer.model) == planned
+    assert applied_to(trainer.model).keys() == planned
     assert any("which layers recompute is the plan's decision" in record.getMessage() for record in caplog.records)
     assert not trainer.args.gradient_checkpointing
 
@@ -64,8 +61,12 @@ def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, 
         write_variant(folder, "nothing", num_stages=1)
     other = make_trainer(folder, tmp_path)
     balanced(other, nothing, reshuffle=False).train()
-    assert not recomputing(other.model)
+    assert not applied_to(other.model)
     assert other.losses == pytest.approx(trainer.losses, rel=1e-5)
+
+    alone = make_trainer(folder, tmp_path)
+    balanced(alone, folder / "alone")
+    assert applied_to(alone.model) == applied_to(trainer.model)
 
 
 def test_what_a_folder_asks_of_the_model_is_compared_with_it(folder, tmp_path):

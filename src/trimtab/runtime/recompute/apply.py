@@ -108,6 +108,12 @@ def apply(
     return AppliedRecompute(wrapped)
 
 
+def applied_to(model: nn.Module) -> dict[str, Granularity]:
+    """Layers of `model` that recompute by `apply`, by name."""
+    forwards = ((name, layer.__dict__.get("forward")) for name, layer in model.named_modules())
+    return {name: forward.granularity for name, forward in forwards if isinstance(forward, _Recomputed)}
+
+
 class _Recomputed:
     """A layer's `forward` under a checkpoint."""
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
+from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator
@@ -22,6 +23,7 @@ from trimtab.runtime.data.dataset import PlanBatchSampler
 from trimtab.runtime.data.packing import collator_of, prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
+from trimtab.runtime.recompute.apply import applied_to
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
@@ -161,14 +163,15 @@ def _switch_on(trainer: Any, decided: Plan | None) -> None:
 
 
 def _recompute(given: Any, decided: Plan | None) -> None:
-    """Exactly the plan's layers."""
+    """Exactly the plan's layers; those for which the lines of an export have done it already stay."""
     if decided is None:
         return
     model: Any = unwrap(given) if decided.decisions.recompute else given
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         switch_off: Any = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
         switch_off()
-    if decided.decisions.recompute:
+    planned = {name: each.granularity for each in decided.decisions.recompute for name in unfold_modules(each.modules)}
+    if planned and applied_to(model) != planned:
         apply_recompute(model, decided)
 
 
