@@ -7,18 +7,18 @@ sources of the newest release.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.adapters.blocks import blocks_of, recomputed_blocks
 from trimtab.adapters.lora import canonical_layers
 from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
 from trimtab.adapters.megatron_recompute import megatron_ladders
-from trimtab.adapters.running import Decided, Exported, Target
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, Stage, recomputing
+from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing
 
 _TRAIN = {"micro_batch_size": "cfg.train", "global_batch_size": "cfg.train", "use_distributed_optimizer": "cfg.ddp"}
 PROVIDERS: Mapping[str, str] = {  # model_type, and the class of Transformers that it registers
@@ -123,8 +123,11 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
         without_tower = next(iter(megatron_ladders(model, stages)))
         yield [_with_towers_share(model, rung) for rung in without_tower]
 
+    def tiers(layer: LayerSpec) -> Collection[str]:
+        return full_blocks(layer) if layer.tower == "language" or model.family in COPIES_RECOMPUTE else ()
+
     _refuse_family(model)
-    return replace(can_run(model, _pp), ladders=ladders)
+    return replace(can_run(model, _pp), ladders=ladders, tiers=tiers)
 
 
 def _refuse_family(model: ModelSpec) -> None:

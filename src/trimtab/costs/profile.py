@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower], lora: Lora |
     ]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return [numbers[kind] for kind in kinds]
+
+
+def with_tiers(profile: Profile, model: ModelSpec, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Profile:
+    """The profile whose layers recompute by these tiers (None: any) or not at all."""
+    if tiers is None:
+        return profile
+    layers = (
+        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
+        for layer, cost in zip(model.layers, profile.layers, strict=True)
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def has_experts(model: ModelSpec) -> bool:

@@ -76,8 +76,10 @@ def make_plan(
     refuse_type("samples", samples, SampleTable, "size_samples(...).table")
     refuse_type("cluster", cluster, ClusterSpec, 'parse_cluster("32xA100-80GB")')
     refuse_type("options", options, PlanOptions, "PlanOptions(pp=4)")
+    tiers = None
     if within is not None:
-        model = replace(model, forbidden_cuts=model.forbidden_cuts | within(model, options.pp or 1).forbidden_cuts)
+        can = within(model, options.pp or 1)
+        model, tiers = replace(model, forbidden_cuts=model.forbidden_cuts | can.forbidden_cuts), can.tiers
     epoch = open_epoch(model, samples, options)
     samples, rows = epoch.samples, epoch.rows
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
@@ -88,7 +90,9 @@ def make_plan(
     samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
 
-    chosen = choose_setting(model, epoch.drawn, cluster, options, budget, progress=_step(progress, "settings"))
+    chosen = choose_setting(
+        model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
+    )
     settled = _settle(model, epoch, samples_work, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
@@ -102,7 +103,8 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
-    case = with_tiers(case, can.tiers)
+    own = with_tiers(case.setting.profile, case.model, can.tiers)
+    case = replace(case, setting=replace(case.setting, profile=own))
     try:
         problem = case.problem
     except PartitionError:
@@ -187,18 +189,6 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
         except PartitionError:
             continue
         yield from (split.stages for split in found)
-
-
-def with_tiers(case: Case, tiers: Callable[[LayerSpec], Collection[str]] | None) -> Case:
-    """The case whose layers recompute by these tiers (None: any) or not at all, to be solved."""
-    if tiers is None:
-        return case
-    profile = case.setting.profile
-    layers = tuple(
-        replace(cost, tiers=(cost.tiers[0], *(tier for tier in cost.tiers[1:] if tier.name in tiers(layer))))
-        for layer, cost in zip(case.model.layers, profile.layers, strict=True)
-    )
-    return replace(case, setting=replace(case.setting, profile=replace(profile, layers=layers)))
 
 
 def _as_priced(profile: Profile, stages: Sequence[Stage]) -> Stages:

@@ -13,7 +13,7 @@ candidate's limits. Heuristic: a grid, and a simulation that knows only the mean
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -21,7 +21,7 @@ from functools import cache, partial
 import numpy as np
 
 from trimtab.costs.exchange import document_multiple
-from trimtab.costs.profile import profile_model
+from trimtab.costs.profile import profile_model, with_tiers
 from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, PlanError
@@ -37,7 +37,7 @@ from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
 from trimtab.plan.decide.times import rank_step_s, times_of
 from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, pad_documents, price_samples
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.specs import ClusterSpec, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
 from trimtab.units import format_degrees, format_number
 
 _GOOD_ENOUGH = 0.98  # of the best speed: then the smaller pack, which leaves memory and makes more, smaller steps
@@ -53,13 +53,15 @@ def choose_setting(
     options: PlanOptions,
     budget: MemoryBudget,
     *,
+    tiers: Callable[[LayerSpec], Collection[str]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ChosenSetting:
     """The settings that fit, and which is taken; a global batch of our own choice is halved until something does.
 
     Schedule "auto": 1F1B, which needs least memory, decides which divisions of the devices are fastest; these are tried
-    with the other schedules. ZeRO stage left open: 1, and plain data parallel with stage 3 too. Raises `PlanError` when
-    the degrees do not divide the devices, and `PartitionError` when nothing fits.
+    with the other schedules. ZeRO stage left open: 1, and plain data parallel with stage 3 too. `tiers`: the recompute
+    that the framework has of a layer, so that packs are no larger than it can hold. Raises `PlanError` when the degrees
+    do not divide the devices, and `PartitionError` when nothing fits.
     """
     first = replace(options, zero_stage=options.sharding)
     if options.schedule == "auto":
@@ -75,6 +77,7 @@ def choose_setting(
         raise refused
     # how samples pack hardly depends on the degrees but cp: once is enough
     limits_at = cache(partial(_limits_at, profiles[0][1], samples, model.token_window, options))
+    price = partial(_price_limits, model, cluster, budget, tiers)
     global_batch, pending = default_global_batch(cluster, options, len(samples)), profiles
     while True:
         priced = list[Priced]()
@@ -83,7 +86,7 @@ def choose_setting(
                 progress(number, len(pending))
             try:
                 limits = limits_at(profile.dims.cp)
-                priced.append(_price_limits(model, cluster, own, profile, budget, limits, global_batch))
+                priced.append(price(own, profile, limits, global_batch))
             except PartitionError as error:
                 refused = PartitionError(f"{format_degrees(profile.dims)}: {error}")  # the last divides the model most
         if priced:
@@ -109,7 +112,7 @@ def choose_setting(
             limits, profile = limits_at(found.setting.dims.cp), found.setting.profile
             for other in _other_schedules(found.options, options.num_chunks, found.setting.dims):
                 with suppress(PartitionError):
-                    priced.append(_price_limits(model, cluster, other, profile, budget, limits, global_batch))
+                    priced.append(price(other, profile, limits, global_batch))
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
     band = 0.0 if options.prefer == "fastest" else min(CHOICE_ERROR, profiles[0][1].time_error)
     return ChosenSetting(considered=tuple(priced), num_misfits=len(candidates) - num_fitting, error=band)
@@ -236,14 +239,15 @@ def link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
 def _price_limits(
     model: ModelSpec,
     cluster: ClusterSpec,
+    budget: MemoryBudget,
+    tiers: Callable[[LayerSpec], Collection[str]] | None,
     options: PlanOptions,
     profile: Profile,
-    budget: MemoryBudget,
     limits: Sequence[TriedLimits],
     global_batch: int | None,
 ) -> Priced:
     """The smallest pack within 2 % of the fastest, for one cost table."""
-    dims, priced = profile.dims, list[Priced]()
+    dims, priced, own = profile.dims, list[Priced](), with_tiers(profile, model, tiers)
     reason: PartitionError | None = None
     for tried in limits:
         num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
@@ -261,7 +265,8 @@ def _price_limits(
             reason = reason or _unfilled(num_microbatches, dims.pp)
             continue
         try:
-            priced.append(_price_packs(model, cluster, options, profile, budget, tried, num_microbatches))
+            found = _price_packs(model, cluster, options, own, budget, tried, num_microbatches)
+            priced.append(replace(found, setting=replace(found.setting, profile=profile)))
         except PartitionError as error:
             reason = reason or error
     if not priced:

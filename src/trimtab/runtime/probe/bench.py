@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trimtab.costs.profile import with_tiers
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.case import Case
-from trimtab.plan.decide.expressible import with_tiers
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
@@ -151,4 +151,5 @@ def _layout(plan: Plan, case: Case) -> PipelineLayout:
 
 def _in_reach(case: Case) -> Case:
     """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
-    return with_tiers(case, (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None)
+    tiers = (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None
+    return replace(case, setting=replace(case.setting, profile=with_tiers(case.setting.profile, case.model, tiers)))
