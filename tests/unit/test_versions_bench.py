@@ -1,0 +1,31 @@
+"""Tests of bench/versions.py: the page is what the results say, and an error is told in its own words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.versions import COMMANDS, PAGE, VERSIONS, last_words, make_page, read_results  # noqa: E402
+
+
+def test_the_page_is_what_the_results_say():
+    assert PAGE.read_text(encoding="utf-8") == make_page(read_results())
+
+
+def test_every_example_was_run_under_the_version_that_this_project_is_made_with():
+    newest = read_results()["versions"][VERSIONS[-1]]
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert newest.keys() == examples | COMMANDS.keys()
+    assert set(newest.values()) == {"yes"}
+
+
+def test_the_last_words_are_those_of_the_child_and_without_paths():
+    text = """Traceback (most recent call last):
+trimtab: /home/me/plan.yaml is no plan: write it again
+subprocess.CalledProcessError: Command '['python']' returned 2
+"""
+    assert last_words(text) == "trimtab: plan.yaml is no plan: write it again"
+    assert last_words("") == "it ended without a word"
