@@ -121,7 +121,7 @@ def make_page(results: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     """A row for each thing that was run, a column for each version; notes below say why one did not work."""
     columns = results["versions"]
     names = sorted(columns, key=lambda name: tuple(map(int, name.split("."))))
-    rows = dict.fromkeys(row for name in names for row in columns[name])
+    rows = sorted({row for name in names for row in columns[name]})
     lines = ["| what was run | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     notes: dict[str, int] = {}
     for row in rows:
@@ -130,7 +130,7 @@ def make_page(results: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
             said = columns[name].get(row, "not tried")
             cells.append(said if said in ("yes", "not tried") else f"no [^{notes.setdefault(said, len(notes) + 1)}]")
         lines.append(f"| `{row}` | " + " | ".join(cells) + " |")
-    said_with = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    said_with = ", ".join(f"{key} {value}" for key, value in sorted(results["machine"].items()))
     below = "".join(f"\n[^{number}]: `{said}`\n" for said, number in notes.items())
     return f"{HEAD}" + "\n".join(lines) + f"\n\nWith {said_with}.\n{below}"
 
