@@ -46,8 +46,8 @@ Every example of this project and a short training run, under each of these vers
 `python bench/versions.py`. Planning from a published model's name, packing, exporting and reports need no Transformers.
 "yes": it ran to its end, on the CPU, and its own checks held.
 
-Image processors of 5.17 and earlier ask for torchvision, which was not installed. The demo's model has a configuration of
-Transformers 5, whose rotary fields 4.57 does not read: models of that time train there (`trimtab.balanced` is tested so).
+Image processors of 5.17 and earlier ask for torchvision, which was not installed. The demo's model has a configuration
+of Transformers 5, whose rotary fields 4.57 does not read: models of its time train (`trimtab.balanced` is tested).
 
 """
 

@@ -77,7 +77,7 @@ def choose_setting(
         raise refused
     # how samples pack hardly depends on the degrees but cp: once is enough
     limits_at = cache(partial(_limits_at, profiles[0][1], samples, model.token_window, options))
-    price = partial(_price_limits, model, cluster, budget, tiers)
+    price = partial(_price_limits, model, cluster, budget, tiers, limits_at)
     global_batch, pending = default_global_batch(cluster, options, len(samples)), profiles
     while True:
         priced = list[Priced]()
@@ -85,8 +85,7 @@ def choose_setting(
             if progress is not None:
                 progress(number, len(pending))
             try:
-                limits = limits_at(profile.dims.cp)
-                priced.append(price(own, profile, limits, global_batch))
+                priced.append(price(own, profile, global_batch))
             except PartitionError as error:
                 refused = PartitionError(f"{format_degrees(profile.dims)}: {error}")  # the last divides the model most
         if priced:
@@ -109,10 +108,9 @@ def choose_setting(
     num_fitting = len(priced)
     if options.schedule == "auto":
         for found in sorted(priced, key=lambda x: -x.samples_per_s)[:_RESCHEDULED]:
-            limits, profile = limits_at(found.setting.dims.cp), found.setting.profile
             for other in _other_schedules(found.options, options.num_chunks, found.setting.dims):
                 with suppress(PartitionError):
-                    priced.append(price(other, profile, limits, global_batch))
+                    priced.append(price(other, found.setting.profile, global_batch))
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one that was tried first
     band = 0.0 if options.prefer == "fastest" else min(CHOICE_ERROR, profiles[0][1].time_error)
     return ChosenSetting(considered=tuple(priced), num_misfits=len(candidates) - num_fitting, error=band)
@@ -241,15 +239,15 @@ def _price_limits(
     cluster: ClusterSpec,
     budget: MemoryBudget,
     tiers: Callable[[LayerSpec], Collection[str]] | None,
+    limits_at: Callable[[int], Sequence[TriedLimits]],
     options: PlanOptions,
     profile: Profile,
-    limits: Sequence[TriedLimits],
     global_batch: int | None,
 ) -> Priced:
     """The smallest pack within 2 % of the fastest, for one cost table."""
     dims, priced, own = profile.dims, list[Priced](), with_tiers(profile, model, tiers)
     reason: PartitionError | None = None
-    for tried in limits:
+    for tried in limits_at(dims.cp):
         num_microbatches = _num_microbatches(options, dims, tried.samples_per_pack, global_batch)
         over = global_batch is not None and dims.dp * tried.samples_per_pack > _MOST_OVER * global_batch
         if over and priced:

@@ -63,7 +63,7 @@ def _do_nothing(*_: Any) -> None:
     """For copies."""
 
 
-RETURNS_OBJECTS = int(transformers.__version__.split(".")[0]) >= 5
+RETURNS_OBJECTS = not str(transformers.__version__).startswith("4.")
 """Functions that encode images return one object with all features; before, tensors in tuples and lists."""
 
 Place = Literal["features", "tower"]
