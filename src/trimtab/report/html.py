@@ -105,7 +105,10 @@ def _tiles(details: PlanDetails) -> list[str]:
         tile(
             "Peak memory per device",
             f"{last.peak_memory_gib:.1f} GiB",
-            beside(f"{over} of {cap.text(details.memory_cap_bytes)}", f"{first.peak_memory_gib:.1f} GiB") + misfit,
+            beside(
+                f"{over} of {cap.text(details.memory_cap_bytes)} that may be filled", f"{first.peak_memory_gib:.1f} GiB"
+            )
+            + misfit,
         ),
     ]
 
