@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from trimtab.adapters.running import full_blocks
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.decide.setting import choose_setting, profile_setting
 from trimtab.plan.decide.simplest import ChosenSetting, complexity
 from trimtab.plan.estimates import SettingEstimate
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, ParallelDims
+from trimtab.specs import ClusterSpec, ParallelDims, SampleTable
 
 MODEL = describe("InternVL-Chat-V1-5")
 SAMPLES = tile_samples(300)
@@ -55,6 +58,25 @@ def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
     assert auto.considered[0].samples_per_s >= one.considered[0].samples_per_s
     assert auto.num_misfits == one.num_misfits
     assert len(auto.considered) > len(one.considered)
+
+
+def test_packs_are_no_larger_than_the_recompute_of_a_framework_can_hold() -> None:
+    cluster, options = parse_cluster("16xA100-80GB"), PlanOptions(dp=2, pp=4, tp=2)
+    budget = MemoryBudget.of(cluster, options)
+    free = choose(options, cluster).best
+    bare = choose_setting(MODEL, SAMPLES, cluster, options, budget, tiers=lambda layer: ()).best
+    assert bare.setting.max_patches < free.setting.max_patches
+    assert bare.samples_per_s < free.samples_per_s
+    assert bare.setting.profile == free.setting.profile  # with every tier: the plan prices others by it
+    # what a provider of Qwen2.5-VL runs: no recompute in the tower
+    model = describe("Qwen2.5-VL-7B")
+    tower = Expressible(tiers=lambda layer: full_blocks(layer) if layer.tower == "language" else ())
+    patches = np.tile([1024, 4096, 9000], 60)
+    samples = SampleTable.of(patches, patches // 4 + 200)
+    made = make_plan(model, samples, parse_cluster("8xA100-80GB"), PlanOptions(tp=2), within=lambda *_: tower)
+    recomputed = {tier.stage: tier for tier in made.plan.decisions.recompute}
+    assert made.variants[-1].fits
+    assert not any("visual" in module for tier in recomputed.values() for module in tier.modules)
 
 
 def test_plain_data_parallel_with_sharded_state_is_one_of_the_settings() -> None:
