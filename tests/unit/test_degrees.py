@@ -132,6 +132,8 @@ def test_dispatch_sends_what_a_router_without_preference_does(ep, per_token):
     on_rank_0 = range(4 // ep)
     sent = sum(HIDDEN * 2 for chosen in choices for expert in chosen if expert not in on_rank_0)
     assert all_to_all_bytes(layer, s) == pytest.approx(2 * sent / len(choices))  # and the combine, back
+    busiest = replace(s, expert_imbalance=1.5)
+    assert all_to_all_bytes(layer, busiest) == pytest.approx(1.5 * all_to_all_bytes(layer, s))
 
 
 @pytest.mark.parametrize(("ep", "per_token"), [(2, 1), (2, 2), (4, 3), (8, 3)])
