@@ -92,9 +92,7 @@ class Target:
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
     own_setting: Callable[[ReloadedPlan, Exported], Exported] | None = None
     """Adds the nearest setting that needs no code of ours; None: the export is such a setting itself."""
-    lora: tuple[
-        int, ...
-    ] = ()  # bits of the frozen weights beside which its export tells LoRA adapters; none: it cannot
+    lora: tuple[int, ...] = ()  # bits of frozen weights beside which its export tells adapters; none: it cannot
 
     def refuse_lora(self, lora: Lora | None) -> None:
         """`UnsupportedPlanError` in one sentence, where adapters were asked for that it cannot be told."""
