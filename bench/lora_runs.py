@@ -8,16 +8,16 @@ fitted. A published GB is taken as 10^9 bytes. Not in the prediction: CUDA's con
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from text_decoder import decoder_of
 from trimtab.costs.adapters import count_adapters
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.lora import Lora
-from trimtab.models.images.tiles import FixedImage
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
     AttentionSpec,
@@ -65,14 +65,7 @@ def text_model(name: str) -> ModelSpec:
         norm="rms_norm",
         linears=tuple(Linear(name=x, in_width=a, out_width=b) for x, (a, b) in widths.items()),
     )
-    bare = replace(block, attention=None, mlp=None, norm=None, linears=())
-    layers = (
-        replace(bare, name="embed", kind="embed", num_params=vocab * h, num_matmul_params=0),
-        *(replace(block, name=f"blocks.{i}") for i in range(num_blocks)),
-        replace(bare, name="norm", kind="norm", num_params=h, num_matmul_params=0, norm="rms_norm"),
-        replace(bare, name="head", kind="head", output_size=vocab, num_params=vocab * h, num_matmul_params=vocab * h),
-    )
-    return ModelSpec(name=name, family="text", layers=layers, image_rule=FixedImage(rows=1, tokens=1), vocab_size=vocab)
+    return decoder_of(name, [block] * num_blocks, vocab, last_norm=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from text_decoder import decoder_of
 from trimtab.costs.devices import parse_cluster
-from trimtab.models.images.tiles import FixedImage
 from trimtab.plan.given import GivenRun
 from trimtab.plan.predict import predict_run
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, SampleTable
@@ -66,18 +66,8 @@ def text_model(name: str) -> ModelSpec:
     )
     assert block.attention is not None
     seen = replace(block.attention, window=m.get("window"))
-    bare = replace(block, num_params=vocabulary * h, attention=None, mlp=None, norm=None)
-    layers = (
-        replace(bare, name="embed", kind="embed", num_matmul_params=0),
-        *(
-            replace(block, name=f"blocks.{i}", attention=seen if i % 2 == 0 else block.attention)
-            for i in range(m["blocks"])
-        ),
-        replace(bare, name="head", kind="head", output_size=vocabulary, num_matmul_params=vocabulary * h),
-    )
-    return ModelSpec(
-        name=name, family="moe", layers=layers, image_rule=FixedImage(rows=1, tokens=1), vocab_size=vocabulary
-    )
+    windowed = [replace(block, attention=seen if i % 2 == 0 else block.attention) for i in range(m["blocks"])]
+    return decoder_of(name, windowed, vocabulary, family="moe")
 
 
 def megatron_flops(name: str) -> float:

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from text_decoder import decoder_of
 from trimtab.costs.curves import Efficiency, efficiency_of, product_line, product_rates
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_model
-from trimtab.models.images.tiles import FixedImage
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import simulate, stage_times
@@ -138,20 +138,7 @@ def text_model(name: str) -> ModelSpec:
         mlp=MlpSpec(intermediate_size=f, gated=bool(gated)),
         norm="rms_norm" if gated else "layer_norm",
     )
-    plain = replace(block, attention=None, mlp=None, norm=None)
-    embed = replace(plain, name="embed", kind="embed", num_params=vocabulary * h, num_matmul_params=0)
-    head = replace(
-        plain,
-        name="head",
-        kind="head",
-        output_size=vocabulary,
-        num_params=0 if tied else vocabulary * h,
-        num_matmul_params=vocabulary * h,
-    )
-    layers = (embed, *(replace(block, name=f"blocks.{i}") for i in range(num_blocks)), head)
-    return ModelSpec(
-        name=name, family="text", layers=layers, image_rule=FixedImage(rows=1, tokens=1), vocab_size=vocabulary
-    )
+    return decoder_of(name, [block] * num_blocks, vocabulary, tied=bool(tied))
 
 
 def predict(run: Run, *, matmul: float | None = None, attention: float | None = None) -> float:

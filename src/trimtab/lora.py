@@ -7,6 +7,9 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.options import Tower
 
 ALL_LINEAR = "all-linear"
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a weight as bitsandbytes stores NF4 with double quantisation (arXiv 2305.14314, section 3): four bits; one byte of
+scale for a block of 64; four bytes of scale of scales for 256 blocks. Not counted: 1,096 bytes of tables a matrix."""
 _SAID = "write it as in r=16,targets=q_proj+v_proj,alpha=32,towers=language,bits=4"
 
 

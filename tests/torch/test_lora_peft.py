@@ -15,9 +15,9 @@ from shrunk_models import make_shrunk
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.adapters.lora import peft_config, quantisation_config
-from trimtab.costs.adapters import NF4_BYTES, count_adapters
+from trimtab.costs.adapters import count_adapters
 from trimtab.costs.traced_lora import AdaptedLinear
-from trimtab.lora import Lora
+from trimtab.lora import NF4_BYTES, Lora
 from trimtab.models.asking.model import describe_model
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 

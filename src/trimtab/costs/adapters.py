@@ -14,10 +14,6 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.specs import LayerSpec, Linear, ModelSpec
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight as bitsandbytes stores NF4 with double quantisation (arXiv 2305.14314, section 3): four bits; one byte of
-scale for a block of 64; four bytes of scale of scales for 256 blocks. Not counted: 1,096 bytes of tables a matrix."""
-
 _NAMES = MappingProxyType(
     {
         **{name: f"self_attn.{name}_proj" for name in "qkvo"},

@@ -15,13 +15,13 @@ from trimtab.costs.activations import (
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.adapters import NF4_BYTES, Adapted, adapt_layer, quantised_params
+from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
 from trimtab.costs.curves import Line, product_rates
 from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
 from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
-from trimtab.lora import Lora
+from trimtab.lora import NF4_BYTES, Lora
 from trimtab.specs import (
     NUM_WORK_TERMS,
     WORK_TERMS,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.costs.activations import casts_inputs, uses_dense_pairs
-from trimtab.costs.adapters import NF4_BYTES, adapt_layer, count_adapters, refuse_unknown_targets
+from trimtab.costs.adapters import adapt_layer, count_adapters, refuse_unknown_targets
 from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
@@ -21,7 +21,7 @@ from trimtab.costs.memory_band import FORMULAS_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, read_small, write_atomically
-from trimtab.lora import Lora
+from trimtab.lora import NF4_BYTES, Lora
 from trimtab.options import Tower
 from trimtab.specs import (
     NUM_WORK_TERMS,

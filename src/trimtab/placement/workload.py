@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from trimtab.errors import ImageError, PartitionError, join_problems
+from trimtab.lora import NF4_BYTES
 from trimtab.options import ITEM_BYTES, Attention, DType, Option, Tower, option_problems
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ QUANTS = MappingProxyType(
         # bitsandbytes 4 bit: an fp32 maximum for each 64 weights
         "bnb-nf4": Quant(weight_bytes=0.5 + 4 / 64, towers=_ALL, experts=False),
         # double quantisation: the maxima in 8 bit, an fp32 scale for 256 of them
-        "bnb-nf4-double": Quant(weight_bytes=0.5 + 1 / 64 + 4 / (64 * 256), towers=_ALL, experts=False),
+        "bnb-nf4-double": Quant(weight_bytes=NF4_BYTES, towers=_ALL, experts=False),
         # AWQ and GPTQ checkpoints: fp16 scale and 4-bit zero for each 128; ViT left alone
         "awq": Quant(weight_bytes=0.5 + (2 + 0.5) / 128, towers=("language",), experts=True),
         # block-wise checkpoints: an fp32 scale for each 128 x 128 weights; ViT left alone
