@@ -46,9 +46,9 @@ def test_all_unreadable_flags_are_named_at_once():
     with pytest.raises(PlanError) as caught:
         parse_megatron_flags("--num-layers ten --pipeline-model-parallel-size 0 --decoder-first-pipeline-num-layers")
     assert str(caught.value).splitlines() == [
+        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
         "--num-layers 'ten' is no whole number: give one, or leave the flag out",
         "--decoder-first-pipeline-num-layers '' is no whole number: give one, or leave the flag out",
-        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
     ]
     for name in (
         "num-virtual-stages-per-pipeline-rank",

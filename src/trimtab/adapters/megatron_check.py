@@ -35,10 +35,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """The flags that decide which layers a rank builds; named as Megatron-LM's parser stores them."""
+    """The flags that say how a run is split, batched and kept, named as Megatron-LM's parser stores them."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    context_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
     num_layers: int | None = None  # None: the model's own
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
@@ -48,6 +51,24 @@ class MegatronFlags:
     num_virtual_stages_per_pipeline_rank: int | None = None
     virtual_pipeline_model_parallel_size: int | None = None  # ms-swift's name of it
     num_layers_per_virtual_pipeline_stage: int | None = None
+    encoder_pipeline_model_parallel_size: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    recompute_granularity: str | None = None
+    recompute_activations: bool = False
+    recompute_method: str | None = None
+    use_distributed_optimizer: bool = False
+    optimizer: str | None = None
+    bf16: bool = False
+    fp16: bool = False
+    fp8_format: str | None = None
+    fp8_recipe: str | None = None
+    tp_comm_overlap: bool = False
+    transformer_impl: str = "transformer_engine"
+
+
+_MAY_BE_ZERO = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")  # refused with the way out
+_NO_ENCODER = "encoder_pipeline_model_parallel_size"  # 0 is none
 
 
 def parse_megatron_flags(text: str) -> MegatronFlags:
@@ -59,28 +80,24 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for field in fields(MegatronFlags):
         how: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"nargs": "?", "const": ""}
-        parser.add_argument(f"--{field.name}", **how)
+        parser.add_argument(f"--{field.name}", default=None, **how)
     try:
-        words = shlex.split(text.replace("\\\n", " "))
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
     given, _ = parser.parse_known_args([_FLAG.sub(lambda flag: flag[0].replace("-", "_"), word) for word in words])
     found: dict[str, int | str | bool] = {name: value for name, value in vars(given).items() if value is not None}
     problems: list[str] = []
     for name, value in found.items():
-        if isinstance(value, str) and name != "pipeline_model_parallel_layout":
-            if re.fullmatch(r"-?\d{1,9}", value):
-                found[name] = int(value)
-            else:
-                flag = name.replace("_", "-")
-                problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
-    for name in (
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"),
-        *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
-        "num_layers_per_virtual_pipeline_stage",
-    ):
-        if isinstance(number := found.get(name, 1), int) and number < 1:
-            problems.append(f"--{name.replace('_', '-')} {number} was given, and it counts something: give 1 or more")
+        flag = name.replace("_", "-")
+        if not isinstance(value, str) or "int" not in str(MegatronFlags.__annotations__[name]):
+            continue
+        if not re.fullmatch(r"-?\d{1,9}", value):
+            problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
+            continue
+        found[name] = int(value)
+        if int(value) < 1 and name not in (*_MAY_BE_ZERO, _NO_ENCODER):
+            problems.append(f"--{flag} {value} was given, and it counts something: give 1 or more")
     if problems:
         raise PlanError(join_problems(problems))
     return MegatronFlags(**found)  # type: ignore[arg-type]
