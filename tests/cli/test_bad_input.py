@@ -43,7 +43,6 @@ CASES = [
     ([*PREDICT, "--batch", "1", "--pp", "3"], "are 6 devices, and the cluster has 8|degrees whose product"),
     ([*PREDICT], "not said what a micro-batch holds"),
     ([*PREDICT, "--from-deepspeed", "{text}"], "is no DeepSpeed configuration"),
-    ([*PREDICT, "--from-torchtitan", "{missing}"], "missing.jsonl"),
     (
         [*PREDICT, "--from-megatron", "--encoder-pipeline-model-parallel-size 2"],
         "encoder-pipeline-model-parallel-size 2 is not priced",

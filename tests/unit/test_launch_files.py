@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
+from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.given import GivenRun
@@ -106,31 +106,12 @@ def test_deepspeeds_file(tmp_path):
         from_deepspeed(file)
 
 
-def test_torchtitans_file(tmp_path):
-    file = tmp_path / "job.toml"
-    file.write_text(
-        "[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_degree = 4\n"
-        'pipeline_parallel_schedule = "1F1B"\npipeline_parallel_microbatch_size = 1\n'
-        "[training]\nlocal_batch_size = 8\nsteps = 9\n[activation_checkpoint]\nmode = 'selective'\n"
-    )
-    assert from_torchtitan(file) == GivenRun(
-        tp=2, pp=4, zero_stage=2, batch=1, num_microbatches=8, schedule="1F1B", num_chunks=1, recompute="selective"
-    )
-    file.write_text("[training]\nlocal_batch_size = 2\nglobal_batch_size = 64\n")
-    assert from_torchtitan(file) == GivenRun(pp=1, zero_stage=3, batch=2, global_batch=64, recompute="none")
-    file.write_text("[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_degree = 8\n")
-    assert from_torchtitan(file) == GivenRun(pp=1, cp=2, ep=8, zero_stage=3, recompute="none")
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"zero_optimization": 3}', "\ud800", "[" * 5000, '{"bf16": []}'])
 def test_a_file_that_is_none_is_one_sentence(tmp_path, content):
     file = tmp_path / "file"
     file.write_bytes(content.encode("utf-8", "surrogatepass"))
-    for read in (from_deepspeed, from_torchtitan):
-        if read is from_torchtitan and content in ("", "[]"):
-            continue  # an empty TOML is a job of defaults
-        with pytest.raises(TrimtabError, match=r"is no (DeepSpeed configuration|torchtitan job)"):
-            read(file)
+    with pytest.raises(TrimtabError, match="is no DeepSpeed configuration"):
+        from_deepspeed(file)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "many", None, [2]])

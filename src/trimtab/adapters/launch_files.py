@@ -1,12 +1,11 @@
-"""A run as its own launcher's files say it: Megatron's flags, DeepSpeed's JSON, torchtitan's TOML, as a `GivenRun`.
+"""A run as its own launcher's files say it: Megatron's flags or DeepSpeed's JSON, as a `GivenRun`.
 
 What says nothing about time or memory is passed over. What would change both and cannot be priced is refused by name.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
 
 def from_deepspeed(path: Path) -> GivenRun:
     """DeepSpeed's JSON; what it leaves to the launcher ("auto") stays open."""
-    read = _object(path, parse_json, "DeepSpeed configuration")
+    read = _read_deepspeed(path)
     problems: list[str] = []
     zero = read.get("zero_optimization", {})
     given: dict[str, Any] = {
@@ -91,37 +90,6 @@ def from_deepspeed(path: Path) -> GivenRun:
         given["optimizer"] = _optimizer(str(optimizer), problems)
     if given["num_microbatches"] is None and isinstance(read.get("train_batch_size"), int):
         given["global_batch"] = read["train_batch_size"]
-    return _run(given, problems, str(path))
-
-
-def from_torchtitan(path: Path) -> GivenRun:
-    """torchtitan's job file; its data-parallel state is sharded (FSDP) as far as `data_parallel_shard_degree` says."""
-    read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
-    problems: list[str] = []
-    parallel, training = read.get("parallelism", {}), read.get("training", {})
-    pp = parallel.get("pipeline_parallel_degree", 1)
-    given: dict[str, Any] = {
-        "tp": parallel.get("tensor_parallel_degree"),
-        "cp": parallel.get("context_parallel_degree"),
-        "ep": parallel.get("expert_parallel_degree"),
-        "etp": parallel.get("expert_tensor_parallel_degree"),
-        "pp": pp,
-        "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
-        "global_batch": training.get("global_batch_size"),
-        "batch": parallel.get("pipeline_parallel_microbatch_size") or training.get("local_batch_size"),
-    }
-    if given["global_batch"] in (-1, None):
-        given["global_batch"] = None
-        if pp > 1 and given["batch"]:
-            given["num_microbatches"] = max(1, training.get("local_batch_size", given["batch"]) // given["batch"])
-    schedule = parallel.get("pipeline_parallel_schedule")
-    if pp > 1 and schedule is not None:
-        given["schedule"] = schedule
-        given["num_chunks"] = 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
-    mode = _inside(read, "activation_checkpoint", "mode") or _inside(read, "activation_checkpoint", "type") or "none"
-    if mode not in ("none", "full", "selective"):
-        problems.append(f"activation_checkpoint.mode {mode!r} is unknown: write none, full or selective")
-    given["recompute"] = mode
     return _run(given, problems, str(path))
 
 
@@ -178,9 +146,10 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
     return found
 
 
-def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, Any]:
+def _read_deepspeed(path: Path) -> dict[str, Any]:
+    what = "DeepSpeed configuration"
     try:
-        read = parse(read_small(path))
+        read = parse_json(read_small(path))
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"
@@ -190,7 +159,7 @@ def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, A
     return read
 
 
-_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer", "parallelism", "training", "activation_checkpoint")
+_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer")
 
 
 def _inside(read: Mapping[str, Any], table: str, key: str) -> Any:
