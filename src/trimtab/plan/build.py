@@ -105,7 +105,6 @@ def make_plan(
         variants,
         origin=origin,
         mixture=epoch.sources,
-        searched=found.searched,
         settings=tried.listed,
         setting_error=tried.error,
         assumptions=(

@@ -13,10 +13,8 @@ from trimtab.plan.measured.run_log import RunLog
 from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
 from trimtab.report.plan_tables import (
-    SEARCHED_NOTE,
     packing_note,
     packing_table,
-    searched_table,
     settings_table,
     stages_table,
     variants_table,
@@ -24,7 +22,6 @@ from trimtab.report.plan_tables import (
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
-from trimtab.report.what_if import what_if_section
 from trimtab.report.words import (
     GAIN_NOISE,
     count_scale,
@@ -49,12 +46,10 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         timelines(details),
         idle_bars(details),
         rank_columns(details),
-        what_if_section(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),
         _stages(details),
-        _searched(details),
         _packing(details),
         _decisions(details),
         _inputs(details),
@@ -144,12 +139,6 @@ def _stages(details: PlanDetails) -> str:
     if len(total) > 1 and total.any():
         note += f" The slowest stage is {percent(float(total.max() / total.mean()) - 1)} above the mean."
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
-
-
-def _searched(details: PlanDetails) -> str:
-    if not details.plan.estimates.searched:
-        return ""
-    return section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
 
 
 def _packing(details: PlanDetails) -> str:
