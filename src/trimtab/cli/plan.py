@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.plan.file.details import PlanDetails
     from trimtab.specs import ModelSpec, Profile
 
-_NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
+_NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
 
 
 @verb
