@@ -99,6 +99,26 @@ def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Stages, and the mean simulated step of the whole data set on them."""
+
+    stages: tuple[Stage, ...]
+    step_s: float
+
+
+def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
+    """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
+    others: list[tuple[Stage, ...]] = []
+    evaluator = _evaluator(case) if k > 1 else None
+    if evaluator is not None:
+        others = [candidate.split.stages for candidate in search_makespan(evaluator, keep=k).candidates]
+    found = [tuple(stages), *(other for other in others if cuts_of(other) != cuts_of(stages))]
+    num_steps = case.schedule.num_steps
+    priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
+    return tuple(sorted(priced, key=lambda candidate: candidate.step_s))
+
+
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
     """First layers of all stages but the first."""
     return tuple(stage.start for stage in stages[1:])
