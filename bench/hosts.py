@@ -36,6 +36,8 @@ REGISTRY = (
     "megatron-energon",
     "llamafactory",
     "axolotl",
+    "nemo-automodel",
+    "veomni",
 )
 CLONES = ("roll", "mindspeed-mm")
 
@@ -230,6 +232,22 @@ def check_mindspeed(source: Source) -> Iterator[str]:
     yield from missing(files, converters, "its converter of weights")
 
 
+def check_fields(name: str, *paths: str, sections: bool = False) -> Callable[[Source], Iterator[str]]:
+    """Whether every setting of a recipe is a field of some class of these files."""
+
+    def names(settings: Mapping[str, object]) -> Iterator[str]:
+        for key, value in settings.items():
+            yield key
+            if sections and isinstance(value, Mapping):
+                yield from names(value)
+
+    def check(source: Source) -> Iterator[str]:
+        files = [path for path in source.paths if path.startswith(paths) and path.endswith(".py")]
+        yield from missing(set(names(exported_whole(name))) - {"deepspeed"}, set(source.fields(*files)), name)
+
+    return check
+
+
 def exported_whole(name: str) -> Mapping[str, object]:
     """The settings of a recipe for whole models that recomputes and shards."""
     model = make_model()
@@ -252,12 +270,28 @@ def check_llama_factory(source: Source) -> Iterator[str]:
 
 
 def check_axolotl(source: Source) -> Iterator[str]:
-    files = [path for path in source.paths if path.startswith("axolotl/utils/schemas/") and path.endswith(".py")]
-    yield from missing(set(exported_whole("axolotl")) - {"deepspeed"}, set(source.fields(*files)), "axolotl")
+    yield from check_fields("axolotl", "axolotl/utils/schemas/")(source)
     text = source.read("axolotl/integrations/base.py") or ""
     for name in ("load_datasets", "post_model_load", "post_trainer_create"):
         if f"def {name}(" not in text:
             yield f"BasePlugin has no {name}"
+
+
+def check_automodel(source: Source) -> Iterator[str]:
+    given = exported_whole("automodel")
+    for section, path in (
+        ("distributed", "nemo_automodel/components/distributed/"),
+        ("freeze_config", "nemo_automodel/components/utils/model_utils.py"),
+        ("step_scheduler", "nemo_automodel/components/training/step_scheduler.py"),
+    ):
+        files = [name for name in source.paths if name.startswith(path) and name.endswith(".py")]
+        known = set(source.fields(*files)) | {"strategy"}
+        known |= {
+            a.arg for file in files for n in ast.walk(source.tree(file)) if isinstance(n, ast.arguments) for a in n.args
+        }
+        settings = given[section]
+        assert isinstance(settings, Mapping)
+        yield from missing(set(settings), known, section)
 
 
 CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
@@ -270,6 +304,8 @@ CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "mindspeed-mm": check_mindspeed,
     "llamafactory": check_llama_factory,
     "axolotl": check_axolotl,
+    "nemo-automodel": check_automodel,
+    "veomni": check_fields("veomni", "veomni/arguments/", "veomni/trainer/vlm_trainer.py", sections=True),
 }
 
 

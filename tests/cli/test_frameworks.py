@@ -151,7 +151,7 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
 @pytest.mark.parametrize(
     ("model", "name", "refusal"),
     [
-        ("Qwen3-VL-30B-A3B", "axolotl", None),
+        ("Qwen3-VL-30B-A3B", "veomni", None),
         ("LLaVA-OneVision-7B", "ms-swift", None),
         ("LLaVA-OneVision-7B", "megatron-bridge", "is of the family llava_onevision, and Megatron-Bridge 0.6 has"),
         ("InternVL3_5-8B", "mindspeed-mm", "MindSpeed-MM runs stages of qwen2_vl and qwen2_5_vl"),

@@ -37,6 +37,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "lightning": Framework("huggingface", "Print the lines that train PLAN with Lightning."),
     "llama-factory": Framework("recipes", "Print settings of a LLaMA-Factory file that trains PLAN, packs and all."),
     "axolotl": Framework("recipes", "Print settings of an axolotl file that trains PLAN, packs and all."),
+    "automodel": Framework("recipes", "Print settings of a NeMo Automodel recipe for PLAN."),
+    "veomni": Framework("recipes", "Print settings of a VeOmni file for PLAN."),
 }
 """By the name on the command line."""
 
