@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
 from export_cases import by_counts, cut, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, mindspeed_mm  # noqa: E402
+from trimtab.adapters import megatron_bridge, mindspeed_mm, torchtitan  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
@@ -32,6 +32,7 @@ REGISTRY = (
     "megatron-core",
     "megatron-bridge",
     "ms-swift",
+    "torchtitan",
     "verl",
     "megatron-energon",
     "llamafactory",
@@ -194,6 +195,22 @@ def check_swift(source: Source) -> Iterator[str]:
             yield f"swift/dataset/packing.py has no {name}, which the plug-in of swift-packs sets"
 
 
+def check_titan(source: Source) -> Iterator[str]:
+    fields = source.fields(*(path for path in source.paths if re.match(r"torchtitan/config/.*\.py", path)))
+    export = exported("torchtitan", "qwen3_5")
+    parallelism = export["parallelism"]
+    assert isinstance(parallelism, Mapping)
+    yield from missing(set(parallelism), set(fields), "ParallelismConfig")
+    older = {"pipeline_parallel_microbatch_size", "local_batch_size"} <= set(fields)
+    newer = {"num_pp_microbatches", "num_tokens_per_microbatch_per_dp_rank"} <= set(fields)
+    if not older and not newer:
+        yield "batches are counted in neither of the two ways that the export prints"
+    folders = {
+        path.split("/")[2] for path in source.paths if path.startswith("torchtitan/models/") and path.count("/") > 2
+    }
+    yield from missing({"qwen3_5"} & set(torchtitan.FAMILIES), folders, "torchtitan.models")
+
+
 def check_verl(source: Source) -> Iterator[str]:
     tree = source.tree("verl/utils/seqlen_balancing.py")
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "calculate_workload"]
@@ -298,6 +315,7 @@ CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "megatron-core": check_core,
     "megatron-bridge": check_bridge,
     "ms-swift": check_swift,
+    "torchtitan": check_titan,
     "verl": check_verl,
     "megatron-energon": check_energon,
     "roll": check_roll,

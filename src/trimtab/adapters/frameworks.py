@@ -29,6 +29,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "megatron-bridge": Framework("megatron_bridge", "Print assignments to a Megatron-Bridge configuration for PLAN."),
     "ms-swift": Framework("ms_swift", "Print arguments of ms-swift's `megatron sft` for PLAN."),
     "mindspeed-mm": Framework("mindspeed_mm", "Print arguments and model-file fields of MindSpeed-MM for PLAN."),
+    "torchtitan": Framework("torchtitan", "Print torchtitan's parallelism and recompute settings for PLAN."),
     "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),
     "transformers": Framework("huggingface", "Print the lines that train PLAN with the Trainer of Transformers."),
     "accelerate": Framework("huggingface", "Print the lines that train PLAN with Accelerate and DDP."),
