@@ -1,10 +1,10 @@
 """What drifted in the frameworks that plans are exported to: `python bench/hosts.py [--hosts FOLDER] [--download]`.
 
-Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host:
-which fields and defaults there are, which families have a provider. Sources are read as syntax trees, so that releases
-for other Pythons are read too; nothing of a host is imported or run. FOLDER (default: hosts) holds `NAME-VERSION.whl`
-from the registry (`--download` fetches the newest) and git directories or clones, named `roll` and `mindspeed-mm`, of
-those that are not there.
+Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host: how
+many arguments a script takes, which fields and defaults there are, which families have a provider. Sources are read as
+syntax trees, so that releases for other Pythons are read too; nothing of a host is imported or run. FOLDER (default:
+hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newest) and git directories or clones, named
+`pai`, `roll` and `mindspeed-mm`, of those that are not there.
 
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
 from export_cases import by_counts, cut, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, mindspeed_mm, torchtitan  # noqa: E402
+from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron, torchtitan  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
@@ -40,7 +40,7 @@ REGISTRY = (
     "nemo-automodel",
     "veomni",
 )
-CLONES = ("roll", "mindspeed-mm")
+CLONES = ("pai", "roll", "mindspeed-mm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def exported(name: str, family: str = "qwen2_5_vl") -> Mapping[str, object]:
     block = model.indices("language", "block")[0]
     chosen = {0: [RecomputeChoice(tier="full", layers=(*model.indices("vision", "block"), block))]}
     stages = by_counts(model, 6, 6, recompute=chosen)
-    dims = ParallelDims(dp=2, pp=2, tp=2, cp=2, ep=2, etp=1)
+    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2, ep=2, etp=1)
     return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep"), None).fields
 
 
@@ -193,6 +193,21 @@ def check_swift(source: Source) -> Iterator[str]:
     for name in ("class PackingDataset", "self.packed_idx", "self.packed_length", "self.packing_length"):
         if name not in packing:
             yield f"swift/dataset/packing.py has no {name}, which the plug-in of swift-packs sets"
+
+
+def check_pai(source: Source) -> Iterator[str]:
+    for family, (folder, names) in pai_megatron.SCRIPTS.items():
+        script = source.read(f"examples/{folder}/run_mcore_qwen.sh")
+        if script is None:
+            yield f"examples/{folder}/run_mcore_qwen.sh is gone ({family})"
+            continue
+        found = {int(number): name for name, number in re.findall(r"^(\w+)=\$\{?(\d+)\}?", script, re.MULTILINE)}
+        order = tuple(found[number] for number in sorted(found))
+        if order != names:
+            yield f"examples/{folder}/run_mcore_qwen.sh takes {len(order)} arguments: {', '.join(order)}"
+        for variable in ("MP_PP0_LAYERS", "MP_AC_LAYERS"):
+            if variable not in script:
+                yield f"examples/{folder}/run_mcore_qwen.sh reads no {variable}"
 
 
 def check_titan(source: Source) -> Iterator[str]:
@@ -315,6 +330,7 @@ CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "megatron-core": check_core,
     "megatron-bridge": check_bridge,
     "ms-swift": check_swift,
+    "pai": check_pai,
     "torchtitan": check_titan,
     "verl": check_verl,
     "megatron-energon": check_energon,

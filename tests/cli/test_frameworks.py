@@ -58,7 +58,7 @@ def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["megatron", "ms-swift"])
+@pytest.mark.parametrize("name", ["megatron", "ms-swift", "pai-megatron"])
 def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
     run: Run, split: Path, tmp_path: Path, name: str
 ) -> None:

@@ -29,10 +29,10 @@ from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import RecomputeChoice
+from trimtab.specs import RecomputeChoice, stages_between
 
 MODEL = describe("Qwen2.5-VL-7B")
-KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift")
+KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron")
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run() -> None
     samples, cluster = tile_samples(60), parse_cluster("4xA100-80GB")
     options = PlanOptions(tp=2, num_microbatches=4)
     fastest = make_plan(MODEL, samples, cluster, options).plan.decisions.parallel.pp
-    runs = {pp: Expressible(ladders=lambda _stages: []) if pp == fastest else Expressible() for pp in (1, 2)}
+    runs = {pp: Expressible(splits=()) if pp == fastest else Expressible() for pp in (1, 2)}
     found = make_plan(MODEL, samples, cluster, options, within=lambda _model, pp: runs[pp])
     assert {fastest, found.plan.decisions.parallel.pp} == {1, 2}
     with pytest.raises(PartitionError, match="none of 2 divisions of the devices that fit can run as the framework"):
-        make_plan(MODEL, samples, cluster, options, within=lambda _model, _pp: Expressible(ladders=lambda _stages: []))
+        make_plan(MODEL, samples, cluster, options, within=lambda _model, _pp: Expressible(splits=()))
 
 
 def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) -> None:
@@ -165,11 +165,12 @@ def test_of_the_settings_that_fit_the_fastest_is_taken(alone: ReloadedPlan) -> N
     assert fastest_fitting(case, []) is None
 
 
-def test_a_frozen_tower_has_nothing_to_recompute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["megatron", "pai-megatron"])
+def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> None:
     options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",))
     write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
     frozen = reload_plan(tmp_path / "made")
-    write_plan(fit_plan(frozen, find_target("megatron")), tmp_path / "fit")
+    write_plan(fit_plan(frozen, find_target(name)), tmp_path / "fit")
     assert check_plan(tmp_path / "fit") == []
     fitted = reload_plan(tmp_path / "fit")
     tower = set(MODEL.indices("vision"))
@@ -212,10 +213,21 @@ def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> N
     assert relative_time(found.case, best, in_full) <= 1.0 + 1e-9
 
 
+def test_of_given_splits_the_fastest_is_taken(found: ReloadedPlan) -> None:
+    case = found.case
+    case = replace(case, budget=replace(case.budget, fill_bytes=2**50))
+    block = MODEL.indices("language", "block")[0]
+    splits = tuple((block + a, block + a + 7, block + a + 14) for a in range(1, 13))
+    best = best_expressible(case, Expressible(splits=splits))
+    assert best is not None
+    times = [epoch_s(case, stages_between((0, *cuts, len(MODEL.layers)))) for cuts in splits]
+    assert epoch_s(case, best) == min(times)
+    assert best_expressible(found.case, Expressible(splits=())) is None
+
+
 def test_too_few_cuts_and_too_little_memory_are_none(found: ReloadedPlan) -> None:
     every = frozenset(range(1, len(MODEL.layers)))
     assert best_expressible(found.case, Expressible(forbidden_cuts=every)) is None
-    assert best_expressible(found.case, Expressible(ladders=lambda _stages: [])) is None
     tight = replace(found.case, budget=replace(found.case.budget, fill_bytes=2**33))
     assert best_expressible(tight, Expressible()) is None
     with pytest.raises(PartitionError):

@@ -10,10 +10,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import hosts
+from trimtab.adapters.pai_megatron import SCRIPTS
 
 
 def source(files: dict[str, str]) -> hosts.Source:
     return hosts.Source(version="host-1.0", read=files.get, paths=tuple(files))
+
+
+def pai_scripts(**changed: tuple[str, ...]) -> hosts.Source:
+    files = {}
+    for family, (folder, names) in SCRIPTS.items():
+        lines = [f"{name}=${{{at}}}" for at, name in enumerate(changed.get(family, names), start=1)]
+        files[f"examples/{folder}/run_mcore_qwen.sh"] = "\n".join([*lines, "MP_PP0_LAYERS MP_AC_LAYERS"])
+    return source(files)
+
+
+def test_a_script_with_other_arguments_has_drifted() -> None:
+    assert list(hosts.check_pai(pai_scripts())) == []
+    names = SCRIPTS["qwen2_vl"][1]
+    (said,) = hosts.check_pai(pai_scripts(qwen2_vl=(*names[:12], "ETP", *names[12:])))
+    assert said.startswith("examples/qwen2_vl/run_mcore_qwen.sh takes 25 arguments: ENV, MODEL_SIZE")
 
 
 SWIFT = """

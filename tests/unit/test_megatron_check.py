@@ -178,6 +178,15 @@ def test_a_truncated_vision_tower_is_counted(split, built):
         assert not [m for m in failures(model, text, launcher=launcher) if "vision layers" in m]
 
 
+def test_which_of_the_scripts_of_pai_truncate():
+    first = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3"
+    both = f"{first} --decoder-last-pipeline-num-layers 3"
+    old, new = make_model(num_vision=24, family="qwen2_vl"), make_model(num_vision=24)
+    assert any("examples/qwen2_vl" in m for m in failures(old, first, launcher="pai-megatron"))
+    assert not failures(new, first, launcher="pai-megatron")
+    assert any("3 of 24" in m for m in failures(new, both, launcher="pai-megatron"))
+
+
 def test_deepstack_cuts_name_the_count_that_is_enough():
     block = first_block(make_model())
     model = make_model(forbidden=frozenset(range(block, block + 3)), reason="DeepStack: features enter layers 0 to 2")

@@ -28,6 +28,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "megatron": Framework("megatron", "Print Megatron-Core flags for PLAN, or why it cannot be run, and the price."),
     "megatron-bridge": Framework("megatron_bridge", "Print assignments to a Megatron-Bridge configuration for PLAN."),
     "ms-swift": Framework("ms_swift", "Print arguments of ms-swift's `megatron sft` for PLAN."),
+    "pai-megatron": Framework("pai_megatron", "Print environment and arguments of Pai-Megatron-Patch's scripts."),
     "mindspeed-mm": Framework("mindspeed_mm", "Print arguments and model-file fields of MindSpeed-MM for PLAN."),
     "torchtitan": Framework("torchtitan", "Print torchtitan's parallelism and recompute settings for PLAN."),
     "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),

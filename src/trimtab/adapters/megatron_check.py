@@ -18,7 +18,7 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count
 
-Launcher = Literal["megatron", "megatron-bridge", "ms-swift"]
+Launcher = Literal["megatron", "megatron-bridge", "ms-swift", "pai-megatron"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 _MOST = 10_000  # letters of a layout that is written out: its repeats come from outside
 
@@ -314,12 +314,27 @@ def built_vision_layers(declared: int, flags: MegatronFlags) -> int:
 def _truncation_findings(model: ModelSpec, flags: MegatronFlags, launcher: Launcher) -> Iterator[Finding]:
     declared = len(model.indices("vision", "block"))
     built = built_vision_layers(declared, flags)
-    if built == declared or declared == 0 or launcher != "megatron":
-        return  # the other two build the tower from Hugging Face's class, or clear the split
-    yield Finding(
-        fails=True,
-        message=f"{built} of {declared} vision layers are built, silently, where the split stays in the vision tower's "
-        "copy of the configuration: Megatron-LM's examples/multimodal and pretrain_vlm.py clear it under names of an "
-        "older Megatron-Core, so clear num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage and "
-        "pipeline_model_parallel_layout there (`trimtab export megatron` prints the lines), then pass --vision-cleared",
+    if built == declared or declared == 0 or launcher in ("ms-swift", "megatron-bridge"):
+        return  # these two build the tower from Hugging Face's class, or clear the split
+    what = (
+        f"{built} of {declared} vision layers are built, silently, where the split stays in the vision tower's "
+        "copy of the configuration"
     )
+    remedy = (
+        "clear num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage and "
+        "pipeline_model_parallel_layout there (`trimtab export megatron` prints the lines), then pass --vision-cleared"
+    )
+    if launcher == "megatron":
+        yield Finding(
+            fails=True,
+            message=f"{what}: Megatron-LM's examples/multimodal and pretrain_vlm.py clear it under names of an older "
+            f"Megatron-Core, so {remedy}",
+        )
+        return
+    only_first = flags.pipeline_model_parallel_layout is None and flags.decoder_last_pipeline_num_layers is None
+    if model.family == "qwen2_vl" or not only_first:
+        yield Finding(
+            fails=True,
+            message=f"{what}: Pai-Megatron-Patch's examples/qwen2_vl clears nothing that today's Megatron-Core reads, "
+            f"its other examples the first stage's count alone, so {remedy}",
+        )
