@@ -62,6 +62,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     if said.get("fp8-format", "") not in ("", "0"):
         given["dtype"] = "mxfp8" if said.get("fp8-recipe") == "mxfp8" else "fp8"
     given["tp_overlap"] = "tp-comm-overlap" in said
+    given["ep_overlap"] = "overlap-moe-expert-parallel-comm" in said
     given["fused_kernels"] = said.get("transformer-impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
