@@ -153,7 +153,7 @@ HOSTILE = {
     "jpeg start only": (b"\xff\xd8", "not an image|not a readable image"),
     "jpeg half": (VALID["jpeg"][: len(VALID["jpeg"]) // 2], "truncated: a JPEG"),
     "jpeg cut in exif": (VALID["jpeg exif"][:3000], "truncated|not a readable image"),
-    "jpeg fill": (b"\xff\xd8" + b"\xff" * (1 << 20), "not an image|not a readable image"),
+    "jpeg fill": (b"\xff\xd8" + b"\xff" * (1 << 20), "no end of the header in 100,000 parts"),
     "webp header only": (b"RIFF\x10\0\0\0WEBPVP8 ", "truncated: a WebP"),
     "webp half": (VALID["webp lossy"][: len(VALID["webp lossy"]) // 2], "truncated: a WebP"),
     "webp odd chunk": (b"RIFF\x20\0\0\0WEBPABCD" + bytes(40), "no start of"),

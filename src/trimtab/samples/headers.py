@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 import warnings
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from trimtab.errors import ImageError
 from trimtab.options import Exif
@@ -27,6 +27,7 @@ _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brand
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 _TAIL_BYTES = 4096  # where the end is looked for first: phones append films and depths to a JPEG
 _TURNING = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")  # what may hold a PNG's orientation
+_MOST_READS = 100_000  # of one header: a bound on time, not met by real files
 _TAKE_AGAIN = "fetch or export the file again"
 
 
@@ -114,7 +115,7 @@ def _pillow(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tupl
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=_FORMATS) as image:
+            with Image.open(cast("BinaryIO", _Bounded(file)), formats=_FORMATS) as image:
                 kind, size, start = str(image.format), image.size, file.tell()
                 if kind in _WHOLE_FORMATS and size[0] * size[1] <= max_pixels:
                     image.load()
@@ -132,6 +133,22 @@ def _pillow(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tupl
     except Exception as error:
         raise ImageError(f"not a readable image ({type(error).__name__}: {error}); name an image file") from None
     return (size[1], size[0]) if turned else size
+
+
+class _Bounded:
+    """A file of which no more than `_MOST_READS` parts are read: Pillow steps over fill bytes one by one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, _MOST_READS
+
+    def read(self, size: int = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise ImageError(f"no end of the header in {_MOST_READS:,} parts; {_TAKE_AGAIN}")
+        return self._file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _holds(file: BinaryIO, mark: bytes, start: int, num_bytes: int) -> bool:
