@@ -24,7 +24,6 @@ from trimtab.report.plan_tables import (
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section, vision_words
-from trimtab.report.what_if import what_if_section
 from trimtab.report.words import (
     GAIN_NOISE,
     count_scale,
@@ -49,7 +48,6 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         timelines(details),
         idle_bars(details),
         rank_columns(details),
-        what_if_section(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),
