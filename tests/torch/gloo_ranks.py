@@ -54,3 +54,8 @@ def run_rank(
         function(rank, *arguments)
     finally:
         dist.destroy_process_group()
+
+
+def fail(_: object) -> None:
+    """For launchers that run a function by its name."""
+    raise ValueError("no such thing")

@@ -9,7 +9,7 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split
+from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
 from trimtab.units import MIB
@@ -45,6 +45,7 @@ def test_candidates_are_all_cuts_in_the_radius_ranked_as_published(seed):
             sent = sum(layers[c - 1].output_bytes[0] for c in cuts) * problem.work_mean[0] / MIB
             expected[cuts] = 1e6 * np.square(np.subtract(forward, np.mean(forward))).sum() + sent
     assert {x.cuts: pytest.approx(x.rank) for x in found} == expected
+    assert all(rank_cuts(problem, x.cuts) == x for x in found)
     ranks = [x.rank for x in found]
     assert ranks == sorted(ranks)
 

@@ -55,11 +55,13 @@ def test_the_search_is_near_the_best_of_all_splits(schedule, P, V, seed):
     if not every:
         pytest.skip("nothing fits")
     evaluator = Evaluator(problem, work, link_bytes_per_s=link, latency_s=0.1 if link else 0.0)
-    result = search_makespan(evaluator)
+    result = search_makespan(evaluator, keep=5)
     assert min(every.values()) <= result.makespan_s * (1 + 1e-9)
     assert result.makespan_s <= min(result.start_makespan_s, 1.05 * min(every.values()))
-    found = tuple(stage.start for stage in result.split.stages[1:])
-    assert result.makespan_s == pytest.approx(every[found], rel=1e-9)
+    found = {tuple(stage.start for stage in x.split.stages[1:]): x.makespan_s for x in result.candidates}
+    assert len(found) == len(result.candidates) == min(5, len(every))
+    assert list(found.values()) == sorted(found.values())
+    assert found == {cuts: pytest.approx(every[cuts], rel=1e-9) for cuts in found}
     assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
 
 

@@ -43,6 +43,7 @@ class BmpResult:
     seconds: float
     anchor: tuple[int, ...]
     timed: tuple[tuple[BmpCandidate, float], ...]  # in the order of their rank; infinite where it does not fit
+    splits: tuple[SplitResult, ...]  # that were timed, in the order of their rank
     num_candidates: int
 
 
@@ -80,6 +81,7 @@ def bmp_split(
         seconds=seconds,
         anchor=anchor,
         timed=tuple(timed),
+        splits=tuple(split for split, _ in splits),
         num_candidates=len(candidates),
     )
 
@@ -118,6 +120,12 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
     return [
         BmpCandidate(cuts=tuple(cuts[n].tolist()), spread_ms=float(spread[n]), sent_mib=float(sent[n])) for n in order
     ]
+
+
+def rank_cuts(problem: SplitProblem, cuts: Sequence[int]) -> BmpCandidate:
+    """Any allowed cuts as a candidate."""
+    spread, sent = _spread_and_sent(problem, np.array([cuts], np.int64).reshape(1, -1))
+    return BmpCandidate(cuts=tuple(cuts), spread_ms=float(spread[0]), sent_mib=float(sent[0]))
 
 
 def _spread_and_sent(problem: SplitProblem, cuts: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -21,17 +21,32 @@ _EQUAL = 1 - 1e-12  # makespans nearer than this are rounding apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The best split found."""
+class Candidate:
+    """A split worth trying on the devices."""
 
     split: SplitResult
     makespan_s: float  # mean over the sampled steps, without optimizer and all-reduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best splits found, no two with the same cuts, the best first."""
+
+    candidates: tuple[Candidate, ...]
     start_makespan_s: float  # of the split with the least bottleneck, where the search began
     num_simulated: int  # candidate splits
 
+    @property
+    def split(self) -> SplitResult:
+        return self.candidates[0].split
 
-def search_makespan(evaluator: Evaluator, *, max_simulated: int = MAX_SIMULATED) -> SearchResult:
-    """The split of least mean simulated makespan that was found; never worse than the exact split.
+    @property
+    def makespan_s(self) -> float:
+        return self.candidates[0].makespan_s
+
+
+def search_makespan(evaluator: Evaluator, *, keep: int = 1, max_simulated: int = MAX_SIMULATED) -> SearchResult:
+    """The `keep` splits of least mean simulated makespan that were found; the first never worse than the exact split.
 
     Descent from the split of least bottleneck: a round tries every move of one kind and takes each that is better at
     once: one cut moved by up to three runs of layers, then neighbouring cuts moved together, then any two cuts. Each
@@ -46,14 +61,14 @@ def search_makespan(evaluator: Evaluator, *, max_simulated: int = MAX_SIMULATED)
     keeps_start = start_makespan * _EQUAL <= found[own]  # chunks may share their device's room otherwise
     if keeps_start:
         found[own] = start_makespan * _EQUAL  # of equals the start is the first
-    makespan, cuts = min((seconds, cuts) for cuts, seconds in found.items())
-    if keeps_start and cuts == own:
-        split, makespan = start, start_makespan
-    else:
-        split = replace(problem.assess(evaluator.stages(cuts)), exact=False)
-    return SearchResult(
-        split=split, makespan_s=makespan, start_makespan_s=start_makespan, num_simulated=len(evaluator.seen)
+    fitting = sorted((seconds, cuts) for cuts, seconds in found.items() if seconds < float("inf"))
+    candidates = tuple(
+        Candidate(split=start, makespan_s=start_makespan)
+        if keeps_start and cuts == own
+        else Candidate(split=replace(problem.assess(evaluator.stages(cuts)), exact=False), makespan_s=seconds)
+        for seconds, cuts in fitting[:keep]
     )
+    return SearchResult(candidates=candidates, start_makespan_s=start_makespan, num_simulated=len(evaluator.seen))
 
 
 def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, max_simulated: int) -> None:

@@ -105,6 +105,7 @@ def make_plan(
         variants,
         origin=origin,
         mixture=epoch.sources,
+        searched=found.searched,
         settings=tried.listed,
         setting_error=tried.error,
         assumptions=(

@@ -90,6 +90,16 @@ class VisionEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedSplit:
+    """A split that OmniBal's search simulated; the last one is the exact optimum, to compare with."""
+
+    stages: tuple[int, ...]  # layers of each
+    spread_ms: float  # standard deviation of the stages' forward times
+    sent_mib: float  # that pass all cuts
+    step_ms: float | None  # None: it does not fit the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingEstimate:
     """Degrees, ZeRO stage and schedule that fit, at their mean pack; `kind` says how much they ask of a launcher."""
 
@@ -132,6 +142,7 @@ class Estimates:
     step_expected_ms: float | None = None  # with jitter of the devices; null: an older plan
     step_p95_ms: float | None = None  # that one step in 20 takes, or more
     vision_data_parallel: VisionEstimate | None = None
+    searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open
     setting_error: float = 0.0  # of the ratio of two of them: so much speed may be given up for a simpler one
 

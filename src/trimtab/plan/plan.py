@@ -7,6 +7,7 @@ the adapters read; `estimates` are rounded, carry their error band, and are neve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trimtab.lora import Lora
 from trimtab.options import (
@@ -118,6 +119,9 @@ class TrainingInput:
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
     profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    search: Literal["exact", "omnibal"] = "exact"  # of the stages
+    radius: int = 3  # of OmniBal's search
+    top: int = 10
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
     dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are

@@ -13,8 +13,10 @@ from trimtab.plan.measured.run_log import RunLog
 from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, facts, page, section, tile
 from trimtab.report.plan_tables import (
+    SEARCHED_NOTE,
     packing_note,
     packing_table,
+    searched_table,
     settings_table,
     stages_table,
     variants_table,
@@ -50,6 +52,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         vision_section(details),
         pack_sizes_section(details),
         _stages(details),
+        _searched(details),
         _packing(details),
         _decisions(details),
         _inputs(details),
@@ -139,6 +142,12 @@ def _stages(details: PlanDetails) -> str:
     if len(total) > 1 and total.any():
         note += f" The slowest stage is {percent(float(total.max() / total.mean()) - 1)} above the mean."
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
+
+
+def _searched(details: PlanDetails) -> str:
+    if not details.plan.estimates.searched:
+        return ""
+    return section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
 
 
 def _packing(details: PlanDetails) -> str:

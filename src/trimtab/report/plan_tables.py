@@ -24,6 +24,11 @@ from trimtab.report.words import (
 from trimtab.specs import ModelSpec
 from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
 
+SEARCHED_NOTE = (
+    "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
+    "plus the MiB between stages, then simulated, not run. The exact optimum stands below them."
+)
+
 
 def variants_table(details: PlanDetails) -> Table:
     """One row per variant, the plan's last."""
@@ -85,6 +90,32 @@ def settings_table(estimates: Estimates) -> Table:
             for row in rows
         ],
         marked=rows.index(taken),
+    )
+
+
+def searched_table(details: PlanDetails) -> Table:
+    """Splits that OmniBal's search simulated, as they were ranked; the exact optimum last."""
+    rows = details.plan.estimates.searched
+    scale = time_scale(row.step_ms / 1e3 for row in rows if row.step_ms is not None)
+    kept = tuple(stage.stop - stage.start for stage in details.variants[-1].stages)
+    *listed, _exact = [row.stages for row in rows]
+    return Table(
+        title="OmniBal's search",
+        columns=(
+            Column("Rank"),
+            *numeric("Layers of the stages", "Spread of\nforward, ms", "Sent,\nMiB", f"Simulated,\n{scale.unit}"),
+        ),
+        rows=[
+            (
+                "exact optimum" if number == len(rows) else str(number),
+                "/".join(map(str, row.stages)),
+                f"{row.spread_ms:.4g}",
+                f"{row.sent_mib:.4g}",
+                "does not fit" if row.step_ms is None else scale.number(row.step_ms / 1e3),
+            )
+            for number, row in enumerate(rows, start=1)
+        ],
+        marked=listed.index(kept) if kept in listed else None,
     )
 
 

@@ -9,8 +9,10 @@ from rich.text import Text
 
 from trimtab.plan.file.details import PlanDetails
 from trimtab.report.plan_tables import (
+    SEARCHED_NOTE,
     packing_note,
     packing_table,
+    searched_table,
     stages_table,
     variants_table,
     vision_table,
@@ -30,6 +32,8 @@ def print_plan(details: PlanDetails, console: Console) -> None:
         (variants_table(details), idle_sentence(details.variants[-1])),
         (stages_table(details, most=MAX_STAGE_ROWS), ""),
     ]
+    if details.plan.estimates.searched:
+        tables.append((searched_table(details), SEARCHED_NOTE))
     if decision is not None and found is not None:
         tables.append((vision_table(found), f"Over {vision_words(decision)}."))
     tables.append((packing_table(details), packing_note(details)))

@@ -22,6 +22,7 @@ from trimtab.plan.decide.work import price_samples
 from trimtab.plan.estimates import (
     BalanceEstimate,
     Estimates,
+    SearchedSplit,
     SettingEstimate,
     StageEstimate,
     VariantEstimate,
@@ -84,6 +85,7 @@ def assemble_plan(
     origin: PlanOrigin,
     assumptions: Sequence[str],
     mixture: tuple[MixedSource, ...] = (),
+    searched: tuple[SearchedSplit, ...] = (),
     settings: tuple[SettingEstimate, ...] = (),
     setting_error: float = 0.0,
 ) -> PlanDetails:
@@ -92,7 +94,9 @@ def assemble_plan(
     files = {name: name_table(name, content) for name, content in tables.items()}
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
     decisions = describe_decisions(case, split.stages, files=files)
-    estimates = replace(describe_estimates(case, split, variants), settings=settings, setting_error=setting_error)
+    estimates = replace(
+        describe_estimates(case, split, variants), searched=searched, settings=settings, setting_error=setting_error
+    )
     plan = Plan(
         plan_version=PLAN_VERSION,
         created_by=f"trimtab {__version__}",

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
+from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.case import Case
 from trimtab.plan.decide.times import stage_link, steps_of, times_of
+from trimtab.plan.estimates import SearchedSplit
 from trimtab.specs import IntArray, Stage
-from trimtab.units import format_seconds
+from trimtab.units import format_seconds, round_digits
 
 ABOUT_SPLIT = ("Splits were ", "Split again, ")
 """How sentences begin that say where a plan's split comes from: they go when it gets another one."""
@@ -40,9 +42,13 @@ class SplitChoice:
     split: SplitResult
     one_switch: tuple[PricedSplit, ...]  # the exact splits while recompute is one switch for all layers
     search: SearchResult | None  # None: there was nothing to search
+    searched: tuple[SearchedSplit, ...] = ()  # by OmniBal's search
+    note: str = ""  # how that went
 
     def sentences(self) -> tuple[str, ...]:
         """What the search says of its result, for the plan's reader."""
+        if self.note:
+            return (self.note,)
         if self.search is None:
             return ()
         return (
@@ -65,6 +71,8 @@ def choose_split(case: Case) -> SplitChoice:
     may end earlier. Raises `PartitionError` if nothing fits.
     """
     problem = case.problem
+    if case.options.search == "omnibal":
+        return _omnibal_split(case)
     splits = [split_stages(problem)]
     found: SearchResult | None = None
     evaluator = _evaluator(case)
@@ -74,6 +82,49 @@ def choose_split(case: Case) -> SplitChoice:
     one_switch = price_splits(case, uniform_splits(problem))
     best = min([*price_splits(case, splits), *one_switch], key=lambda x: x.epoch_s)
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
+
+
+def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]:
+    """OmniBal's search on this case; and its clock, the simulated step on sampled rows of packs."""
+    clock = _evaluator(case)
+    if clock is None:
+        raise PlanError(
+            f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
+            f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more and enough samples, or "
+            "with --search exact"
+        )
+    radius = case.options.radius
+    return bmp_split(case.problem, clock.makespan_of, radius=radius, num_timed=num_timed), clock
+
+
+def _omnibal_split(case: Case) -> SplitChoice:
+    """The fastest of OmniBal's candidates; beside them, for the reader, what the exact search finds."""
+    problem, options = case.problem, case.options
+    found, clock = timed_near_anchor(case, options.top)
+    exact = choose_split(replace(case, options=replace(options, search="exact")))
+    exact_s = clock.makespan_of(exact.split.stages)
+    num_layers = len(problem.profile.layers)
+    rows = tuple(
+        SearchedSplit(
+            stages=tuple(np.diff([0, *candidate.cuts, num_layers]).tolist()),
+            spread_ms=round_digits(candidate.spread_ms),
+            sent_mib=round_digits(candidate.sent_mib),
+            step_ms=round_digits(seconds * 1e3) if np.isfinite(seconds) else None,
+        )
+        for candidate, seconds in (*found.timed, (rank_cuts(problem, cuts_of(exact.split.stages)), exact_s))
+    )
+    return SplitChoice(
+        split=found.split,
+        one_switch=exact.one_switch,
+        search=None,
+        searched=rows,
+        note=(
+            f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
+            f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
+            f"{len(found.timed)} best simulated (not run: --refine runs them). The fastest runs its micro-batches in "
+            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(exact_s)}."
+        ),
+    )
 
 
 def price_splits(case: Case, splits: Sequence[SplitResult]) -> tuple[PricedSplit, ...]:
@@ -97,6 +148,29 @@ def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
     times = times_of(case.work, stages, case.setting.profile, case.cluster)
     return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Stages, and the mean simulated step of the whole data set on them."""
+
+    stages: tuple[Stage, ...]
+    step_s: float
+
+
+def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
+    """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
+    others: list[tuple[Stage, ...]] = []
+    evaluator = _evaluator(case) if k > 1 else None
+    if evaluator is not None:
+        if case.options.search == "omnibal":
+            others = [split.stages for split in timed_near_anchor(case, k)[0].splits]
+        else:
+            others = [candidate.split.stages for candidate in search_makespan(evaluator, keep=k).candidates]
+    found = [tuple(stages), *(other for other in others if cuts_of(other) != cuts_of(stages))]
+    num_steps = case.schedule.num_steps
+    priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
+    return tuple(sorted(priced, key=lambda candidate: candidate.step_s))
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:

@@ -1,0 +1,89 @@
+"""Tests of `plan --search omnibal`: the published search as a plan's own, its table, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PartitionError, PlanError
+from trimtab.models.describe import describe
+from trimtab.partition.bmp import bmp_anchor, bmp_candidates
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide.stages import candidate_splits
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.measured.check import check_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.report.html import html_report
+from trimtab.report.text import plan_text
+
+MODEL, CLUSTER = describe("InternVL-Chat-V1-5"), parse_cluster("32xA100-80GB")
+OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, search="omnibal", radius=2, top=6)
+
+
+@pytest.fixture(scope="module")
+def made() -> PlanDetails:
+    return make_plan(MODEL, tile_samples(), CLUSTER, OPTIONS)
+
+
+def sizes(stages):
+    return tuple(stage.stop - stage.start for stage in stages)
+
+
+def test_the_fastest_of_the_best_ranked_is_the_plan_and_the_optimum_stands_beside_them(made: PlanDetails) -> None:
+    *listed, exact = made.plan.estimates.searched
+    fitting = [row for row in listed if row.step_ms is not None]
+    assert len(fitting) == OPTIONS.top
+    best = min(fitting, key=lambda row: row.step_ms)
+    fastest = [row.stages for row in fitting if row.step_ms == best.step_ms]  # of four digits: more may be equal
+    assert sizes(made.variants[-1].stages) in fastest
+    assert exact.step_ms <= best.step_ms
+    plain = make_plan(MODEL, tile_samples(), CLUSTER, replace(OPTIONS, search="exact"))
+    assert exact.stages == sizes(plain.variants[-1].stages)
+    assert made.variants[-1].epoch_s >= plain.variants[-1].epoch_s * (1 - 1e-9)
+    assert "searched as OmniBal published it: 125 within 2 layers of the anchor" in " ".join(made.plan.assumptions)
+
+
+def test_rows_are_ranked_by_squared_deviations_and_bytes_sent(made: PlanDetails) -> None:
+    ranks = [4 * row.spread_ms**2 + row.sent_mib for row in made.plan.estimates.searched[:-1]]
+    assert ranks == sorted(ranks)
+
+
+def test_every_cut_within_the_radius_is_a_candidate_once(made: PlanDetails, tmp_path: Path) -> None:
+    write_plan(made, tmp_path)
+    problem = reload_plan(tmp_path).case.problem
+    anchor = np.array(bmp_anchor(problem))
+    found = np.array([candidate.cuts for candidate in bmp_candidates(problem, anchor, radius=2)])
+    allowed = [c for c in range(1, len(MODEL.layers)) if c not in problem.forbidden_cuts]
+    moves = np.abs(np.searchsorted(allowed, found) - np.searchsorted(allowed, anchor))
+    assert moves.max() == 2
+    assert len({tuple(cuts) for cuts in found.tolist()}) == len(found) == 5**3
+
+
+def test_the_plan_says_how_it_was_searched_and_refine_runs_the_same_candidates(
+    made: PlanDetails, tmp_path: Path
+) -> None:
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    found = reload_plan(tmp_path)
+    assert (found.plan.inputs.training.search, found.plan.inputs.training.radius) == ("omnibal", 2)
+    candidates = candidate_splits(found.case, found.stages, 4)
+    listed = {row.stages for row in made.plan.estimates.searched[:-1]}
+    assert len(candidates) == 4
+    assert {sizes(candidate.stages) for candidate in candidates} <= listed
+    assert "OmniBal's search" in plan_text(made)
+    assert "exact optimum" in html_report(made)
+
+
+def test_what_it_cannot_search() -> None:
+    with pytest.raises(PlanError, match=r"moves cuts between stages, and there are 1 stages"):
+        make_plan(MODEL, tile_samples(60), CLUSTER, replace(OPTIONS, pp=1, tp=8))
+    with pytest.raises(PartitionError, match=r"radius 99 around 3 cuts makes 7880599 splits"):
+        make_plan(MODEL, tile_samples(), CLUSTER, replace(OPTIONS, radius=99))
+    with pytest.raises(PlanError, match="top 0"):
+        replace(OPTIONS, top=0)
